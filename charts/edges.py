@@ -24,6 +24,7 @@ class Edge:
     to: str
     port: int
     why: str
+    last: int = 0  # of several ports from that one on
 
 
 DNS_PORTS = (53, 5353)  # a policy counts the pod's own port, behind the Service; OpenShift's DNS listens at the second
@@ -50,6 +51,8 @@ def _to_servers() -> list[Edge]:
 def _between_workers() -> list[Edge]:
     """Weights come from the trainer and from whoever has them; sequences move between those who follow Moves."""
     found = [Edge(reader, giver, names.GRPC_PORT, "weights") for reader in READERS for giver in ("trainer", *READERS)]
+    met = "ranks of several nodes: where they meet, and what they exchange"
+    found.append(Edge("trainer", "trainer", names.RANKS_PORT, met, last=65535))
     for stage in STAGES:
         if Move in stage.watches:
             found.append(Edge(stage.name, stage.name, names.MOVES_PORT, "a sequence moves: who owns it"))
@@ -73,5 +76,5 @@ def as_file() -> dict[str, object]:
     return {
         "roles": list(names.ROLES),
         "components": list(COMPONENTS),
-        "edges": [asdict(edge) for edge in edges()],
+        "edges": [{name: value for name, value in asdict(edge).items() if value} for edge in edges()],
     }

@@ -144,10 +144,11 @@ def values_table() -> str:
 
 def edges_table() -> str:
     """One row for all that the same sources reach at the same port."""
-    sources: dict[tuple[str, int, str], list[str]] = {}
+    sources: dict[tuple[str, str, str], list[str]] = {}
     for edge in edges():
-        sources.setdefault((edge.to, edge.port, edge.why), []).append(edge.source)
-    targets: dict[tuple[str, int, str], list[str]] = {}
+        ports = f"{edge.port} to {edge.last}" if edge.last else str(edge.port)
+        sources.setdefault((edge.to, ports, edge.why), []).append(edge.source)
+    targets: dict[tuple[str, str, str], list[str]] = {}
     for (to, port, why), found in sources.items():
         targets.setdefault((", ".join(found), port, why), []).append(to)
     rows = [f"| {found} | {', '.join(to)} | {port} | {why} |" for (found, port, why), to in sorted(targets.items())]

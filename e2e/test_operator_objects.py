@@ -42,6 +42,7 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "volcano": {"scheduling": {"gang": "volcano", "queue": "gpus"}},
     "coscheduling": {"scheduling": {"gang": "coscheduling"}},
+    "nodes": {"roles": {"trainer": {"nodes": 2, "ranksPerNode": 2}}},
     "template": {"roles": {"reward": {"podTemplate": EXTRA}}},
 }
 
@@ -92,7 +93,7 @@ def test_what_is_there_already_is_taken_up_without_a_change(
     """As by another replica, that does not know of it yet."""
 
     def versions() -> dict[str, str]:
-        items = cluster.get("pods,configmaps,secrets", "-n", "rl", "-l", f"{names.JOB}=sums")["items"]
+        items = cluster.get("pods,configmaps,secrets,services", "-n", "rl", "-l", f"{names.JOB}=sums")["items"]
         return {item["kind"] + item["metadata"]["name"]: item["metadata"]["resourceVersion"] for item in items}
 
     async def make(things: list[dict[str, Any]]) -> list[ApiResponse]:
@@ -101,7 +102,7 @@ def test_what_is_there_already_is_taken_up_without_a_change(
             return [await looks._make(thing) for thing in things]
 
     monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
-    things = things_of()
+    things = things_of(**JOBS["nodes"])
     assert {answer.code for answer in asyncio.run(make(things))} == {200, 201}
     before = versions()
     assert len(before) == len(things) - 1, "the ConfigMap is made with each"

@@ -78,7 +78,7 @@
 {{- else }}
 - to: {{- include "rlhfspec.peers" (dict "root" .root "party" .edge.to "isJob" .isJob) | trim | nindent 4 }}
   ports:
-    - {protocol: TCP, port: {{ .edge.port }}}
+    - {protocol: TCP, port: {{ .edge.port }}{{ with .edge.last }}, endPort: {{ . }}{{ end }}}
     {{- if eq .edge.to "dns" }}
     - {protocol: UDP, port: {{ .edge.port }}}
     {{- end }}
@@ -116,7 +116,7 @@ spec:
   ingress:
     {{- range $in }}
     - from: {{- include "rlhfspec.peers" (dict "root" $here.root "party" .source "isJob" $isJob) | trim | nindent 8 }}
-      ports: [{protocol: TCP, port: {{ .port }}}] # {{ .why }}
+      ports: [{protocol: TCP, port: {{ .port }}{{ with .last }}, endPort: {{ . }}{{ end }}}] # {{ .why }}
     {{- end }}
     {{- if eq .party "dashboard" }}
     {{- with .root.Values.dashboard.ingressFrom }}

@@ -49,6 +49,7 @@ _PLURALS = {
     "PodGroup": "podgroups",
     "RoleBinding": "rolebindings",
     "Secret": "secrets",
+    "Service": "services",
     "ServiceAccount": "serviceaccounts",
     "SubjectAccessReview": "subjectaccessreviews",
     "TokenReview": "tokenreviews",

@@ -41,6 +41,7 @@ TOKEN_FILE = PurePosixPath("/var/run/secrets/rlhfspec/token")  # control's
 STORAGE = PurePosixPath("/storage")  # the job's claim: data, models, run folders; relative paths of a job begin here
 CACHE = STORAGE / "cache"  # models and data that are made or downloaded once
 HTTP_PORT, GRPC_PORT, MOVES_PORT, LINK_PORT = 8080, 50051, 50052, 50053  # of every worker's pod
+RANKS_PORT = 29500  # of the trainer's first pod: where ranks of several nodes meet
 REPORT_PORT = 8443  # of the operator's Service
 NATS_PORT, REDIS_PORT, DASHBOARD_PORT = 4222, 6379, 8000
 # In the certificate of every worker: its address is its pod's, which no certificate can know beforehand.
@@ -59,6 +60,15 @@ def config_name(job: str, job_uid: str) -> str:
 def secret_name(job: str, role: str, job_uid: str) -> str:
     """Of the Secret that only this role's pods mount."""
     return f"{job}-{role}-{job_uid[:8]}"
+
+
+def ranks_name(job: str, job_uid: str) -> str:
+    """Of the headless Service by which ranks of several nodes find the first; it begins with a letter, as it must.
+
+    >>> ranks_name("1" * 52, "6f1c-42")
+    'ranks-1111111111111111111111111111111111111111-6f1c-42'
+    """
+    return f"ranks-{job[:40].rstrip('-')}-{job_uid[:8]}"
 
 
 def workload_name(job: str, job_uid: str) -> str:

@@ -39,8 +39,8 @@ class Trainer(Workers):
 
     nodes: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
-        description="Number of nodes that the training is spread over; with --processes all are of this machine, "
-        "and in a cluster there is one.",
+        description="Number of nodes that the training is spread over: a pod each in a cluster, which needs a "
+        "storage.claim; with --processes all are of this machine.",
     )
     ranks_per_node: Annotated[int, Field(ge=1, le=64)] = Field(
         1, description="Number of processes of a node; those of all nodes share the training with FSDP2."

@@ -1,8 +1,9 @@
 """`python -m rlhfspec.worker.ranks --nodes N --ranks-per-node G -m MODULE ...`: one worker as a set of ranks.
 
-Each rank is told by its environment what torchrun would tell it, and all of them meet at a c10d store of rank 0. The
-nodes are of this machine: ranks as if on separate ones. A set is whole or not at all: when a rank fails, all end, and
-the last line of the log names it. Asked to leave, rank 0 is told, and lets the others go.
+Each rank is told by its environment what torchrun would tell it, and all of them meet at a c10d store of rank 0. All
+nodes are of this machine, ranks as if on separate ones, unless `--node I --leader HOST:PORT` says which one it is, and
+where rank 0 is to be found. A set is whole or not at all: when a rank fails, those of its node are ended, those of
+others miss it, and the last line of the log names it. Asked to leave, rank 0 is told, and lets the others go.
 
 A rank is forked, so that what this process has imported is there.
 """
@@ -30,10 +31,14 @@ _LEAVE_SECONDS = 60  # for the others, once rank 0 has left
 
 
 class RankSet:
-    def __init__(self, *, nodes: int, ranks_per_node: int) -> None:
+    """`node`: the one of these ranks; None: all nodes are here."""
+
+    def __init__(self, *, nodes: int, ranks_per_node: int, node: int | None = None) -> None:
         self._nodes = nodes
         self._ranks_per_node = ranks_per_node
-        self._words = [tempfile.TemporaryFile() for _ in range(self.num_ranks)]  # noqa: SIM115  # each rank's last
+        first = (node or 0) * ranks_per_node
+        self._ranks = range(first, first + ranks_per_node) if node is not None else range(self.num_ranks)
+        self._words = [tempfile.TemporaryFile() for _ in self._ranks]  # noqa: SIM115  # each rank's last
         self._alive: dict[int, int] = {}  # process -> rank
         self._num_killed_before = exits.num_killed_for_memory()
 
@@ -41,19 +46,23 @@ class RankSet:
     def num_ranks(self) -> int:
         return self._nodes * self._ranks_per_node
 
-    def start(self, module: str, arguments: list[str], gpus: list[str]) -> None:
-        """`gpus`: of the ranks in order, each one; none: they see what this process sees."""
-        leader = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    def start(self, module: str, arguments: list[str], gpus: list[str], leader: str) -> None:
+        """`gpus`: of the ranks in order, each one; none: they see what this process sees. `leader`: host and port."""
+        host, _, port = leader.rpartition(":")
         if "OMP_NUM_THREADS" not in os.environ:
             arguments = [*arguments, "--threads", "1"]  # as torchrun has it
-        for rank in range(self.num_ranks):
+        for rank in self._ranks:
             pid = os.fork()
             if pid == 0:
-                _become(module, [*arguments, *gpu_of(rank, gpus)], {**leader, **self._environment(rank)})
+                _become(
+                    module,
+                    [*arguments, *gpu_of(rank, gpus)],
+                    {"MASTER_ADDR": host, "MASTER_PORT": port, **self._environment(rank)},
+                )
             self._alive[pid] = rank
             _write({"level": "info", "message": f"{self._name(rank)} begins", "rank": rank, "pid": pid})
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: self._ask(number))
+            signal.signal(number, lambda number, _: self._ask(number))  # of a node without rank 0: none
         signal.signal(signal.SIGALRM, lambda *_: self._kill())
 
     def _environment(self, rank: int) -> dict[str, str]:
@@ -61,7 +70,7 @@ class RankSet:
         return {
             "RANK": str(rank), "WORLD_SIZE": str(self.num_ranks), "LOCAL_RANK": str(local),
             "LOCAL_WORLD_SIZE": str(self._ranks_per_node), "GROUP_RANK": str(node),
-            TERMINATION_LOG: f"/dev/fd/{self._words[rank].fileno()}",
+            TERMINATION_LOG: f"/dev/fd/{self._words[rank - self._ranks.start].fileno()}",
         }  # fmt: skip
 
     def wait(self) -> int:
@@ -72,9 +81,9 @@ class RankSet:
             code = os.waitstatus_to_exitcode(status)
             if rank is not None and code != exits.DONE:
                 return self._failed(rank, code)
-            if rank == 0:
+            if rank == self._ranks.start:
                 signal.alarm(_LEAVE_SECONDS)
-        write_last_words(self._said_by(0))
+        write_last_words(self._said_by(0) if 0 in self._ranks else "left: rank 0 let its ranks go")
         return exits.DONE
 
     def _failed(self, rank: int, code: int) -> int:
@@ -98,8 +107,9 @@ class RankSet:
         return " as memory ran out" if ran_out else ""
 
     def _said_by(self, rank: int) -> str:
-        self._words[rank].seek(0)
-        return self._words[rank].read().decode(errors="replace")
+        words = self._words[rank - self._ranks.start]
+        words.seek(0)
+        return words.read().decode(errors="replace")
 
     def _ask(self, number: int) -> None:
         _send(number, [pid for pid, rank in self._alive.items() if rank == 0])
@@ -151,11 +161,16 @@ def main() -> None:
     )
     parser.add_argument("--nodes", type=int, default=1, metavar="N")
     parser.add_argument("--ranks-per-node", type=int, required=True, metavar="G")
+    parser.add_argument("--node", type=int, metavar="I", help="this one alone, from 0; all of them are here without")
+    parser.add_argument("--leader", metavar="HOST:PORT", help="where rank 0 is to be found")
     parser.add_argument("--gpus", default="", metavar="LIST", help="one for each rank, in order")
     parser.add_argument("-m", dest="module", required=True, metavar="MODULE", help="what each rank runs")
     told, arguments = parser.parse_known_args()
-    ranks = RankSet(nodes=told.nodes, ranks_per_node=told.ranks_per_node)
-    ranks.start(told.module, arguments, [gpu for gpu in told.gpus.split(",") if gpu])
+    if (told.node is None) != (told.leader is None):
+        parser.error("--node and --leader go together")
+    ranks = RankSet(nodes=told.nodes, ranks_per_node=told.ranks_per_node, node=told.node)
+    gpus = [gpu for gpu in told.gpus.split(",") if gpu]
+    ranks.start(told.module, arguments, gpus, told.leader or f"127.0.0.1:{_free_port()}")
     sys.exit(ranks.wait())
 
 

@@ -11,7 +11,16 @@ import pytest
 from helm import ROOT, needs_helm, of_kind, rendered
 
 from rlhfspec.cluster import names
-from rlhfspec.cluster.names import GRPC_PORT, HTTP_PORT, LINK_PORT, MOVES_PORT, NATS_PORT, REDIS_PORT, REPORT_PORT
+from rlhfspec.cluster.names import (
+    GRPC_PORT,
+    HTTP_PORT,
+    LINK_PORT,
+    MOVES_PORT,
+    NATS_PORT,
+    RANKS_PORT,
+    REDIS_PORT,
+    REPORT_PORT,
+)
 
 sys.path.insert(0, str(ROOT / "charts"))
 edges = importlib.import_module("edges")
@@ -26,6 +35,7 @@ PORTS = (
     NATS_PORT,
     REDIS_PORT,
     REPORT_PORT,
+    RANKS_PORT,
     names.DASHBOARD_PORT,
 )
 Policy = dict[str, Any]
@@ -86,7 +96,8 @@ def allows(policies: list[Policy], at: Pod, other: Pod, port: int, way: str) -> 
         return True
     peers = "from" if way == "Ingress" else "to"
     return any(
-        port in [each["port"] for each in rule["ports"]] and is_peer(peer, other, at.namespace)
+        any(each["port"] <= port <= each.get("endPort", each["port"]) for each in rule["ports"])
+        and is_peer(peer, other, at.namespace)
         for policy in of_pod
         for rule in policy["spec"].get(way.lower()) or []
         for peer in rule[peers]
@@ -112,7 +123,12 @@ def test_exactly_the_edges_of_the_map_are_allowed() -> None:
         for port in PORTS
         if reaches(policies, source, to, port) and not (source in (DNS, PROMETHEUS) and to in (DNS, PROMETHEUS))
     }
-    wanted = {(edge.source, edge.to, edge.port) for edge in edges.edges() if edge.to != "api"}
+    wanted = {
+        (edge.source, edge.to, port)
+        for edge in edges.edges()
+        for port in PORTS
+        if edge.to != "api" and edge.port <= port <= (edge.last or edge.port)
+    }
     assert found == wanted
 
 
@@ -125,7 +141,7 @@ def test_the_map_has_the_edges_that_a_run_needs() -> None:
         ("generator", "generator", MOVES_PORT), ("generator", "generator", LINK_PORT),
         ("control", "operator", REPORT_PORT), ("operator", "nats", NATS_PORT), ("operator", "redis", REDIS_PORT),
         ("operator", "api", 443), ("prompts", "nats", NATS_PORT), ("control", "redis", REDIS_PORT),
-        ("dashboard", "redis", REDIS_PORT), ("prometheus", "trainer", HTTP_PORT),
+        ("dashboard", "redis", REDIS_PORT), ("prometheus", "trainer", HTTP_PORT), ("trainer", "trainer", RANKS_PORT),
     } <= found  # fmt: skip
     assert not [edge for edge in found if edge[1] == "api" and edge[0] in names.ROLES]
     assert ("trainer", "generator", GRPC_PORT) not in found, "weights are fetched, not pushed"

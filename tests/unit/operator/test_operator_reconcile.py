@@ -133,13 +133,6 @@ def test_what_prepare_refuses_fails_the_job_and_names_the_field() -> None:
     assert "spec.model.path: no such folder" in world.healthy()[2]
 
 
-def test_a_trainer_of_two_nodes_is_refused_here() -> None:
-    world = World(job_body(roles={"trainer": {"nodes": 2, "ranksPerNode": 2}}))
-    world.settle()
-    assert (world.phase, world.healthy()[1], world.pods) == ("Failed", "BadConfig", {})
-    assert world.healthy()[2].startswith("spec.roles.trainer.nodes: 2: in a cluster the trainer has one pod")
-
-
 # --- workers that fail ---------------------------------------------------------------------------------------------
 
 

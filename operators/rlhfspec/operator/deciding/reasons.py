@@ -15,12 +15,11 @@ from dataclasses import dataclass
 
 from rlhfspec.cluster import names
 from rlhfspec.job import RLHFJob
-from rlhfspec.messages.loop import workers_of
 from rlhfspec.operator.deciding.draft import FRESH_SECONDS, Draft, worker_name
 from rlhfspec.operator.deciding.failures import is_about_storage_away
 from rlhfspec.operator.deciding.memory import WorkerMemory
 from rlhfspec.operator.deciding.observed import PodView, Refusal, Said
-from rlhfspec.operator.deciding.wanted import wanted_workers
+from rlhfspec.operator.deciding.wanted import pods_of, wanted_workers
 from rlhfspec.operator.making import kueue
 from rlhfspec.operator.making.workloads import WORKLOAD_KIND as WORKLOAD
 from rlhfspec.worker.exits import is_about_full_disk
@@ -78,8 +77,10 @@ def config_problem(draft: Draft) -> str:
         )
     if kueue.is_queued(draft) and not draft.settings.kueue:
         return "spec.scheduling.gang: kueue is not among operator.gang of the operator's chart: add it there"
-    if (nodes := job.job.spec.roles.trainer.nodes) > 1:
-        return f"spec.roles.trainer.nodes: {nodes}: in a cluster the trainer has one pod; take more ranksPerNode"
+    if (nodes := job.job.spec.roles.trainer.nodes) > 1 and storage.uri:
+        return (
+            f"spec.roles.trainer.nodes: {nodes}: ranks write checkpoints into one folder, which needs a storage.claim"
+        )
     if too_many := _too_many(job.job, draft.settings.max_workers):
         return too_many
     last = draft.observed.trial
@@ -88,13 +89,14 @@ def config_problem(draft: Draft) -> str:
 
 def _too_many(job: RLHFJob, allowed: int) -> str:
     replicas = job.spec.roles.generator.replicas
-    counts = {names.CONTROL: 1} | workers_of(job)
+    counts = {names.CONTROL: 1} | pods_of(job)
     counts["generator"] = max(counts["generator"], replicas.max if replicas else 1)
     role = max(counts, key=lambda role: counts[role])
     if sum(counts.values()) <= allowed:
         return ""
+    field = "nodes" if role == "trainer" else "workers"
     return (
-        f"spec.roles.{role}.workers: {counts[role]}, so {sum(counts.values())} pods in all; the operator allows a job "
+        f"spec.roles.{role}.{field}: {counts[role]}, so {sum(counts.values())} pods in all; the operator allows a job "
         f"{allowed} (jobs.maxWorkers of its chart)"
     )
 

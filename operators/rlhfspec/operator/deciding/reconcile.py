@@ -20,6 +20,7 @@ from rlhfspec.operator.deciding.draft import MOST_AT_ONCE, Delete, Draft, Reconc
 from rlhfspec.operator.deciding.failures import count_in, forget_after_progress, is_complete
 from rlhfspec.operator.deciding.memory import Memory
 from rlhfspec.operator.deciding.observed import ChartSettings, JobView, Observed, PodView, Worker
+from rlhfspec.operator.deciding.rank_sets import count_in_set, has_left, keep_together
 from rlhfspec.operator.deciding.reasons import all_ready, config_problem, roles_that_lack_ours
 from rlhfspec.operator.deciding.times import in_milliseconds
 from rlhfspec.operator.deciding.wanted import must_restart, settle_generators, wanted_workers
@@ -89,6 +90,9 @@ def _look_at_ends(draft: Draft) -> None:
         draft.end("Succeeded", "Completed", ended.message if ended else "")
     if memory.outcome is not None or memory.state == "closing":
         return  # the others are asked to end
+    if draft.spec.roles.trainer.nodes > 1:
+        count_in_set(draft, [pod for pod in ours if pod.role == "trainer" and pod.is_finished and not pod.is_deleting])
+        ours = [pod for pod in ours if pod.role != "trainer"]
     for pod in sorted(ours, key=lambda pod: pod.key):
         if pod.role == names.PREPARE and pod.phase == "Succeeded":
             memory.prepared = True
@@ -151,7 +155,7 @@ def _forget_in_time(draft: Draft) -> None:
 
 def _keep_workers(draft: Draft) -> None:
     wanted = wanted_workers(draft)
-    due = [key for key in wanted if _is_to_be_made(draft, key)]
+    due = keep_together(draft, [key for key in wanted if _is_to_be_made(draft, key)])
     if any(draft.is_refused(each.kind, each.name) for each in draft.observed.refusals if each.kind != "Pod"):
         due = []  # what pods mount
     if len(due) > MOST_AT_ONCE:
@@ -180,7 +184,7 @@ def _look_after(draft: Draft, pod: PodView) -> None:
     not_before = draft.memory.of_worker(worker_name(pod.key)).restart_not_before
     if pod.is_deleting or pod.run != draft.run_uid or must_restart(draft, pod.role, pod.restart_id):
         draft.remove(pod)
-    elif not pod.is_finished or (pod.role == names.PREPARE and draft.memory.prepared):
+    elif not pod.is_finished or (pod.role == names.PREPARE and draft.memory.prepared) or has_left(pod):
         return
     elif not_before is not None and not_before > draft.now:
         draft.requeue_at(not_before)

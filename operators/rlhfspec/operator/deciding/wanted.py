@@ -8,6 +8,7 @@ Example:
 from __future__ import annotations
 
 from rlhfspec.cluster import names
+from rlhfspec.job import RLHFJob
 from rlhfspec.messages.loop import workers_of
 from rlhfspec.operator.deciding.draft import Draft
 from rlhfspec.operator.deciding.observed import Worker
@@ -69,10 +70,15 @@ def wanted_workers(draft: Draft) -> list[Worker]:
     return known
 
 
+def pods_of(job: RLHFJob) -> dict[str, int]:
+    """How many pods each stage has: a trainer one a node."""
+    return workers_of(job) | {"trainer": job.spec.roles.trainer.nodes}
+
+
 def counts_of(draft: Draft) -> dict[str, int]:
     """Every role that has pods while the run is open and prepared, with how many workers."""
     assert draft.job.job is not None
-    counts = {names.CONTROL: 1} | workers_of(draft.job.job) | {"generator": draft.memory.generators}
+    counts = {names.CONTROL: 1} | pods_of(draft.job.job) | {"generator": draft.memory.generators}
     counts.pop("rebalancer", None)
     return counts | ({"rebalancer": 1} if draft.memory.rebalanced else {})
 

@@ -18,10 +18,10 @@ from dataclasses import replace
 from typing import Any
 
 from rlhfspec.cluster import names
-from rlhfspec.messages.loop import workers_of
 from rlhfspec.operator.deciding.draft import Draft, WorkloadWrite
 from rlhfspec.operator.deciding.memory import Memory
 from rlhfspec.operator.deciding.times import text_of
+from rlhfspec.operator.deciding.wanted import pods_of
 from rlhfspec.operator.making import objects, trial
 from rlhfspec.operator.making.workloads import (
     ASKED,
@@ -258,7 +258,7 @@ def _asked(workload: dict[str, Any]) -> str:
 def counts(draft: Draft) -> dict[str, int]:
     """All that run together; of elastic generators the most. `prepare` runs before them, on their quota."""
     assert draft.job.job is not None
-    wanted = {names.CONTROL: 1} | workers_of(draft.job.job)
+    wanted = {names.CONTROL: 1} | pods_of(draft.job.job)
     replicas = draft.spec.roles.generator.replicas
     return wanted | ({"generator": max(replicas.min, replicas.max)} if replicas else {})
 

@@ -24,6 +24,7 @@ def objects_for(draft: Draft, workers: Sequence[Worker]) -> list[dict[str, Any]]
         config_map(draft),
         *(secret(draft, role) for role in roles),
         *group,
+        *([ranks_service(draft)] if "trainer" in roles and draft.spec.roles.trainer.nodes > 1 else []),
         *(pod(draft, key) for key in workers),
     ]
 
@@ -75,6 +76,22 @@ def config_map(draft: Draft) -> dict[str, Any]:
         "kind": "ConfigMap",
         "metadata": metadata(draft) | {"name": names.config_name(draft.job.name, draft.job.uid)},
         "data": {name: json.dumps(value, indent=2, sort_keys=True) for name, value in data.items()},
+    }
+
+
+def ranks_service(draft: Draft) -> dict[str, Any]:
+    """A name for each of the trainer's pods, also before it is ready: ranks meet before that."""
+    job = draft.job
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(draft) | {"name": names.ranks_name(job.name, job.uid)},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {names.JOB: job.name, names.ROLE: "trainer"},
+            "ports": [{"name": "ranks", "port": names.RANKS_PORT, "protocol": "TCP"}],
+        },
     }
 
 

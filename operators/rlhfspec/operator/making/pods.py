@@ -89,6 +89,11 @@ def _spec(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]:
     priority_class = scheduling.priority_class or draft.settings.priority_classes.get(role)
     if priority_class:
         spec["priorityClassName"] = priority_class
+    if _is_node(draft, role):
+        spec |= {
+            "hostname": names.pod_name(draft.job.name, *key),
+            "subdomain": names.ranks_name(draft.job.name, draft.job.uid),
+        }
     if scheduling.topology_key and role == "generator":
         spec["topologySpreadConstraints"] = [_spread(draft, scheduling.topology_key)]
     return spec
@@ -121,7 +126,7 @@ def _container(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]
         "image": image_of(draft, role, options),
         "imagePullPolicy": draft.settings.images.pull_policy,
         "command": command(draft, key),
-        "env": [*_environment(draft), *_threads(resources, draft.spec.num_processes(role))],
+        "env": [*_environment(draft), *_threads(resources, _num_processes(draft, role))],
         **_variables_of(draft.spec.storage.secret),
         "resources": {name: dict(amounts) for name, amounts in resources.items()},
         "volumeMounts": _mounts(role),
@@ -131,7 +136,7 @@ def _container(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]
         "terminationMessagePath": "/dev/termination-log",
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }  # fmt: skip
-    if role != names.PREPARE:
+    if role != names.PREPARE and not (role == "trainer" and key[1]):  # only its first node answers
         container |= {"ports": _ports(role), **_probes(_FETCH_SECONDS if draft.spec.storage.uri else LOAD_SECONDS)}
     return container
 
@@ -149,10 +154,19 @@ def command(draft: Draft, key: Worker) -> list[str]:
     """As the supervisor of a laptop starts it."""
     role, worker = key
     module = ["-m", f"rlhfspec.{role}", "--connections", str(names.CONNECTIONS_FILE)]
+    ranks = draft.spec.roles.trainer.ranks_per_node if role == "trainer" else 1
+    if _is_node(draft, role):
+        first = f"{names.pod_name(draft.job.name, role, 0)}.{names.ranks_name(draft.job.name, draft.job.uid)}"
+        place = ["--node", str(worker), "--leader", f"{first}:{names.RANKS_PORT}"]
+        return ["python", *set_of_ranks(ranks, nodes=draft.spec.roles.trainer.nodes), *place, *module, "--worker", "0"]
     if role in BY_NAME:
         module += ["--worker", str(worker)]
-    ranks = draft.spec.roles.trainer.ranks_per_node if role == "trainer" else 1
     return ["python", *(set_of_ranks(ranks) if ranks > 1 else []), *module]
+
+
+def _is_node(draft: Draft, role: str) -> bool:
+    """One of several of the trainer."""
+    return role == "trainer" and draft.spec.roles.trainer.nodes > 1
 
 
 def _environment(draft: Draft) -> list[dict[str, Any]]:
@@ -174,6 +188,11 @@ def _threads(resources: Mapping[Any, Any], processes: int) -> list[dict[str, Any
     if not cores:
         return []
     return [{"name": "OMP_NUM_THREADS", "value": str(max(int(cores / processes), 1))}]
+
+
+def _num_processes(draft: Draft, role: str) -> int:
+    """Of a pod."""
+    return draft.spec.roles.trainer.ranks_per_node if role == "trainer" else draft.spec.num_processes(role)
 
 
 def _ports(role: str) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ JOBS = (
     PolicyRule(names.GROUP, (names.PLURAL,), ("list", "watch", "delete")),
     PolicyRule(names.GROUP, (f"{names.PLURAL}/status",), ("patch",)),
     PolicyRule("", ("pods",), ("list", "watch", "create", "patch", "delete")),
-    PolicyRule("", ("configmaps", "secrets"), ("create", "patch")),
+    PolicyRule("", ("configmaps", "secrets", "services"), ("create", "patch")),
     PolicyRule("", ("events",), ("list", "watch", "create", "patch")),
 )
 GANG = (

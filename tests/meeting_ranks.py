@@ -1,0 +1,29 @@
+"""Run by test_rank_sets.py, once a rank. argv: a folder for what the first finds, and which rank is to be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from rlhfspec.training.learning.distributed import joined
+
+TOLD = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def main() -> None:
+    folder, struck = Path(sys.argv[1]), int(sys.argv[2])
+    with joined(timeout_seconds=60.0, silence_seconds=60.0) as ranks:
+        told = ranks.gathered([int(os.environ[name]) for name in TOLD])
+        if ranks.rank == struck:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if struck >= 0:
+            ranks.gathered("never comes")
+        if ranks.rank == 0:
+            (folder / "told").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

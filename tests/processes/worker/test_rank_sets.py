@@ -1,0 +1,81 @@
+"""Ranks as sets: on one machine, and on nodes that find each other by a name and a port."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import warmed
+from places import TESTS
+from shared_servers import free_port
+
+SET = [sys.executable, "-m", "rlhfspec.worker.ranks", "--nodes", "2", "--ranks-per-node", "2"]
+
+
+def started(folder: Path, struck: int, *options: str, name: str = "words") -> Any:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TERMINATION_LOG": str(folder / name)}
+    command = [*SET, *options, "-m", "meeting_ranks", str(folder), str(struck)]
+    return warmed.Popen(command, stderr=subprocess.PIPE, text=True, cwd=TESTS, env=environment)
+
+
+def ended(process: Any) -> tuple[int, dict[str, Any]]:
+    """Its exit code, and the last line of its log."""
+    try:
+        _, said = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    lines = [line for line in said.splitlines() if line.startswith("{")]
+    return process.returncode, json.loads(lines[-1])
+
+
+def nodes(folder: Path, struck: int) -> list[Any]:
+    leader = f"127.0.0.1:{free_port()}"
+    options = [("--node", str(node), "--leader", leader) for node in (1, 0)]
+    return [started(folder, struck, *each, name=f"words-{each[1]}") for each in options]
+
+
+ALL = [[rank, rank % 2, rank // 2, 4, 2] for rank in range(4)]
+
+
+def test_ranks_are_told_what_torchrun_tells(tmp_path: Path) -> None:
+    code, _ = ended(started(tmp_path, -1))
+    assert code == 0
+    assert json.loads((tmp_path / "told").read_text()) == ALL
+
+
+def test_two_nodes_meet_where_rank_0_is(tmp_path: Path) -> None:
+    assert [ended(process)[0] for process in nodes(tmp_path, -1)] == [0, 0]
+    assert json.loads((tmp_path / "told").read_text()) == ALL
+    assert (tmp_path / "words-1").read_text() == "left: rank 0 let its ranks go"
+
+
+def test_a_killed_rank_is_named_and_the_set_ends(tmp_path: Path) -> None:
+    code, last = ended(started(tmp_path, 3))
+    said = "killed by SIGKILL (rank 3 of 4 on node 1)"
+    assert (code, last) == (128 + signal.SIGKILL, {"level": "error", "message": said, "exit_code": -signal.SIGKILL})
+    assert (tmp_path / "words").read_text() == said
+
+
+def test_a_killed_rank_ends_the_ranks_of_other_nodes(tmp_path: Path) -> None:
+    there, here = nodes(tmp_path, 3)
+    assert ended(there) == (
+        128 + signal.SIGKILL,
+        {"level": "error", "message": "killed by SIGKILL (rank 3 of 4 on node 1)", "exit_code": -signal.SIGKILL},
+    )
+    code, last = ended(here)
+    assert code == 1
+    assert "of 4 on node 0" in last["message"], "it names who missed it"
+
+
+@pytest.mark.parametrize("option", [("--node", "0"), ("--leader", "here:1")])
+def test_a_node_needs_a_leader(option: tuple[str, str]) -> None:
+    done = subprocess.run([*SET, *option, "-m", "meeting_ranks"], capture_output=True, text=True, cwd=TESTS)
+    assert done.returncode == 2
+    assert "--node and --leader go together" in done.stderr
