@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event, Thread
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rlhfspec.training.learning.distributed import Ranks
 
 _IDLE_SECONDS = 7 * 86400.0  # a generator may have nothing to do for long; a rank 0 that is gone is noticed at once
+_IMPORT_SECONDS = 60.0  # the others are no forks of a process that has imported all
 _LEAVE_SECONDS = 5.0
 log = logging.getLogger("rlhfspec.stage")
 
@@ -62,11 +63,30 @@ def joined_by(job: RLHFJob) -> Iterator[Ranks]:
     from rlhfspec.training.learning.distributed import joined
 
     device, deadline = device_of(job.spec), job.spec.roles.generator.deadline_seconds
-    with joined(timeout_seconds=deadline, silence_seconds=_IDLE_SECONDS, device=device, stage="generator") as ranks:
-        gpus = ranks.gathered(os.environ.get(VISIBLE))
-        if device != "cpu" and len(set(gpus)) < ranks.num_ranks:
-            raise InvalidRequest(VISIBLE, str(gpus), "each process of a generator needs a GPU of its own")
+    with joined(
+        timeout_seconds=deadline,
+        silence_seconds=_IDLE_SECONDS,
+        device=device,
+        stage="generator",
+        tell_seconds=_IMPORT_SECONDS,
+    ) as ranks:
+        refuse_shared(ranks.gathered((device, os.environ.get(VISIBLE))))
         yield ranks
+
+
+def refuse_shared(places: Sequence[tuple[str, str | None]]) -> None:
+    """Raise InvalidRequest where two processes compute on one GPU: device and CUDA_VISIBLE_DEVICES of each.
+
+    >>> refuse_shared([("cuda:0", "3"), ("cuda:0", "4")]), refuse_shared([("cuda:0", None), ("cuda:1", None)])
+    (None, None)
+    >>> refuse_shared([("cuda:0", "3"), ("cuda:0", "3")])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    rlhfspec.errors.InvalidRequest: CUDA_VISIBLE_DEVICES: each process of a generator needs a GPU of its own ...
+    """
+    if len(set(places)) < len(places) and places[0][0] != "cpu":
+        seen = ", ".join(str(gpus) for _, gpus in places)
+        raise InvalidRequest(VISIBLE, seen, "each process of a generator needs a GPU of its own")
 
 
 def _keep(rank: int, environment: dict[str, str], leaving: Event) -> None:

@@ -32,16 +32,13 @@ def save_models(folder: Path) -> None:
     GPT2LMHeadModel(GPT2Config(n_embd=48, n_layer=1, n_head=4, vocab_size=97)).save_pretrained(folder / "gpt2")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two processes left what they found."""
-    folder = tmp_path_factory.mktemp("parts")
-    save_models(folder)
+def run_ranks(module: str, folder: Path, popen: Any) -> None:
+    """Two processes, with what torchrun tells its own."""
     port = free_port()
     ranks = [
-        warmed.Popen(
-            [sys.executable, "-m", "two_parts", str(folder)], stderr=subprocess.PIPE, text=True, cwd=TESTS,
-            env=os.environ | {  # as torchrun sets it
+        popen(
+            [sys.executable, "-m", module, str(folder)], stderr=subprocess.PIPE, text=True, cwd=TESTS,
+            env=os.environ | {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
             },
@@ -56,6 +53,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two processes left what they found."""
+    folder = tmp_path_factory.mktemp("parts")
+    save_models(folder)
+    run_ranks("two_parts", folder, warmed.Popen)
     return folder
 
 
@@ -113,3 +118,20 @@ def test_what_cannot_be_cut_is_refused_by_name(name: str, why: str, folder: Path
         said = (folder / f"{name}-{rank}").read_text()
         assert "cannot be cut over 2 processes" in said
         assert why in said
+
+
+def test_parts_on_devices_of_their_own_hold_as_many_blocks_as_the_smaller_one(folder: Path) -> None:
+    """And nothing of the host is exchanged in the devices' group: `two_devices.py` refuses it there."""
+    import second_device
+
+    try:
+        second_device.load()
+    except second_device.Unavailable as reason:
+        pytest.skip(str(reason))
+    run_ranks("two_parts_on_devices", folder, subprocess.Popen)
+    first, second = (int((folder / f"blocks-{rank}").read_text()) for rank in (0, 1))
+    assert first == second < two_parts.config(max_sequences=64, max_context=512).num_blocks
+    engine = make_engine(load_model(folder / two_parts.DRIVEN), two_parts.config(speculation="off"))
+    theirs = json.loads((folder / "on-devices.json").read_text())
+    ours = two_parts.run(engine, two_parts.requests())
+    the_same({name: run for name, run in ours.items() if name != "r9"}, theirs)

@@ -46,7 +46,7 @@ def make_state(
     """
     eos = eos_token_ids(model)
     draft, student = _draft_and_student(model, config, draft, group)
-    config, (target, *others) = _make_runners(model, config, draft, group)
+    config, (target, *others) = make_runners(model, config, draft, group)
     cut = cut_of(model)
     if group is not None and cut is not None:
         target.others = Others(group, cut)
@@ -76,13 +76,14 @@ def _draft_and_student(model: Any, config: EngineConfig, draft: Any, group: Grou
 
 def follow_engine(model: Any, config: EngineConfig, group: Group) -> None:
     """Ranks other than 0: hold a part of the model of rank 0's engine, until that is closed."""
-    _, [runner] = _make_runners(model, config, None, group)
+    _, [runner] = make_runners(model, config, None, group)
     follow(runner, group)
 
 
-def _make_runners(
+def make_runners(
     model: Any, config: EngineConfig, draft: Any, group: Group | None
 ) -> tuple[EngineConfig, list[ModelRunner]]:
+    """Of the target and, where there is one, of the draft; and the configuration with KV as large as they hold."""
     _check_positions(model, draft, config.max_context)
     if config.device.startswith("cpu"):
         tune_malloc()

@@ -128,18 +128,24 @@ def _mapped(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 @contextmanager
 def joined(
-    *, timeout_seconds: float, silence_seconds: float, device: str = "cpu", stage: str = "trainer"
+    *,
+    timeout_seconds: float,
+    silence_seconds: float,
+    device: str = "cpu",
+    stage: str = "trainer",
+    tell_seconds: float = _TELL_SECONDS,
 ) -> Iterator[Ranks]:
     """The ranks that torchrun started, or this process alone.
 
     `timeout_seconds` are for one exchange while all work; `silence_seconds` for rank 0 to say something at all: it is
     busy with the other stages for most of a step. device: this rank's own. stage: whose ranks they are.
+    tell_seconds: for which all may be missing and nothing is said.
     """
     told = rank_told(os.environ)
     if told.num_ranks == 1:
         yield Ranks()
         return
-    _meet(told, timeout_seconds, torch.device(device), stage)
+    _meet(told, timeout_seconds, torch.device(device), stage, tell_seconds)
     try:
         patient, usual = (timedelta(seconds=seconds) for seconds in (silence_seconds, timeout_seconds))
         yield Ranks(
@@ -153,11 +159,11 @@ def joined(
         dist.destroy_process_group()
 
 
-def _meet(told: RankTold, timeout_seconds: float, device: torch.device, stage: str) -> None:
+def _meet(told: RankTold, timeout_seconds: float, device: torch.device, stage: str, tell_seconds: float) -> None:
     """Says so where that takes long: somebody is not there."""
     others = f"the other {told.num_ranks - 1} ranks" if told.rank == 0 else f"rank 0 at {told.leader}"
     telling = threading.Timer(
-        _TELL_SECONDS, log.warning, ["rank %d of %d waits for %s", told.rank, told.num_ranks, others]
+        tell_seconds, log.warning, ["rank %d of %d waits for %s", told.rank, told.num_ranks, others]
     )
     telling.daemon = True
     telling.start()
