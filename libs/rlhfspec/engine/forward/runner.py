@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
-from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine.forward import constant_shape
 from rlhfspec.engine.forward.checksums import checksums
 from rlhfspec.engine.forward.device import check_fits
@@ -43,7 +42,7 @@ from rlhfspec.huggingface.structure.attention import (
 from rlhfspec.huggingface.structure.causal_lm import CausalLM
 from rlhfspec.kernels.attention_splits import SPLIT
 from rlhfspec.kernels.decoder import NativeDecoder
-from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
+from rlhfspec.kernels.tree_attention import AttentionMeta, IndexArray, tree_attention
 from rlhfspec.messages.records.models import ModelReport
 
 _ATTENTION_NAME = "rlhfspec_tree"
@@ -176,34 +175,39 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: IntArray, positions: IntArray, meta: AttentionMeta, logit_rows: IntArray, *, graphed: bool = True
+        self,
+        tokens: IndexArray,
+        positions: IndexArray,
+        meta: AttentionMeta,
+        logit_rows: IndexArray,
+        *,
+        graphed: bool = True,
     ) -> torch.Tensor:
         """Run tokens[N] at positions[N]; `meta` says where each row writes and what it sees.
 
-        graphed: through a captured graph where there are any. Returns float32 logits [len(logit_rows), vocab].
+        All numpy, or all on the device. graphed: through a captured graph where there are any. Returns float32 logits
+        [len(logit_rows), vocab].
         """
         if self.native is not None:
-            return self.native.forward(
-                tokens.astype(np.int64), positions.astype(np.int64), meta, logit_rows.astype(np.int64)
-            )
+            token_ids, places, wanted = (np.asarray(ids, np.int64) for ids in (tokens, positions, logit_rows))
+            return self.native.forward(token_ids, places, meta, wanted)
         if self.config.exact:
             return self._forward_exactly(tokens, positions, meta, logit_rows, graphed)
         return self._logits(self._hidden(tokens, positions, meta, graphed), logit_rows)
 
-    def _hidden(self, tokens: IntArray, positions: IntArray, meta: AttentionMeta, graphed: bool) -> torch.Tensor:
+    def _hidden(self, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta, graphed: bool) -> torch.Tensor:
         """Hidden states [N or more, hidden]."""
         hidden = self._graphs(tokens, positions, meta) if graphed and self._graphs is not None else None
         if hidden is None:
-            token_ids = torch.from_numpy(tokens.astype(np.int64)).to(self.config.device)[None]  # [1, N]
-            position_ids = torch.from_numpy(positions.astype(np.int64)).to(self.config.device)[None]
-            hidden = self._run_layers(token_ids, position_ids, meta)
+            token_ids, position_ids = (torch.as_tensor(ids, device=self.config.device) for ids in (tokens, positions))
+            hidden = self._run_layers(token_ids.long()[None], position_ids.long()[None], meta)
         return hidden[0]
 
-    def _logits(self, hidden: torch.Tensor, rows: IntArray) -> torch.Tensor:
-        return self.parts.logits(hidden.index_select(0, torch.from_numpy(rows.astype(np.int64)).to(hidden.device)))
+    def _logits(self, hidden: torch.Tensor, rows: IndexArray) -> torch.Tensor:
+        return self.parts.logits(hidden.index_select(0, torch.as_tensor(rows, device=hidden.device)))
 
     def _forward_exactly(
-        self, tokens: IntArray, positions: IntArray, meta: AttentionMeta, logit_rows: IntArray, graphed: bool
+        self, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta, logit_rows: IndexArray, graphed: bool
     ) -> torch.Tensor:
         given = constant_shape.parts(tokens, positions, meta)
         hidden = torch.cat(
