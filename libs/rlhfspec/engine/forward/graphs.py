@@ -50,20 +50,31 @@ class GraphedForward:
             return None
         bucket = ROW_BUCKETS[bisect_left(ROW_BUCKETS, rows)]
         width = EXTRA_BUCKETS[bisect_left(EXTRA_BUCKETS, depth)]
-        key = (bucket, width, tuple(meta.slot_table.shape))
-        captured = self._captured.get(key)
-        if captured is None:
-            captured = self._captured[key] = self._new(bucket, width, meta)
+        captured = self._graph(bucket, width, meta.slot_table)
         self._fill(captured, tokens, positions, meta)
         return captured.replay()
 
-    def _new(self, bucket: int, width: int, meta: AttentionMeta) -> _Captured:
+    def record(self, slot_table: IndexArray, *, rows: tuple[int, int], depth: int) -> None:
+        """Capture all that steps of `rows`, from the fewest to the most, with trees up to `depth`, can ask for: a
+        capture takes as long as many steps. The largest come first; the others use their memory."""
+        first, last = (bisect_left(ROW_BUCKETS, count) for count in rows)
+        for bucket in reversed(ROW_BUCKETS[first : last + 1]):
+            for width in reversed(EXTRA_BUCKETS[: bisect_left(EXTRA_BUCKETS, depth) + 1]):
+                self._graph(bucket, width, slot_table)
+
+    def _graph(self, bucket: int, width: int, slot_table: IndexArray) -> _Captured:
+        key = (bucket, width, tuple(slot_table.shape))
+        if key not in self._captured:
+            self._captured[key] = self._new(bucket, width, slot_table)
+        return self._captured[key]
+
+    def _new(self, bucket: int, width: int, slot_table: IndexArray) -> _Captured:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
         static = AttentionMeta(
             slots=zeros(bucket) - 1, table_rows=zeros(bucket), context_lens=zeros(bucket),
-            extra=zeros(bucket, width) - 1, slot_table=self._table(meta.slot_table),
+            extra=zeros(bucket, width) - 1, slot_table=self._table(slot_table),
         )  # fmt: skip
         tokens, positions = zeros(1, bucket, dtype=torch.int64), zeros(1, bucket, dtype=torch.int64)
         replay = self.capture(lambda: self.forward(tokens, positions, static))
@@ -96,6 +107,10 @@ def _write(buffer: torch.Tensor, values: IndexArray, padding: int) -> None:
     padded = np.full(tuple(buffer.shape), padding, np.int32)
     padded[corner] = values
     buffer.copy_(torch.from_numpy(padded), non_blocking=True)
+
+
+def can_capture(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def call_again(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from rlhfspec.engine.forward import constant_shape
 from rlhfspec.engine.forward.checksums import checksums
 from rlhfspec.engine.forward.device import check_fits
-from rlhfspec.engine.forward.graphs import GraphedForward
+from rlhfspec.engine.forward.graphs import GraphedForward, can_capture
 from rlhfspec.engine.kv.cache import give_back, new_kv
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.fused.casting import Precision, cast, precision_of, round_parameters, widen
@@ -110,7 +110,7 @@ class ModelRunner:
         self.report: ModelReport = prove(proof, began=began)
         give_back(self.kv)
         self.expert_load = ExpertLoad(self.fused.model)
-        if config.device.type == "cuda" and not self.expert_load.rows():  # which experts run is decided on the host
+        if can_capture(config.device) and not self.expert_load.rows():  # which experts run is decided on the host
             self._graphs = GraphedForward(self._run_layers, config.device)
 
     @property
@@ -153,6 +153,13 @@ class ModelRunner:
         )  # fmt: skip
         if self._graphs is not None:  # recorded with the one before
             self._graphs = GraphedForward(self._run_layers, config.device)
+
+    @torch.inference_mode()
+    def record(self, slot_table: IndexArray, *, most_rows: int, depth: int) -> None:
+        """Capture what steps will replay, before the first of them; nothing where nothing is captured."""
+        if self._graphs is not None:
+            rows = (constant_shape.ROWS, constant_shape.ROWS) if self.config.exact else (1, most_rows)
+            self._graphs.record(slot_table, rows=rows, depth=depth)
 
     def fingerprint(self) -> str:
         """What two engines must share for a sequence's KV to move between them: weights, configuration, arithmetic.
