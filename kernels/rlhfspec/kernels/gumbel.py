@@ -99,7 +99,8 @@ def token_log_probs(logits: Tensor, tokens: PerRow, temperature: float) -> Tenso
     """The log-prob of one given token a row under softmax(logits / temperature): [N] float32, without a gradient.
 
     On the CPU it has the very bits that `sample` returns for a token drawn without masks: `log_probs` for temperature
-    1, else `tempered_log_probs`. logits [N, V] float32; tokens [N] int32; a row that is not finite gives NaN.
+    1, else `tempered_log_probs`, and so it has on a GPU. logits [N, V] float32; tokens [N] int32, of which those out of
+    range give NaN on a GPU, where looking would wait; a row that is not finite gives NaN.
 
     >>> token_log_probs(torch.tensor([[0.0, 0.0]]), np.array([1], np.int32), 1.0).exp()
     tensor([0.5000])
@@ -109,9 +110,13 @@ def token_log_probs(logits: Tensor, tokens: PerRow, temperature: float) -> Tenso
         raise ValueError(f"temperature: must be finite and > 0 (got {temperature})")
     rows, vocab_size = logits.shape
     ids = _as_tensor("tokens", tokens, rows, logits.device)
-    if rows and not bool(((ids >= 0) & (ids < vocab_size)).all()):
+    if ids.is_cpu and not bool(((ids >= 0) & (ids < vocab_size)).all()):  # looking would wait for a device
         raise ValueError(f"tokens: every value must be in [0, {vocab_size})")
     temperatures = torch.full((rows,), temperature, device=logits.device)
+    if logits.is_cuda:
+        from rlhfspec.kernels import gumbel_triton
+
+        return gumbel_triton.log_probs(logits, ids, temperatures)
     kernel = _native("gumbel_log_probs") if logits.is_cpu else None
     if kernel is None:
         return token_log_probs_reference(logits, ids, temperatures)
@@ -212,6 +217,8 @@ def _check_logits(logits: Tensor) -> None:
 
 
 def _check_values(temperatures: Tensor, top_k: Tensor | None = None, top_p: Tensor | None = None) -> None:
+    if not temperatures.is_cpu:  # looking would wait for the device
+        return
     checks = [("temperatures", torch.isfinite(temperatures) & (temperatures >= 0), "finite and >= 0")]
     if top_k is not None and top_p is not None:
         checks += [("top_k", top_k >= 0, ">= 0"), ("top_p", (top_p > 0) & (top_p <= 1), "in (0, 1]")]

@@ -236,6 +236,31 @@ def _sample_kernel(
 
 
 @triton.jit
+def _log_probs_kernel(logits, stride, vocab_size, tokens, temperatures, log_probs, TILE: tl.constexpr):
+    """Sums as in `_sample_kernel`, so that the bits are those that it gives a token drawn without masks."""
+    index = tl.program_id(0).to(tl.int64)
+    row = logits + index * stride
+    temperature = tl.load(temperatures + index).to(tl.float64)
+    maximum = tl.full((), float("-inf"), tl.float64)
+    total = tl.zeros((), tl.float64)
+    num_bad = tl.zeros((), tl.int32)
+    for first in range(0, vocab_size, TILE):
+        ids, x32, bad = _load_tile(row, first, vocab_size, TILE)
+        num_bad += tl.sum(bad.to(tl.int32))
+        x = x32.to(tl.float64)
+        tile_maximum = tl.maximum(maximum, tl.max(x))
+        if tile_maximum > float("-inf"):
+            total = _grown_sum(total, maximum, tile_maximum, x, ids < vocab_size, temperature)
+        maximum = tile_maximum
+    log_prob = tl.full((), float("nan"), tl.float64)
+    if (num_bad == 0) & (maximum > float("-inf")):
+        token = tl.load(tokens + index)
+        logit = tl.load(row + token, mask=(token >= 0) & (token < vocab_size), other=float("nan")).to(tl.float64)
+        log_prob = (logit - maximum) / temperature - tl.log(total)
+    tl.store(log_probs + index, log_prob.to(tl.float32))
+
+
+@triton.jit
 def _candidates_kernel(
     logits, stride, vocab_size, seeds, positions, temperatures, tokens, scores_out,
     NUM: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
@@ -314,6 +339,17 @@ def sample(
             logits, logits.stride(0), vocab_size, *parameters, *results, TILE=_tile(vocab_size), num_warps=8
         )
     return tokens, log_probs, tempered_log_probs, finite.view(torch.bool)
+
+
+def log_probs(logits: Tensor, tokens: Tensor, temperatures: Tensor) -> Tensor:
+    """[N] float32; arguments as checked by `gumbel.token_log_probs`. A token outside of the vocabulary gives NaN."""
+    rows, vocab_size = logits.shape
+    found = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        _log_probs_kernel[(rows,)](
+            logits, logits.stride(0), vocab_size, tokens, temperatures, found, TILE=_tile(vocab_size), num_warps=8
+        )
+    return found
 
 
 def candidates(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from rlhfspec.engine.distilling.learning import drafter_learning
 from rlhfspec.engine.drafting.base import PLAIN, DraftPlan
 from rlhfspec.engine.drafting.tree import accept, index_in_sequence
 from rlhfspec.engine.forward.models import load_state
+from rlhfspec.engine.forward.profile import record
 from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.engine.kv.transfer import Moves
 from rlhfspec.engine.params import SamplingParams
@@ -61,6 +62,7 @@ class Engine:
         self._num_steps = 0
         self._num_generated = 0
         self._num_prefill = 0
+        record(state)
         self.set_speculation(state.config.speculation)
 
     @classmethod

@@ -23,6 +23,8 @@ def compiled(kernel, types, constants):
 common = ["*fp32", "i64", "i32", "*i64", "*i32", "*fp32"]
 compiled(gumbel_triton._sample_kernel, common + ["*i32", "*fp32", "*i32", "*fp32", "*fp32", "*i8"], {"TILE": 1024})
 compiled(gumbel_triton._candidates_kernel, common + ["*i32", "*fp32"], {"NUM": 5, "SLOTS": 8, "TILE": 1024})
+logits = ["*fp32", "i64", "i32"]
+compiled(gumbel_triton._log_probs_kernel, logits + ["*i32", "*fp32", "*fp32"], {"TILE": 1024})
 print("compiled")
 """
 

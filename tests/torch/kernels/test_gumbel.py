@@ -435,6 +435,28 @@ def test_triton_equals_reference(vocab_size: int, shape: Callable[..., Tensor]) 
     assert_same_candidates(triton_candidates(batch, 5), gumbel.candidates_reference(*batch.drafting, 5))
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("vocab_size", [1, 17, 1100])
+def test_triton_gives_a_given_token_the_bits_of_sampling_it(vocab_size: int, temperature: float) -> None:
+    gumbel_triton = pytest.importorskip("rlhfspec.kernels.gumbel_triton", reason="no triton", exc_type=ImportError)
+    g = generator(vocab_size)
+    batch = random_batch(4 * torch.randn(5, vocab_size, generator=g), g, masked=False)
+    batch = batch._replace(temperatures=torch.full((5,), temperature))
+    batch.logits[3] = torch.nan
+    batch.logits[4] = -torch.inf
+    drawn = triton_sample(batch)
+    tempered = gumbel_triton.log_probs(batch.logits, drawn.tokens, batch.temperatures)
+    assert bits((tempered,)) == bits((drawn.tempered_log_probs,))
+    untempered = gumbel_triton.log_probs(batch.logits, drawn.tokens, torch.ones(5))
+    assert bits((untempered,)) == bits((drawn.log_probs,))
+    others = torch.randint(vocab_size, (5,), generator=g, dtype=torch.int32)
+    found = gumbel_triton.log_probs(batch.logits, others, batch.temperatures)
+    wanted = gumbel.token_log_probs_reference(batch.logits, others, batch.temperatures)
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6, equal_nan=True)
+    outside = torch.tensor([vocab_size, -1, 1 << 30, 0, 0], dtype=torch.int32)
+    assert gumbel_triton.log_probs(batch.logits, outside, batch.temperatures).isnan().all()
+
+
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("shape", [normal, tied, near_ties])
 def test_triton_search_skips_no_tile_wrongly(shape: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

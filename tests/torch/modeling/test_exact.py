@@ -32,7 +32,8 @@ from rlhfspec.training.modeling.exact_functions import exact_gated_mlp, exact_li
 from rlhfspec.training.modeling.loading import prepared
 from rlhfspec.training.modeling.log_probs import TokenLogProbs, TorchForward
 from rlhfspec.training.modeling.lora import add_lora, merged_state
-from rlhfspec.training.modeling.packed import PackedRow, RowPart, pack_sequences
+from rlhfspec.training.modeling.one_call import RowPart
+from rlhfspec.training.modeling.packed import PackedRow, pack_sequences
 
 pytestmark = pytest.mark.skipif(build.load() is None, reason=f"needs the CPU kernels: {build.unavailable_reason()}")
 

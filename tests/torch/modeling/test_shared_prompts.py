@@ -25,7 +25,8 @@ from rlhfspec.training.modeling.critic import Critic
 from rlhfspec.training.modeling.exact import ExactForward
 from rlhfspec.training.modeling.loading import prepared
 from rlhfspec.training.modeling.log_probs import TorchForward
-from rlhfspec.training.modeling.packed import PackedRow, RowPart, explicit_attention, pack_sequences, row_attention
+from rlhfspec.training.modeling.one_call import RowPart
+from rlhfspec.training.modeling.packed import PackedRow, explicit_attention, pack_sequences, row_attention
 
 CONTEXT = 96
 NEEDS_KERNELS = pytest.mark.skipif(build.load() is None, reason=f"needs the CPU kernels: {build.unavailable_reason()}")

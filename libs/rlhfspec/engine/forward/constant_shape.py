@@ -19,15 +19,14 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from rlhfspec.common.arrays import IntArray
-from rlhfspec.kernels.tree_attention import AttentionMeta
+from rlhfspec.kernels.tree_attention import AttentionMeta, IndexArray
 
 ROWS = 64  # of graphs.ROW_BUCKETS: so that what is captured has this shape too
 
 
 def parts(
-    tokens: IntArray, positions: IntArray, meta: AttentionMeta
-) -> Iterator[tuple[IntArray, IntArray, AttentionMeta]]:
+    tokens: IndexArray, positions: IndexArray, meta: AttentionMeta
+) -> Iterator[tuple[IndexArray, IndexArray, AttentionMeta]]:
     """Arguments of the forwards, one after the other."""
     for first in range(0, len(tokens), ROWS):
         part = slice(first, first + ROWS)
@@ -42,15 +41,17 @@ def parts(
         )  # fmt: skip
 
 
-def rows_of(wanted: IntArray) -> Iterator[tuple[IntArray, int]]:
+def rows_of(wanted: IndexArray) -> Iterator[tuple[IndexArray, int]]:
     """Rows whose logits are computed at a time, and how many of them are wanted."""
     for first in range(0, len(wanted), ROWS):
         part = wanted[first : first + ROWS]
         yield _filled(part, 0), len(part)
 
 
-def _filled(numbers: IntArray | torch.Tensor, value: int) -> IntArray:
-    given = np.asarray(numbers)
-    filled = np.full((ROWS, *given.shape[1:]), value, given.dtype)
-    filled[: len(given)] = given
+def _filled(numbers: IndexArray, value: int) -> IndexArray:
+    shape = (ROWS, *numbers.shape[1:])
+    filled = (
+        numbers.new_full(shape, value) if isinstance(numbers, torch.Tensor) else np.full(shape, value, numbers.dtype)
+    )
+    filled[: len(numbers)] = numbers  # type: ignore[assignment]
     return filled

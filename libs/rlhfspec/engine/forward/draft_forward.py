@@ -42,11 +42,16 @@ class DraftForward:
             slots=rows.slots, table_rows=rows.table_rows, context_lens=rows.context_lens,
             extra=rows.extra, slot_table=self.slots,
         )  # fmt: skip
-        logits = self._space.runner.forward(rows.tokens, rows.positions, meta, rows.logit_rows)
+        meta, given = self._space.stage(
+            meta, tokens=rows.tokens, positions=rows.positions, logit_rows=rows.logit_rows, seeds=rows.seeds,
+            noise_positions=rows.noise_positions, temperatures=rows.temperatures,
+        )  # fmt: skip
+        logits = self._space.runner.forward(given["tokens"], given["positions"], meta, given["logit_rows"])
         if not len(rows.logit_rows):
             return np.empty((0, k), np.int32), np.empty((0, k), np.float32)
-        tokens, scores = gumbel.candidates(logits, rows.seeds, rows.noise_positions, rows.temperatures, k)
-        return tokens.cpu().numpy(), scores.cpu().numpy()
+        drawn = gumbel.candidates(logits, given["seeds"], given["noise_positions"], given["temperatures"], k)
+        tokens, scores = self._space.staging.down(drawn)
+        return tokens, scores
 
     def grow(
         self, batch: DraftBatch, plan: DraftPlan, roots: Roots, curves: tuple[Floats, Floats], terms: LevelTerms | None

@@ -6,13 +6,17 @@ Runs on the empty engine's own tensors, in a second or so on a small model; the 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
+import torch
 
 from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine.drafting.cost import ROW_GRID, TARGET, CostModel, CostTable
 from rlhfspec.engine.forward.device import wait_for
+from rlhfspec.engine.forward.graphs import EXTRA_BUCKETS
 from rlhfspec.engine.forward.runner import ModelRunner
+from rlhfspec.engine.forward.staging import Staging
 from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.job.choices.drafters import DRAFTERS
 from rlhfspec.kernels import gumbel
@@ -46,39 +50,65 @@ def unmeasured() -> CostModel:
     return CostModel({TARGET: CostTable(ROW_GRID, [_GUESSED_STEP + _GUESSED_ROW * rows for rows in ROW_GRID])})
 
 
+def record(state: EngineState) -> None:
+    """Capture the graphs of all shapes that steps can have. Rows are sequences, nodes of trees, parts of prompts."""
+    config = state.config
+    deepest = 0 if config.speculation == "off" else EXTRA_BUCKETS[-1]
+    for space in state.spaces:
+        most_rows = config.prefill_chunk + config.max_sequences * (1 + (config.tree_slots if deepest else 0))
+        space.runner.record(space.table.slots, most_rows=most_rows, depth=deepest)
+
+
 def _time_forward(runner: ModelRunner, rows: int, context: int, table_shape: tuple[int, ...], *, draft: bool) -> float:
     """Seconds of one forward of `rows` sequences at the given context, sampling included.
 
-    table_shape: of the engine's slot table. A graph is recorded at first sight and belongs to that shape, so what is
-    timed on a device is the second forward, on a table like the engine's.
+    table_shape: of the engine's slot table. A graph belongs to that shape, so what is timed on a device has a table
+    like the engine's, which is there already; and of two forwards the second, which meets nothing for the first time.
     """
     device = runner.config.device
     if device.type == "cpu":
-        return _time_once(runner, rows, context, (rows, context), draft=draft)
+        return _time_once(runner, rows, context, _slot_table(runner, (rows, context), context), draft=draft)
+    staging = Staging(device)
+    slot_table = _slot_table(runner, table_shape, context)
+    there = staging.up({"table": slot_table})["table"]
     for _ in range(2):
-        seconds = _time_once(runner, rows, context, table_shape, draft=draft)
+        seconds = _time_once(runner, rows, context, slot_table, draft=draft, there=there, staging=staging)
     return seconds
 
 
-def _time_once(runner: ModelRunner, rows: int, context: int, table_shape: tuple[int, ...], *, draft: bool) -> float:
+def _slot_table(runner: ModelRunner, shape: tuple[int, ...], context: int) -> IntArray:
     num_slots = runner.config.num_blocks * runner.config.block_size
-    index = np.arange(rows, dtype=np.int32)
-    slot_table: IntArray = np.zeros(table_shape, np.int32)
+    slot_table: IntArray = np.zeros(shape, np.int32)
     slot_table[:, :context] = (np.arange(len(slot_table))[:, None] * context + np.arange(context)) % num_slots
+    return slot_table
+
+
+def _time_once(
+    runner: ModelRunner, rows: int, context: int, slot_table: IntArray, *, draft: bool,
+    there: torch.Tensor | None = None, staging: Staging | None = None,
+) -> float:  # fmt: skip
+    """there: the slot table on the device."""
+    index = np.arange(rows, dtype=np.int32)
     table_rows = index % np.int32(len(slot_table))
     positions = np.full(rows, context - 1, np.int32)
-    zeros, ones = np.zeros(rows, np.int32), np.ones(rows, np.float32)
-    seeds = np.arange(rows, dtype=np.uint64)
+    given: dict[str, Any] = {
+        "tokens": np.zeros(rows, np.int32), "positions": positions, "index": index, "table_rows": table_rows,
+        "slots": slot_table[table_rows, context - 1], "context_lens": positions + np.int32(1),
+        "extra": np.empty((rows, 0), np.int32), "seeds": np.arange(rows, dtype=np.uint64),
+        "ones": np.ones(rows, np.float32), "zeros": np.zeros(rows, np.int32),
+    }  # fmt: skip
     wait_for(runner.config.device)
     began = time.perf_counter()
+    if staging is not None:
+        given = staging.up(given)
     meta = AttentionMeta(
-        slots=slot_table[table_rows, context - 1], table_rows=table_rows, context_lens=positions + np.int32(1),
-        extra=np.empty((rows, 0), np.int32), slot_table=slot_table,
+        slots=given["slots"], table_rows=given["table_rows"], context_lens=given["context_lens"], extra=given["extra"],
+        slot_table=slot_table if there is None else there,
     )  # fmt: skip
-    logits = runner.forward(zeros, positions, meta, index)
+    logits = runner.forward(given["tokens"], given["positions"], meta, given["index"])
     if draft:
-        gumbel.candidates(logits, seeds, positions, ones, _CANDIDATES)
+        gumbel.candidates(logits, given["seeds"], given["positions"], given["ones"], _CANDIDATES)
     else:
-        gumbel.sample(logits, seeds, positions, ones, zeros, ones)
+        gumbel.sample(logits, given["seeds"], given["positions"], given["ones"], given["zeros"], given["ones"])
     wait_for(runner.config.device)
     return time.perf_counter() - began

@@ -18,11 +18,10 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
-from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine.forward import constant_shape
 from rlhfspec.engine.forward.checksums import checksums
 from rlhfspec.engine.forward.device import check_fits
-from rlhfspec.engine.forward.graphs import GraphedForward
+from rlhfspec.engine.forward.graphs import GraphedForward, can_capture
 from rlhfspec.engine.forward.led import Others
 from rlhfspec.engine.kv.cache import give_back, new_kv
 from rlhfspec.errors import UnsupportedModel
@@ -46,7 +45,7 @@ from rlhfspec.huggingface.structure.causal_lm import CausalLM
 from rlhfspec.kernels.attention_splits import SPLIT
 from rlhfspec.kernels.decoder import NativeDecoder
 from rlhfspec.kernels.kv_pack import pack_slots, unpack_slots
-from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
+from rlhfspec.kernels.tree_attention import AttentionMeta, IndexArray, tree_attention
 from rlhfspec.messages.records.models import ModelReport
 
 _ATTENTION_NAME = "rlhfspec_tree"
@@ -115,7 +114,7 @@ class ModelRunner:
         self.report: ModelReport = prove(proof, began=began)
         give_back(self.kv)
         self.expert_load = ExpertLoad(self.fused.model)
-        if config.device.type == "cuda" and not self.expert_load.rows():  # which experts run is decided on the host
+        if can_capture(config.device) and not self.expert_load.rows():  # which experts run is decided on the host
             self._graphs = GraphedForward(self._run_layers, config.device)
 
     @property
@@ -159,6 +158,13 @@ class ModelRunner:
         if self._graphs is not None:  # recorded with the one before
             self._graphs = GraphedForward(self._run_layers, config.device)
 
+    @torch.inference_mode()
+    def record(self, slot_table: IndexArray, *, most_rows: int, depth: int) -> None:
+        """Capture what steps will replay, before the first of them; nothing where nothing is captured."""
+        if self._graphs is not None:
+            rows = (constant_shape.ROWS, constant_shape.ROWS) if self.config.exact else (1, most_rows)
+            self._graphs.record(slot_table, rows=rows, depth=depth)
+
     def fingerprint(self) -> str:
         """What two engines must share for a sequence's KV to move between them: weights, configuration, arithmetic.
 
@@ -182,36 +188,41 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: IntArray, positions: IntArray, meta: AttentionMeta, logit_rows: IntArray, *, graphed: bool = True
+        self,
+        tokens: IndexArray,
+        positions: IndexArray,
+        meta: AttentionMeta,
+        logit_rows: IndexArray,
+        *,
+        graphed: bool = True,
     ) -> torch.Tensor:
         """Run tokens[N] at positions[N]; `meta` says where each row writes and what it sees.
 
-        graphed: through a captured graph where there are any. Returns float32 logits [len(logit_rows), vocab].
+        All numpy, or all on the device. graphed: through a captured graph where there are any. Returns float32 logits
+        [len(logit_rows), vocab].
         """
         if self.others is not None:
             self.others.forward(tokens, positions, meta, logit_rows, graphed)
         if self.native is not None:
-            return self.native.forward(
-                tokens.astype(np.int64), positions.astype(np.int64), meta, logit_rows.astype(np.int64)
-            )
+            token_ids, places, wanted = (np.asarray(ids, np.int64) for ids in (tokens, positions, logit_rows))
+            return self.native.forward(token_ids, places, meta, wanted)
         if self.config.exact:
             return self._forward_exactly(tokens, positions, meta, logit_rows, graphed)
         return self._logits(self._hidden(tokens, positions, meta, graphed), logit_rows)
 
-    def _hidden(self, tokens: IntArray, positions: IntArray, meta: AttentionMeta, graphed: bool) -> torch.Tensor:
+    def _hidden(self, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta, graphed: bool) -> torch.Tensor:
         """Hidden states [N or more, hidden]."""
         hidden = self._graphs(tokens, positions, meta) if graphed and self._graphs is not None else None
         if hidden is None:
-            token_ids = torch.from_numpy(tokens.astype(np.int64)).to(self.config.device)[None]  # [1, N]
-            position_ids = torch.from_numpy(positions.astype(np.int64)).to(self.config.device)[None]
-            hidden = self._run_layers(token_ids, position_ids, meta)
+            token_ids, position_ids = (torch.as_tensor(ids, device=self.config.device) for ids in (tokens, positions))
+            hidden = self._run_layers(token_ids.long()[None], position_ids.long()[None], meta)
         return hidden[0]
 
-    def _logits(self, hidden: torch.Tensor, rows: IntArray) -> torch.Tensor:
-        return self.parts.logits(hidden.index_select(0, torch.from_numpy(rows.astype(np.int64)).to(hidden.device)))
+    def _logits(self, hidden: torch.Tensor, rows: IndexArray) -> torch.Tensor:
+        return self.parts.logits(hidden.index_select(0, torch.as_tensor(rows, device=hidden.device)))
 
     def _forward_exactly(
-        self, tokens: IntArray, positions: IntArray, meta: AttentionMeta, logit_rows: IntArray, graphed: bool
+        self, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta, logit_rows: IndexArray, graphed: bool
     ) -> torch.Tensor:
         given = constant_shape.parts(tokens, positions, meta)
         hidden = torch.cat(

@@ -20,6 +20,7 @@ import sys
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rlhfspec.common.arrays import BoolArray, IntArray
@@ -166,12 +167,24 @@ class SlotTable:
         self.slots: IntArray = np.zeros((num_rows, width), np.int32)
         self.capacity: IntArray = np.zeros(num_rows, np.int32)  # slots owned by the row
         self._offsets = np.arange(block_size, dtype=np.int32)
+        self._changed: list[npt.NDArray[np.int64]] | None = (
+            None  # places in the flat table, once a copy elsewhere is kept
+        )
 
     def append(self, row: int, blocks: list[int]) -> None:
         start = int(self.capacity[row])
         new = (np.asarray(blocks, np.int32)[:, None] * self.block_size + self._offsets).ravel()
-        self.slots[row, start : start + len(new)] = new
-        self.capacity[row] = start + len(new)
+        self._put(row, start, new)
+
+    def hold(self, row: int, slots: IntArray) -> None:
+        """These, in this order, and no others."""
+        self._put(row, 0, slots)
+
+    def _put(self, row: int, start: int, slots: IntArray) -> None:
+        self.slots[row, start : start + len(slots)] = slots
+        self.capacity[row] = start + len(slots)
+        if self._changed is not None:
+            self._changed.append(row * self.slots.shape[1] + np.arange(start, start + len(slots)))
 
     def clear(self, row: int) -> None:
         self.capacity[row] = 0
@@ -184,6 +197,17 @@ class SlotTable:
         kept = self.slots[rows, held_at]
         self.slots[rows, held_at] = self.slots[rows, position]
         self.slots[rows, position] = kept
+        if self._changed is not None:
+            first = rows.astype(np.int64) * self.slots.shape[1]
+            self._changed += [first + position, first + held_at]
+
+    def take_changed(self) -> tuple[IntArray, IntArray]:
+        """Where the flat table changed since the last call, and what is there now; at the first call, all of it."""
+        if self._changed is None:
+            self._changed = [np.arange(self.slots.size)]
+        places = np.unique(np.concatenate(self._changed)) if self._changed else np.empty(0, np.int64)
+        self._changed = []
+        return places.astype(np.int32), self.slots.reshape(-1)[places]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -11,11 +12,13 @@ from rlhfspec.engine.base import Bytes, Request, check_types
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.distilling.student import Student
 from rlhfspec.engine.forward.runner import ModelRunner
+from rlhfspec.engine.forward.staging import Staging
 from rlhfspec.engine.kv.cache import BlockPool, Prefix, RestingKV, SlotTable, check_slots
 from rlhfspec.engine.scheduling.sequences import Generated, RowTable, Sequence
 from rlhfspec.engine.scheduling.text import Tokenizer
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
 from rlhfspec.kernels.kv_pack import pack_into, unpack_from
+from rlhfspec.kernels.tree_attention import AttentionMeta
 
 
 class KVSpace:
@@ -30,6 +33,21 @@ class KVSpace:
         self.cached: IntArray = np.zeros(config.max_sequences, np.int32)  # leading positions whose KV is valid
         self.filled: BoolArray = np.zeros(config.num_blocks, np.bool_)  # blocks whose part of a prompt is there
         self._copied: list[tuple[Sequence, int]] = []  # and the block that its tail is to be copied from
+        self.staging = Staging(runner.config.device)
+        self._table_there: torch.Tensor | None = None  # the device's copy of the slot table
+
+    def stage(self, meta: AttentionMeta, **arrays: Any) -> tuple[AttentionMeta, dict[str, Any]]:
+        """What a forward takes, where the model is: on a device all of it by one copy. Other processes of this model
+        are told it by the host."""
+        if self.runner.config.device.type == "cpu" or self.runner.others is not None:
+            return meta, arrays
+        indices = {name: getattr(meta, name) for name in ("slots", "table_rows", "context_lens", "extra")}
+        places, slots = self.table.take_changed()
+        given = self.staging.up({"places": places, "changed": slots, **indices, **arrays})
+        if self._table_there is None:
+            self._table_there = given["changed"].new_zeros(self.table.slots.shape)
+        self._table_there.view(-1).index_copy_(0, given["places"].long(), given["changed"])
+        return AttentionMeta(**{name: given[name] for name in indices}, slot_table=self._table_there), given
 
     def enter(self, sequence: Sequence) -> None:
         """Its blocks become the row's; what siblings computed in the shared ones is there already."""
@@ -59,8 +77,7 @@ class KVSpace:
 
     def resume(self, row: int, resting: RestingKV, num_tokens: int) -> None:
         """One of its tokens is always left to run."""
-        self.table.slots[row, : len(resting.slots)] = resting.slots
-        self.table.capacity[row] = len(resting.slots)
+        self.table.hold(row, resting.slots)
         self.cached[row] = min(resting.num_cached, num_tokens - 1)
 
     def copy_later(self, sequence: Sequence, block: int) -> None:

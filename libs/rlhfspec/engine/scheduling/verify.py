@@ -126,24 +126,23 @@ class Committed:
 
 def sample(state: EngineState, batch: VerifyBatch) -> SampledTokens:
     """The forward, and the target's choice by the law at every wanted row."""
-    logits = state.target.runner.forward(batch.tokens, batch.positions, batch.meta, batch.logit_rows)
-    rows, table = batch.sampled_rows, state.rows
+    rows, table, space = batch.sampled_rows, state.rows, state.target
+    meta, given = space.stage(
+        batch.meta, tokens=batch.tokens, positions=batch.positions, logit_rows=batch.logit_rows,
+        seeds=table.seeds[rows], noise_positions=batch.noise_positions, temperatures=table.temperatures[rows],
+        top_k=table.top_k[rows], top_p=table.top_p[rows],
+    )  # fmt: skip
+    logits = space.runner.forward(given["tokens"], given["positions"], meta, given["logit_rows"])
     if not len(rows):  # chunks in the middle of prompts
         none = np.empty(0, np.float32)
         return SampledTokens(
             tokens=np.empty(0, np.int32), log_probs=none, tempered=none, finite=np.empty(0, np.bool_), logits=logits
         )
     result = gumbel.sample(
-        logits, table.seeds[rows], batch.noise_positions, table.temperatures[rows],
-        table.top_k[rows], table.top_p[rows],
-    )  # fmt: skip
-    return SampledTokens(
-        tokens=result.tokens.cpu().numpy(),
-        log_probs=result.log_probs.cpu().numpy(),
-        tempered=result.tempered_log_probs.cpu().numpy(),
-        finite=result.finite.cpu().numpy(),
-        logits=logits,
+        logits, given["seeds"], given["noise_positions"], given["temperatures"], given["top_k"], given["top_p"]
     )
+    tokens, log_probs, tempered, finite = space.staging.down(result)
+    return SampledTokens(tokens=tokens, log_probs=log_probs, tempered=tempered, finite=finite)
 
 
 def choices(batch: VerifyBatch, sampled: SampledTokens, num_decode: int) -> tuple[IntArray, IntArray]:

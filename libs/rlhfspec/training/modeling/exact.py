@@ -59,7 +59,8 @@ from rlhfspec.training.modeling import packed
 from rlhfspec.training.modeling.exact_functions import exact, exact_log_probs, stored
 from rlhfspec.training.modeling.exact_modules import ExactModules
 from rlhfspec.training.modeling.log_probs import TokenLogProbs, TorchForward, entropy_of
-from rlhfspec.training.modeling.packed import PackedRow, RowPart
+from rlhfspec.training.modeling.one_call import RowPart
+from rlhfspec.training.modeling.packed import PackedRow
 from rlhfspec.training.modeling.probed import answers, every_row, probes_of, random_keys
 
 _ATTENTION_NAME = "rlhfspec_exact"

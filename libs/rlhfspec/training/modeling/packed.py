@@ -44,17 +44,11 @@ from transformers import AttentionInterface
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.structure.attention import AttentionSpec, refuse_unknown, visible
 from rlhfspec.huggingface.structure.causal_lm import anatomy_of, run_trunk
+from rlhfspec.training.modeling import one_call
+from rlhfspec.training.modeling.one_call import RowPart
 
 _ATTENTION_NAME = "rlhfspec_packed"
 _SPEC = "rlhfspec_attention"  # on an attention module: what it sees
-
-
-@dataclass(frozen=True, slots=True)
-class RowPart:
-    """Tokens that stand together in a row: a sequence, a prompt that answers share, or one of those answers."""
-
-    length: int
-    behind: int | None = None  # place of the prompt that this answer goes on from, among the row's parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +201,15 @@ def row_attention(
     scale: float, softcap: float, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """Each sequence of a packed row over itself. query [1, H, T, Dk], key/value [1, Hkv, T, .] -> [1, T, H, Dv]."""
+    if not softcap and sinks is None and one_call.takes(query, key, value, spec, _by_parts):
+        return one_call.attention(query, key, value, parts, spec, scale)
+    return _by_parts(query, key, value, parts, spec, scale, softcap, sinks)
+
+
+def _by_parts(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: tuple[RowPart, ...], spec: AttentionSpec,
+    scale: float, softcap: float = 0.0, sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     # split, not slices: its backward is one concatenation instead of a full-size tensor of zeros a sequence
     lengths = [part.length for part in parts]
     queries, keys, values = (torch.split(tensor, lengths, dim=2) for tensor in (query, key, value))

@@ -1,0 +1,138 @@
+"""A packed row's attention in one call: torch's `varlen_attn` (FlashAttention), on a GPU and in 16 bits.
+
+Its slow twin, one call a sequence, is in `packed`, and runs wherever this does not: on a CPU, in float32, with soft
+caps, sinks or chunks, with heads that FlashAttention does not know. Before a kind of heads is run here for the first
+time, a small row of it is run both ways and compared; what differs, or fails, stays with the twin and is logged.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from rlhfspec.huggingface.structure.attention import AttentionSpec
+from rlhfspec.huggingface.structure.trace import first_line
+
+log = logging.getLogger("rlhfspec.training.modeling")
+_LARGEST_HEAD, _HEAD_UNIT = 256, 8  # of FlashAttention
+_TOLERANCE = 2e-2  # of the largest number; bfloat16 has 8 bits
+Twin = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPart:
+    """Tokens that stand together in a row: a sequence, a prompt that answers share, or one of those answers."""
+
+    length: int
+    behind: int | None = None  # place of the prompt that this answer goes on from, among the row's parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where each part's queries and keys begin; `keys`: places of the keys, where a prompt's stand for several."""
+
+    starts: Tensor  # [n + 1]
+    key_starts: Tensor  # [n + 1]
+    most: int
+    most_keys: int
+    keys: Tensor | None
+
+
+@functools.lru_cache(maxsize=8)  # all layers of a row ask for one
+def layout_of(parts: tuple[RowPart, ...], device: torch.device) -> _Layout:
+    lengths = [part.length for part in parts]
+    starts = [0, *accumulate(lengths)]
+    places: list[int] = []
+    key_starts = [0]
+    for place, part in enumerate(parts):
+        if part.behind is not None:
+            places.extend(range(starts[part.behind], starts[part.behind + 1]))
+        places.extend(range(starts[place], starts[place + 1]))
+        key_starts.append(len(places))
+
+    def there(numbers: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype).to(device)
+
+    return _Layout(
+        starts=there(starts), key_starts=there(key_starts), most=max(lengths),
+        most_keys=max(stop - start for start, stop in pairwise(key_starts)),
+        keys=None if len(places) == starts[-1] else there(places, torch.int64),
+    )  # fmt: skip
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, twin: Twin) -> bool:
+    """query [1, H, T, D], key/value [1, Hkv, T, D], without soft cap and sinks."""
+    heads, dim = query.shape[1], query.shape[3]
+    if not has_flash(query.device) or computed_in(query) not in (torch.bfloat16, torch.float16):
+        return False
+    if spec.chunk is not None or key.shape[3] != dim or value.shape[3] != dim:
+        return False
+    if dim > _LARGEST_HEAD or dim % _HEAD_UNIT:
+        return False
+    return agrees(query.device, computed_in(query), heads, key.shape[1], dim, spec.window is not None, twin)
+
+
+def has_flash(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def computed_in(query: Tensor) -> torch.dtype:
+    """Of the attention: what autocast makes of it, where that is on."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, parts: tuple[RowPart, ...], spec: AttentionSpec, scale: float
+) -> Tensor:
+    """As `packed.row_attention`: -> [1, T, H, D]."""
+    layout, dtype = layout_of(parts, query.device), computed_in(query)
+    rows, keys, values = (states[0].transpose(0, 1).to(dtype) for states in (query, key, value))  # [T, heads, D]
+    if layout.keys is not None:  # a look-up whose backward adds up a key's gradients in order
+        keys, values = (
+            torch.nn.functional.embedding(layout.keys, states.flatten(1)).view(-1, *states.shape[1:])
+            for states in (keys, values)
+        )
+    out = varlen_attn(
+        rows, keys, values, layout.starts, layout.key_starts, layout.most, layout.most_keys, scale=scale,
+        window_size=(-1 if spec.window is None else spec.window - 1, 0), enable_gqa=rows.shape[1] != keys.shape[1],
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out[None]
+
+
+@functools.cache
+def agrees(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, has_window: bool, twin: Twin
+) -> bool:
+    """Is a small row's attention the twin's? Asked once of each kind of heads, and without gradients: what a checkpoint
+    keeps is counted."""
+    parts = (RowPart(5), RowPart(40), RowPart(3, 1), RowPart(17, 1), RowPart(1))
+    spec = AttentionSpec(
+        index=0, num_heads=heads, num_kv_heads=kv_heads, key_dim=dim, value_dim=dim, scale=dim**-0.5, softcap=0.0,
+        has_sinks=False, window=16 if has_window else None, chunk=None,
+    )  # fmt: skip
+    drawn = torch.Generator().manual_seed(0)
+    count = sum(part.length for part in parts)
+    q, k, v = (
+        torch.randn(1, each, count, dim, generator=drawn).to(device, dtype) for each in (heads, kv_heads, kv_heads)
+    )
+    kind = f"{heads} heads of {dim} over {kv_heads} in {str(dtype).removeprefix('torch.')}"
+    try:
+        with torch.no_grad():
+            found, wanted = attention(q, k, v, parts, spec, dim**-0.5), twin(q, k, v, parts, spec, dim**-0.5)
+    except (RuntimeError, NotImplementedError) as error:
+        log.warning("attention of %s runs sequence by sequence: varlen_attn says %s", kind, first_line(error))
+        return False
+    difference = float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+    if not difference <= _TOLERANCE:
+        log.warning("attention of %s runs sequence by sequence: varlen_attn is off by %.1e", kind, difference)
+        return False
+    return True

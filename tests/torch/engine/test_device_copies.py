@@ -1,0 +1,152 @@
+"""How often a step speaks to its device: one copy up, one result down, and no wait between the two.
+
+Attention is played by the CPU on the device's memory: its twin looks at every row, and the kernel that stands for it
+does not. Sampling is its twin, on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhfspec.engine import Engine, SamplingParams
+from rlhfspec.engine.base import Request
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.drafting.base import DraftPlan
+from rlhfspec.engine.forward import graphs, runner
+from rlhfspec.engine.forward.staging import Staging
+from rlhfspec.engine.kv.cache import SlotTable
+from rlhfspec.engine.loading import make_engine
+from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention_reference
+from rlhfspec.tiny import perturbed, random_model
+
+UP, DOWN = 1, 1  # copies a step
+TABLE_BYTES = 4 * (1024 + 65)  # of a row
+
+
+@pytest.fixture
+def played(second: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def attend(query: Any, key: Any, value: Any, kv: Any, layer: int, meta: AttentionMeta, **options: Any) -> Any:
+        names = [each.name for each in dataclasses.fields(meta) if each.init]
+        indices = {name: opened(second, getattr(meta, name)) for name in names}
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        given = [second.opened(each.contiguous()) for each in (query, key, value)]
+        here = tree_attention_reference(*given, second.opened(kv), layer, AttentionMeta(**indices), **options)
+        second.opened(out).copy_(here)
+        return out
+
+    monkeypatch.setattr(runner, "tree_attention", attend)
+    return second
+
+
+def opened(second: Any, indices: Any) -> Any:
+    return second.opened(indices) if isinstance(indices, torch.Tensor) else indices
+
+
+def engine_of(**options: Any) -> Engine:
+    settings = {"max_sequences": 4, "max_context": 1024, "profile": False, "num_threads": 1, "kv_cache_tokens": 8192}
+    draft = perturbed(random_model("llama", seed=0), 0.1) if options.pop("drafts", False) else None
+    model = random_model("llama", seed=0)
+    for each in filter(None, (model, draft)):
+        each.config.max_position_embeddings = 2048
+    return make_engine(model, EngineConfig(device="second:0", **(settings | options)), draft=draft)
+
+
+def submitted(engine: Engine) -> Engine:
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.5, top_k=20)
+    for place, prompt in enumerate(((5, 6, 7), (8, 9) * 9, (5, 6, 7), (3,) * 20)):
+        engine.submit(Request(id=f"r{place}", prompt_token_ids=prompt, params=params, seed=place))
+    engine.step()
+    engine.step()
+    return engine
+
+
+def counts(second: Any, engine: Engine) -> SimpleNamespace:
+    with second.counted() as seen:
+        engine.step()
+    return seen
+
+
+@pytest.mark.parametrize("speculation", ["off", DraftPlan(drafter="suffix", depth=4, width=2, branch=2)])
+@pytest.mark.parametrize("exact", ["off", "on"])
+def test_a_step_is_one_copy_up_and_one_down(played: Any, speculation: Any, exact: str) -> None:
+    engine = submitted(engine_of(speculation=speculation, exact=exact))
+    num_drafted = 0
+    for _ in range(12):
+        with played.counted() as seen:
+            num_drafted += engine.step().num_verified_nodes
+        assert (seen.h2d, seen.d2h, seen.waits) == (UP, DOWN, DOWN), seen.names
+        assert seen.h2d_bytes < TABLE_BYTES, "rows of the slot table go up whole"
+    assert (num_drafted > 0) is (speculation != "off")
+
+
+def test_a_level_of_a_drafting_model_is_one_more_of_each(played: Any) -> None:
+    plan = DraftPlan(drafter="model", depth=3, width=2, branch=2)
+    engine = submitted(engine_of(speculation=plan, drafts=True))
+    for _ in range(4):
+        seen = counts(played, engine)
+        assert seen.h2d <= UP * (1 + plan.depth), seen.names
+        assert seen.d2h == seen.h2d
+
+
+def test_what_graphs_are_replayed_with_stays_on_the_device(played: Any) -> None:
+    engine = engine_of(speculation="off")
+    there = engine.state.target.runner
+    there._graphs = graphs.GraphedForward(there._run_layers, torch.device("second:0"), graphs.call_again)
+    submitted(engine)
+    for _ in range(4):
+        seen = counts(played, engine)
+        assert (seen.h2d, seen.d2h, seen.waits) == (UP, DOWN, DOWN), seen.names
+
+
+def test_a_table_changes_there_as_it_changes_here() -> None:
+    """By blocks that come, paths that are kept, and sequences that come back."""
+    draw = np.random.default_rng(0)
+    table, there = SlotTable(4, 64, 4), np.full(4 * 64, -1, np.int32)
+    first, _ = table.take_changed()
+    assert len(first) == 4 * 64
+    for step in range(60):
+        row = int(draw.integers(4))
+        if step % 7 == 6:
+            table.clear(row)
+            table.hold(row, draw.integers(0, 99, 8).astype(np.int32))
+        elif table.capacity[row] < 60:
+            table.append(row, draw.integers(0, 9, 1).tolist())
+        if (length := int(table.capacity[row])) > 4:
+            held = np.array([draw.integers(2, length)], np.int32)
+            table.keep_path(np.array([row], np.int32), held - 2, held)
+        if step % 3 == 0:
+            places, slots = table.take_changed()
+            assert len(places) < 64
+            there[places] = slots
+            for each in range(4):
+                owned = slice(each * 64, each * 64 + int(table.capacity[each]))
+                assert np.array_equal(there[owned], table.slots.reshape(-1)[owned])
+
+
+def test_what_is_staged_arrives(second: Any) -> None:
+    staging = Staging(torch.device("second:1"))
+    draw = np.random.default_rng(0)
+    for size in (5, 1, 400, 0):
+        given = {
+            "odd": draw.integers(0, 99, (size, 3)).astype(np.int32),
+            "seeds": draw.integers(0, 1 << 63, size).astype(np.uint64) * 2 + 1,
+            "strided": draw.random((size, 4)).astype(np.float32)[:, 1],
+        }
+        with second.counted() as seen:
+            found = staging.up(given)
+        assert seen.h2d == 1
+        for name, array in given.items():
+            assert found[name].device == torch.device("second:1")
+            assert np.array_equal(found[name].cpu().numpy().view(array.dtype), array)
+    numbers = torch.tensor([1.5, -0.0, torch.nan], device="second:1")
+    with second.counted() as seen:
+        down = staging.down([numbers, numbers > 1, torch.tensor([1, 2, 3], dtype=torch.int32).to("second:1")])
+    assert seen.d2h == 1
+    assert [each.tolist() for each in down[1:]] == [[True, False, False], [1, 2, 3]]
+    assert down[0].view(np.int32).tolist() == numbers.cpu().view(torch.int32).tolist()
