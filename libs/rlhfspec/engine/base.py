@@ -263,6 +263,15 @@ class EngineProtocol(Protocol):
 
 
 @runtime_checkable
+class HasProcess(EngineProtocol, Protocol):
+    """An engine that computes in a process of its own."""
+
+    def close(self) -> None:
+        """End that process, and all that it started."""
+        ...
+
+
+@runtime_checkable
 class Movable(EngineProtocol, Protocol):
     """An engine whose sequences can move to another engine of its kind.
 

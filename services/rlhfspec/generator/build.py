@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 def build(job: RLHFJob, context: Context) -> GeneratorService:
+    from rlhfspec.engine.base import HasProcess
     from rlhfspec.generator.service import GeneratorService
     from rlhfspec.training.data import load_tokenizer
 
@@ -31,5 +32,7 @@ def build(job: RLHFJob, context: Context) -> GeneratorService:
         move_endpoint=context.move_endpoint,
         hosted_scoring=context.hosted_scoring,
     )
+    if isinstance(engine, HasProcess):
+        service.leaving.callback(engine.close)
     service.models = {{"model": "generator"}.get(name, name): report for name, report in engine.reports.items()}
     return service
