@@ -1,8 +1,9 @@
 # syntax=docker/dockerfile:1
-# One file, three images:
+# One file, four images:
 #   slim   without torch: operator, control, prompts, rebalancer, dashboard     docker build --target slim .
 #   cpu    with torch: every role, on a CPU                                     docker build --target cpu .
 #   cuda   with torch and CUDA: every role, on a GPU                            docker build --target cuda .
+#   vllm   cuda, and vLLM in an environment of its own: generation.engine: vllm docker build --target vllm .
 # All run as user 65532, on a read-only root; what they write goes to /tmp, /dev/shm and /storage, which are mounted.
 ARG PYTHON=python:3.11-slim-bookworm
 
@@ -65,3 +66,13 @@ RUN apt-get update \
 USER 65532:65532
 ENV RLHFSPEC_KERNEL_LIBRARY=/opt/rlhfspec/kernels.so TRITON_CACHE_DIR=/tmp/triton NVIDIA_VISIBLE_DEVICES=all
 COPY --from=cuda-venv /opt/rlhfspec /opt/rlhfspec
+
+FROM ${PYTHON} AS vllm-venv
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+ARG VLLM_VERSION=0.32.0
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python -m venv /opt/vllm && /opt/vllm/bin/pip install "vllm==${VLLM_VERSION}"
+
+FROM cuda AS vllm
+ENV RLHFSPEC_VLLM_PYTHON=/opt/vllm/bin/python
+COPY --from=vllm-venv /opt/vllm /opt/vllm

@@ -34,7 +34,7 @@ $(INSTALLED): pyproject.toml bench/pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e ./bench
 	@touch $@
 
-setup-vllm: $(VLLM_VENV)/.installed  ## Make .venv-vllm, the rival of `make bench` (6 GB)
+setup-vllm: $(VLLM_VENV)/.installed  ## Make .venv-vllm, for the engine vllm and as the rival of `make bench` (6 GB)
 
 $(VLLM_VENV)/.installed: bench/vllm_requirements.py
 	@test -x $(VLLM_VENV)/bin/python || "$(PYTHON)" -m venv $(VLLM_VENV)

@@ -29,7 +29,10 @@ def python_with_vllm() -> Path:
 class Children:
     """By way of drafting: `off`, `ngram`, `draft_model`."""
 
-    def __init__(self, model: Any, drafter: Any, *, max_context: int, max_sequences: int, **arguments: Any) -> None:
+    def __init__(
+        self, model: Any, drafter: Any, *, max_context: int, max_sequences: int,
+        environment: dict[str, str] | None = None, **arguments: Any,
+    ) -> None:  # fmt: skip
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-tests-")
         self.path, drafter_path = (str(Path(self._folder.name) / name) for name in ("model", "drafter"))
         model.save_pretrained(self.path)
@@ -41,6 +44,7 @@ class Children:
             },
             "draft_model": {"method": "draft_model", "model": drafter_path, "num_speculative_tokens": 4},
         }  # fmt: skip
+        self._environment = environment or {}
         self._max_context, self._max_sequences, self._arguments = max_context, max_sequences, arguments
         self._running: dict[str, tuple[VllmProcess, dict[str, Any]]] = {}
 
@@ -60,7 +64,7 @@ class Children:
 
     def child(self, mode: str) -> tuple[VllmProcess, dict[str, Any]]:
         if mode not in self._running:
-            child = VllmProcess(python_with_vllm(), self.orders(mode), {"HF_HUB_OFFLINE": "1"})
+            child = VllmProcess(python_with_vllm(), self.orders(mode), {"HF_HUB_OFFLINE": "1"} | self._environment)
             self._running[mode] = child, child.start()
         child, opened = self._running[mode]
         if child.pid is None:

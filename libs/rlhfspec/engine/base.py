@@ -275,6 +275,15 @@ class Learning(EngineProtocol, Protocol):
 
 
 @runtime_checkable
+class HasProcess(EngineProtocol, Protocol):
+    """An engine that computes in other processes too."""
+
+    def close(self) -> None:
+        """End them, and all that they started."""
+        ...
+
+
+@runtime_checkable
 class Movable(EngineProtocol, Protocol):
     """An engine whose sequences can move to another engine of its kind.
 

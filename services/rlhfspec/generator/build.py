@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def build(job: RLHFJob, context: Context) -> GeneratorService:
+    from rlhfspec.engine.base import HasProcess
     from rlhfspec.generator.service import GeneratorService
     from rlhfspec.training.data import load_tokenizer
 
@@ -26,7 +27,7 @@ def build(job: RLHFJob, context: Context) -> GeneratorService:
         if (ranks := leaving.enter_context(led(job))) is not None:
             make = partial(make, group=ranks)
         engine: Any = make(job, partial(load_tokenizer, job.spec.model))
-        if ranks is not None:
+        if isinstance(engine, HasProcess):
             leaving.callback(engine.close)
         service = GeneratorService(
             context.worker,

@@ -114,7 +114,7 @@ def test_a_child_that_dies_again_and_again_ends_the_worker(engine: VllmEngine, m
 def test_new_weights_that_lack_a_tensor_are_refused(engine: VllmEngine) -> None:
     state = reference().state_dict()
     del state["model.layers.1.mlp.down_proj.weight"]
-    with pytest.raises(InvalidRequest, match="lack 1 of the model's, such as model.layers.1.mlp.down_proj.weight"):
+    with pytest.raises(InvalidRequest, match="lack 1 of the model's, such as"):
         engine.load_weights(state, version=1)
 
 

@@ -66,7 +66,7 @@ def _time_forward(runner: ModelRunner, rows: int, context: int, table_shape: tup
     like the engine's, which is there already; and of two forwards the second, which meets nothing for the first time.
     """
     device = runner.config.device
-    if device.type == "cpu":
+    if device.type == "cpu" or runner.others is not None:
         return _time_once(runner, rows, context, _slot_table(runner, (rows, context), context), draft=draft)
     staging = Staging(device)
     slot_table = _slot_table(runner, table_shape, context)

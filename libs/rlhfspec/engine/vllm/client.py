@@ -8,17 +8,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlhfspec.engine.base import (
     Completion,
-    EngineProtocol,
     EngineStats,
     EngineStep,
     FinishReason,
+    HasProcess,
     Request,
     SequenceStats,
     check_types,
@@ -92,7 +91,6 @@ class VllmEngine:
         step_seconds: float,
         strategy: str = "off",
         tokenizer: text.Tokenizer | None = None,
-        weights_folder: Path | None = None,
     ) -> None:
         self._child = child
         self._opened = opened
@@ -101,7 +99,7 @@ class VllmEngine:
         self._step_seconds = step_seconds
         self._strategy = strategy
         self._tokenizer = tokenizer
-        self._weights = WeightsFile(weights_folder)
+        self._weights = WeightsFile()
         self.weights_version = 0
         self._sequences: dict[str, _Sequence] = {}  # by name in the child; waiting or running there
         self._by_id: dict[str, str] = {}
@@ -131,7 +129,6 @@ class VllmEngine:
     def close(self) -> None:
         """End the child."""
         self._child.close()
-        self._weights.close()
 
     # -- sequences --------------------------------------------------------------------------------------------
 
@@ -340,4 +337,4 @@ class VllmEngine:
         )
 
 
-_: type[EngineProtocol] = VllmEngine  # mypy holds it to the contract
+_: type[HasProcess] = VllmEngine  # mypy holds it to the contract

@@ -1,40 +1,45 @@
-"""One version of weights as a file that the child maps: in memory, where there is a folder for that."""
+"""One version of weights as a file in memory that the child maps. It has no name: when the last process that holds it
+ends, however it ends, nothing is left."""
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
-import tempfile
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-_IN_MEMORY = Path("/dev/shm")
+_KINDS = {
+    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
 
 
 class WeightsFile:
     """The newest version stays until the next is there, for a child that is started again."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        place = folder or (_IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None)
-        self._folder = tempfile.mkdtemp(prefix="rlhfspec-vllm-", dir=place)
-        self.close = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+    def __init__(self) -> None:
         self.path: str | None = None  # None: the model's own
+        self._close: Any = None
 
     def write(self, state_dict: Mapping[str, Any], version: int) -> None:
-        from safetensors.torch import save_file  # with the trainer's tensors torch is here already
+        """As safetensors has it; its own writer makes a second file, and needs a folder for it."""
+        import torch  # with the trainer's tensors it is here already
 
-        seen: set[int] = set()
-        tensors = {}
+        header, end = dict[str, Any](), 0
         for name, tensor in state_dict.items():
-            whole = tensor.detach().cpu().contiguous()
-            if whole.data_ptr() in seen:  # a tied weight under its second name, which a file cannot say
-                whole = whole.clone()
-            seen.add(whole.data_ptr())
-            tensors[name] = whole
-        before, path = self.path, Path(self._folder) / f"{version}.safetensors"
-        save_file(tensors, path)
-        self.path = str(path)
+            begin, end = end, end + tensor.numel() * tensor.element_size()
+            kind = _KINDS[str(tensor.dtype).removeprefix("torch.")]
+            header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        words = json.dumps(header).encode()
+        words += b" " * (-len(words) % 8)
+        before, descriptor = self._close, os.memfd_create(f"weights-{version}")
+        self._close = weakref.finalize(self, os.close, descriptor)
+        self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(len(words).to_bytes(8, "little") + words)
+            for tensor in state_dict.values():
+                whole = tensor.detach().cpu().contiguous().reshape(-1)
+                file.write(memoryview(whole.view(torch.uint8).numpy()))
         if before is not None:
-            Path(before).unlink(missing_ok=True)
+            before()

@@ -41,7 +41,6 @@ class Host:
     """Each method is an order of `serve`."""
 
     def __init__(self) -> None:
-        self._weights: str | None = None  # None: the model's own
         self._num_delivered = 0
         self._schedule: Any = None  # what the step ran
         self._num_preempted = 0
@@ -103,10 +102,7 @@ class Host:
 
     def begin(self, *, weights: str | None) -> dict[str, Any]:
         self._core.abort_requests(list(self._scheduler.requests))
-        if weights != self._weights:
-            assert weights is not None, "the model's own weights are there from the start"
-            self.load(weights=weights)
-        return self._gauges()
+        return self._gauges() if weights is None else self.load(weights=weights)
 
     def load(self, *, weights: str) -> dict[str, Any]:
         """What runs is preempted and computes its KV again; without that, it would go on with the old weights' KV."""
@@ -115,7 +111,6 @@ class Host:
             raise ChildRefused("model.path", f"new weights lack {len(lacking)} of the model's, such as {lacking[0]}")
         if not self._core.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("the prefix cache was not reset, and holds KV of the weights before")
-        self._weights = weights
         return self._gauges()
 
     def step(self, *, add: list[dict[str, Any]], cancel: list[str]) -> dict[str, Any]:

@@ -1,0 +1,139 @@
+"""Tokens a second of processor time: our engine, vLLM under the law, and vLLM's own sampler without log-probs.
+
+One thread, float32, nothing drafted, prefixes not kept, the same prompts and lengths. Rounds take turns; of each engine
+the median, and of vLLM under the law in parts of vLLM the median of the pairs' ratios.
+
+python bench/engines.py [--model tiny:sums] [--pairs 7] [--sequences 1 8 32] [--tokens 64]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from rlhfspec.bench.worker import Worker, environment, vllm_command
+from rlhfspec.engine.base import EngineProtocol, Request
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.loading import make_engine
+from rlhfspec.engine.params import SamplingParams
+from rlhfspec.engine.vllm.client import VllmEngine
+from rlhfspec.engine.vllm.finding import INSTALL_VLLM, find_python
+from rlhfspec.engine.vllm.process import VllmProcess
+from rlhfspec.huggingface.loading import load_model
+from rlhfspec.tiny import resolve
+
+Round = Callable[[list[list[int]]], tuple[int, float]]  # prompts; tokens, and seconds of the processor
+MAX_CONTEXT = 256
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def seconds_of(pid: int) -> float:
+    """Of the processor, so far; all threads of the process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+@contextmanager
+def law(model: str, python: Path, num_sequences: int) -> Iterator[VllmEngine]:
+    arguments = {
+        "model": model, "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": MAX_CONTEXT,
+        "max_num_seqs": num_sequences, "enforce_eager": True, "enable_prefix_caching": False, "async_scheduling": False,
+        "worker_cls": "rlhfspec.engine.vllm.inside.worker.LawWorker", "generation_config": "vllm", "seed": 0,
+    }  # fmt: skip
+    orders = {
+        "open": {"device": "cpu", "arguments": arguments, "field_of": {}},
+        "trial": {"model": model, "dtype": "float32", "compares": False},
+    }
+    child = VllmProcess(python, orders, environment(1) | {"HF_HUB_OFFLINE": "1"})
+    opened = child.start()
+    engine = VllmEngine(
+        child, opened, max_context=MAX_CONTEXT, max_sequences=num_sequences, step_seconds=600.0
+    )  # fmt: skip
+    yield engine
+    engine.close()
+
+
+def round_of(engine: EngineProtocol, num_tokens: int, pid: int | None = None) -> Round:
+    names = itertools.count()
+
+    def run(prompts: list[list[int]]) -> tuple[int, float]:
+        before = seconds_of(os.getpid()) + (seconds_of(pid) if pid else 0.0)
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+        for prompt in prompts:
+            name = next(names)
+            engine.submit(Request(id=f"{name}", prompt_token_ids=tuple(prompt), params=params, seed=name))
+        count = 0
+        while engine.has_work:
+            count += sum(len(done.token_ids) for done in engine.step().finished)
+        return count, seconds_of(os.getpid()) + (seconds_of(pid) if pid else 0.0) - before
+
+    return run
+
+
+def round_of_rival(worker: Worker, num_tokens: int) -> Round:
+    pid = worker._process.pid
+
+    def run(prompts: list[list[int]]) -> tuple[int, float]:
+        before = seconds_of(pid)
+        answer = worker.ask("run", prompts=prompts, max_tokens=[num_tokens] * len(prompts))
+        return answer["num_tokens"], seconds_of(pid) - before
+
+    return run
+
+
+def measure(args: argparse.Namespace, python: Path, num_sequences: int) -> None:
+    model = str(resolve(args.model) if args.model.startswith("tiny:") else args.model)
+    draw = np.random.default_rng(0)
+    with ExitStack() as leaving:
+        config = EngineConfig(
+            speculation="off", profile=False, num_threads=1, max_sequences=num_sequences, max_context=MAX_CONTEXT
+        )
+        under_law = leaving.enter_context(law(model, python, num_sequences))
+        rival = leaving.enter_context(Worker.start(vllm_command(python), num_threads=1))
+        rival.ask(
+            "load", target=model, draft=None, num_draft_tokens=0, dtype="float32", max_context=MAX_CONTEXT,
+            max_sequences=num_sequences,
+        )  # fmt: skip
+        rounds = {
+            "own": round_of(make_engine(load_model(model), config), args.tokens),
+            "vllm under the law": round_of(under_law, args.tokens, under_law.pid),
+            "vllm's own sampler": round_of_rival(rival, args.tokens),
+        }
+        speeds: dict[str, list[float]] = {name: [] for name in rounds}
+        for index in range(args.pairs + 1):
+            prompts = draw.integers(3, 100, (num_sequences, 32)).tolist()
+            for name, run in rounds.items():
+                repeats = [run(prompts) for _ in range(max(1, 8 // num_sequences))]
+                tokens, seconds = (sum(each) for each in zip(*repeats, strict=True))
+                if index:  # the first is for warmth
+                    speeds[name].append(tokens / seconds)
+    pairs = zip(speeds["vllm under the law"], speeds["vllm's own sampler"], strict=True)
+    ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+    cells = " | ".join(f"{statistics.median(each):,.0f}" for each in speeds.values())
+    print(f"| {num_sequences} | {cells} | {ratio:.2f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny:sums")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, default=64)
+    args = parser.parse_args()
+    python = find_python(None)
+    if python is None:
+        raise SystemExit(INSTALL_VLLM)
+    print("| sequences | own | vllm under the law | vllm's own sampler | law / sampler |\n|---|---|---|---|---|")
+    for num_sequences in args.sequences:
+        measure(args, python, num_sequences)
+
+
+if __name__ == "__main__":
+    main()
