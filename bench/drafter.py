@@ -1,9 +1,9 @@
 """What a drafter learns while a run goes on: python bench/drafter.py [--tokens 35000] [--passes 1] [--json FILE].
 
-The synthetic pair `library` (byte-level models trained on the standard library's text, 3.3M and .3M parameters): tokens a
-verification of a drafted chain of six at temperature 1, on prompts and seeds that nothing is learnt from. First as the
-drafter begins, then after it has learnt from `--tokens` tokens that were verified, each `--passes` times. All print the
-same digest: that of the tokens, which no drafter changes.
+The synthetic pair `library` (byte-level models trained on the standard library's text, 3.3M and .3M parameters): tokens
+a verification of a drafted chain of six at temperature 1, on prompts and seeds that nothing is learnt from. First as
+the drafter begins, then after it has learnt from `--tokens` tokens that were verified, each at most `--passes` times.
+All print the same digest: that of the tokens, which no drafter changes.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from rlhfspec.bench.tables import table
-from rlhfspec.engine import Engine, SamplingParams
+from rlhfspec.engine import Completion, Engine, SamplingParams
+from rlhfspec.engine.distilling import learning as distilling
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.tiny import library
 from rlhfspec.tiny.models import ensure
@@ -32,6 +31,7 @@ class DrafterRow:
     drafter: str
     begins: float  # tokens a verification
     learnt: float | None
+    num_tokens: int  # learnt from, each as often as it was used
     seconds: float  # of learning
     digest: str
 
@@ -44,34 +44,58 @@ def measure(engine: Engine) -> tuple[float, str]:
     return rate, hashlib.sha256(repr(tokens).encode()).hexdigest()[:8]
 
 
-def sample(engine: Engine, *, prompts: int, seed: int, num_tokens: int) -> list:
+def sample(engine: Engine, *, prompts: int, seed: int, num_tokens: int) -> list[Completion]:
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     chosen = [tuple(prompt) for prompt in library.prompts(SEQUENCES, seed=prompts)]
     return engine.generate(chosen, params, seeds=range(seed, seed + SEQUENCES))
 
 
-def row(name: str, drafter: str | None, *, num_tokens: int, passes: int) -> DrafterRow:
+def row(name: str, drafter: str | Path | None, *, num_tokens: int) -> DrafterRow:
     engine = Engine.from_pretrained(
         ensure("library").library, drafter=drafter, num_threads=1, max_sequences=SEQUENCES, max_context=400,
-        profile=False, learning="off" if not num_tokens else 1.0, speculation="off",
+        profile=False, learning=1.0 if num_tokens else "off", speculation="off",
     )  # fmt: skip
     engine.set_speculation(CHAIN["suffix" if drafter is None else "model"])
     learning, engine.learning = engine.learning, None  # what is measured is not learnt from
     begins, digest = measure(engine)
-    if not num_tokens:
-        return DrafterRow(name, begins, None, 0.0, digest)
-    assert learning is not None
-    learning.limit_passes(passes)
-    seconds, batches = 0.0, -(-num_tokens // (SEQUENCES * LENGTH))
-    for number in range(batches):
-        engine.learning, engine.learn = learning, lambda idle: False
+    if learning is None:
+        return DrafterRow(name, begins, None, 0, 0.0, digest)
+    engine.learning = learning
+    for number in range(-(-num_tokens // (SEQUENCES * LENGTH))):
         sample(engine, prompts=3000 + number, seed=100_000 * (number + 1), num_tokens=LENGTH)
-        del engine.learn
-        began = time.perf_counter()
         while engine.learn(idle=True):
             pass
-        seconds += time.perf_counter() - began
     engine.learning = None
     learnt, after = measure(engine)
     assert after == digest, "a drafter changed a token"
-    return DrafterRow(name, begins, learnt, seconds, digest)
+    report = learning.report
+    assert report is not None
+    return DrafterRow(name, begins, learnt, report.num_tokens, report.seconds, digest)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=35_000)
+    parser.add_argument("--passes", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    distilling.PASSES = given.passes
+    draft = ensure("library-draft").library_draft
+    rows = [
+        row("suffix", None, num_tokens=0),
+        row("library-draft", draft, num_tokens=given.tokens),
+        row("auto", "auto", num_tokens=given.tokens),
+    ]
+    print(f"{'drafter':<14}{'begins':>8}{'learnt':>8}{'tokens':>9}{'seconds':>9}  digest")
+    for each in rows:
+        learnt = f"{each.learnt:.2f}" if each.learnt is not None else "-"
+        print(
+            f"{each.drafter:<14}{each.begins:>8.2f}{learnt:>8}{each.num_tokens:>9,}{each.seconds:>9.1f}  {each.digest}"
+        )
+    if given.json is not None:
+        given.json.write_text(json.dumps([asdict(each) for each in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()

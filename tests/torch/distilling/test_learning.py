@@ -223,7 +223,7 @@ def test_memory_is_bounded() -> None:
 
 
 def test_what_was_never_learnt_comes_first_and_everything_comes_so_often() -> None:
-    ring = LessonRing(most_tokens=100, passes=3)
+    ring = LessonRing(most_tokens=22, passes=3)
     first, second = a_lesson(5), a_lesson(6)
     ring.add(first)
     assert ring.take(most_tokens=5) == [first]
@@ -233,6 +233,9 @@ def test_what_was_never_learnt_comes_first_and_everything_comes_so_often() -> No
     assert ring.take(most_tokens=20) == [first, second]
     assert ring.take(most_tokens=20) == []
     assert ring.num_tokens == 0
+    ring.add(first)
+    assert ring.take(most_tokens=20) == [first]
+    assert ring.take(most_tokens=20) == [], "so few are learnt by heart"
 
 
 def test_no_more_than_its_share_is_spent() -> None:

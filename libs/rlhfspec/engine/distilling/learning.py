@@ -97,6 +97,8 @@ class DraftLearning:
             return False
         are_fresh = self._ring.num_fresh >= LESSON_TOKENS
         lessons = self._ring.take(most_tokens=LESSON_TOKENS)
+        if not lessons:
+            return False
         if are_fresh and self._num_steps >= self._next_look:
             agreement = self._student.agreement
             self.budget.agreed(agreement(lessons, at_first=True), agreement(lessons))

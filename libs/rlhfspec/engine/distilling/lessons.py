@@ -29,7 +29,8 @@ class Lesson:
 
 
 class LessonRing:
-    """The newest lessons, at most so many labelled tokens. Each is taken `passes` times, new ones first.
+    """The newest lessons, at most so many labelled tokens. Each is taken `passes` times, new ones first; again only
+    while the ring is half full, since few lessons that are repeated at once are learnt by heart.
 
     >>> ring = LessonRing(most_tokens=4, passes=2)
     >>> def lesson(n): return Lesson(tokens=np.zeros(n + 1, np.int32), label_ids=np.zeros((n, 2), np.int32),
@@ -64,10 +65,13 @@ class LessonRing:
             self.num_tokens -= self._pop(-1 if self._waiting[-1][0] else 0).num_labels
 
     def take(self, *, most_tokens: int) -> list[Lesson]:
-        """The next lessons, of at most so many labelled tokens in all, but one if there is any."""
+        """The next lessons, of at most so many labelled tokens in all, but one if there is any to take."""
         taken: list[tuple[int, Lesson]] = []
         count = 0
+        is_half_full = 2 * self.num_tokens >= self._most_tokens
         while self._waiting and (not taken or count + self._waiting[0][1].num_labels <= most_tokens):
+            if self._waiting[0][0] and not is_half_full:
+                break
             taken.append(self._waiting.popleft())
             count += taken[-1][1].num_labels
         again = [(times + 1, lesson) for times, lesson in taken if times + 1 < self._passes]
