@@ -1,0 +1,128 @@
+"""The peak memory of a training step of any size: the trainer's own forward, backward and optimizer on FakeTensors of
+the second device, which have shapes and no memory. Attention keeps what a fused kernel keeps: queries, keys, values,
+the output, and a logarithm for each row.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from rlhfspec.huggingface.structure.attention import AttentionSpec
+from rlhfspec.huggingface.structure.causal_lm import Anatomy, keep_anatomy
+from rlhfspec.job import Spec
+from rlhfspec.training.learning.optim import make_optimizer
+from rlhfspec.training.modeling import packed
+from rlhfspec.training.modeling.log_probs import TorchForward
+from rlhfspec.training.modeling.recomputed import recompute
+
+DEVICE = torch.device("second", 0)
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of all storages of the device, now and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            self.see(each)
+        return result
+
+    def see(self, thing: Any) -> None:
+        if not isinstance(thing, torch.Tensor) or thing.device.type != DEVICE.type:
+            return
+        storage = thing.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:3], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
+
+
+def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    if torch.is_autocast_enabled(DEVICE.type):  # which takes them to its type before the kernel
+        query, key, value = (each.to(torch.bfloat16) for each in (query, key, value))
+    return _Fused.apply(query, key, value)  # type: ignore[no-any-return]
+
+
+def peak_of_step(config: Any, spec: Spec, num_tokens: int, *, again: bool) -> int:
+    """Of the second step of two micro-batches: optimizer and gradients are there already."""
+    dtype = getattr(torch, spec.model.dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "_sdpa", _fused)
+        with DEVICE:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        forward = TorchForward(_prepared(model), 1.0)
+        if again:
+            recompute(forward.parts.trunk)
+        optimizer = make_optimizer(model.parameters(), spec.training.optimizer, field="optimizer")
+        quarter = num_tokens // 4
+        row = packed.pack_sequences([[1] * quarter], [[2] * (num_tokens - quarter + 1)]).to(DEVICE)
+        gc.collect()
+        peak = Peak()
+        for parameter in model.parameters():
+            peak.see(parameter)
+        with peak:
+            for _ in range(2):
+                peak.most = peak.now
+                for _ in range(2):
+                    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=spec.training.autocast == "bfloat16"):
+                        found = forward(row)
+                    (-found.log_probs.mean()).backward()
+                    del found
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        return peak.most
+
+
+def _prepared(model: Any) -> Any:
+    """As `loading.prepared` leaves it, without the proof, which would read numbers."""
+    text = model.config
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    paths = [name for name, module in model.named_modules() if hasattr(module, "q_proj")]
+    specs = tuple(
+        AttentionSpec(
+            index=index, path=path, num_heads=text.num_attention_heads, num_kv_heads=text.num_key_value_heads,
+            key_dim=size, value_dim=size, scale=size**-0.5, softcap=0.0, has_sinks=False, window=None, chunk=None,
+        )
+        for index, path in enumerate(paths)
+    )  # fmt: skip
+    for spec in specs:
+        packed.keep_spec(model.get_submodule(spec.path), spec)
+    keep_anatomy(model, Anatomy(
+        trunk=model.base_model_prefix, trunk_output=BaseModelOutputWithPast, attentions=specs, width=text.hidden_size,
+        vocab_size=text.vocab_size, called=frozenset(),
+    ))  # fmt: skip
+    AttentionInterface.register("rlhfspec_packed", packed.attend)
+    model.set_attn_implementation("rlhfspec_packed")
+    return model.eval()
