@@ -18,6 +18,7 @@ SEED ?= 0
 E2E ?= e2e
 ON_DEVICE ?= $(addprefix tests/torch/,checkpoint learning/test_learner.py scoring weights/test_weights.py \
   engine/test_engine_contract.py engine/test_engine_requests.py engine/test_kv_memory.py engine/test_moves.py)
+ON_DEVICE_DAILY := $(addprefix tests/torch/,checkpoint learning/test_learner.py engine/test_engine_requests.py)
 
 .PHONY: help chart setup setup-vllm setup-trl check test test-whole test-second-device test-fast e2e-tools e2e e2e-ci faults bench protos demo clean
 
@@ -63,6 +64,7 @@ check: $(INSTALLED)  ## Lint, types, import directions, and the shape of the hou
 
 test: $(INSTALLED)  ## All tests, of sweeps a part that changes from day to day (TESTS=tests/unit/job for some, WORKERS=n)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(TESTS)
+	$(if $(filter tests,$(TESTS)),@$(MAKE) test-second-device ON_DEVICE="$(ON_DEVICE_DAILY)")
 
 test-whole: $(INSTALLED)  ## All tests with every value of those that are sweeps, and more random examples: nightly
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --whole --hypothesis-profile=whole $(TESTS)

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModelForCausalLM
@@ -20,6 +26,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from rlhfspec.huggingface.structure.attention import AttentionSpec
 from rlhfspec.huggingface.structure.causal_lm import Anatomy, keep_anatomy
 from rlhfspec.job import Spec
+from rlhfspec.training.learning import distributed
+from rlhfspec.training.learning.distributed import Ranks
 from rlhfspec.training.learning.optim import make_optimizer
 from rlhfspec.training.modeling import packed
 from rlhfspec.training.modeling.log_probs import TorchForward
@@ -29,32 +37,33 @@ DEVICE = torch.device("second", 0)
 
 
 class Peak(TorchDispatchMode):
-    """Bytes of all storages of the device, now and at most."""
+    """Bytes of all storages of the device, now and at most. They are asked each time: FSDP2 empties and fills some."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.most = 0
-        self._sizes: dict[int, int] = {}
+        self.most = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            self.see(each)
+        if any([self.see(each) for each in tree_leaves(result)]):
+            self.most = max(self.most, self.now)
         return result
 
-    def see(self, thing: Any) -> None:
-        if not isinstance(thing, torch.Tensor) or thing.device.type != DEVICE.type:
-            return
-        storage = thing.untyped_storage()
-        key = storage._cdata
-        if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._gone, key)
+    def see(self, thing: Any) -> bool:
+        """Return whether it is new."""
+        if isinstance(thing, torch.Tensor) and thing.device.type == DEVICE.type:
+            storage = (thing.to_local() if isinstance(thing, DTensor) else thing).untyped_storage()
+            key = storage._cdata
+            if key not in self._storages:
+                self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key, None))
+                return True
+        return False
 
-    def _gone(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
+    @property
+    def now(self) -> int:
+        alive = [reference() for reference in self._storages.values()]
+        return sum(storage.nbytes() for storage in alive if storage is not None)
 
 
 class _Fused(torch.autograd.Function):
@@ -76,15 +85,20 @@ def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any)
 
 
 def peak_of_step(config: Any, spec: Spec, num_tokens: int, *, again: bool) -> int:
-    """Of the second step of two micro-batches: optimizer and gradients are there already."""
-    dtype = getattr(torch, spec.model.dtype)
-    with FakeTensorMode(allow_non_fake_inputs=True), pytest.MonkeyPatch.context() as patch:
+    """Of the second step, with two micro-batches: optimizer and gradients are there. Of several ranks, rank 0's."""
+    dtype, ranks = getattr(torch, spec.model.dtype), Ranks(num_ranks=spec.roles.trainer.ranks)
+    with ExitStack() as leaving:
+        patch = leaving.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(packed, "_sdpa", _fused)
+        if ranks.num_ranks > 1:
+            leaving.enter_context(_others(ranks.num_ranks, patch))
+        leaving.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         with DEVICE:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         forward = TorchForward(_prepared(model), 1.0)
         if again:
             recompute(forward.parts.trunk)
+        ranks.shard(forward, forward.parts.trunk, DEVICE)
         optimizer = make_optimizer(model.parameters(), spec.training.optimizer, field="optimizer")
         quarter = num_tokens // 4
         row = packed.pack_sequences([[1] * quarter], [[2] * (num_tokens - quarter + 1)]).to(DEVICE)
@@ -93,9 +107,9 @@ def peak_of_step(config: Any, spec: Spec, num_tokens: int, *, again: bool) -> in
         for parameter in model.parameters():
             peak.see(parameter)
         with peak:
-            for _ in range(2):
+            for num_micro_batches in (1, 2):
                 peak.most = peak.now
-                for _ in range(2):
+                for _ in range(num_micro_batches):
                     with torch.autocast(DEVICE.type, torch.bfloat16, enabled=spec.training.autocast == "bfloat16"):
                         found = forward(row)
                     (-found.log_probs.mean()).backward()
@@ -103,6 +117,19 @@ def peak_of_step(config: Any, spec: Spec, num_tokens: int, *, again: bool) -> in
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         return peak.most
+
+
+@contextmanager
+def _others(num_ranks: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A group whose other ranks do not exist. Their mesh is made of numbers that can be read."""
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    try:
+        mesh = init_device_mesh(DEVICE.type, (num_ranks,))
+        patch.setattr(distributed, "init_device_mesh", lambda *_: mesh)
+        patch.setattr(distributed, "_take", lambda *_: None)  # all is there
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _prepared(model: Any) -> Any:

@@ -19,7 +19,7 @@ CONFIGS = {
     "70b": ROOT / "examples" / "cluster" / "70b" / "config.json",
 }
 TOKENS = 4096
-LAYERS = (8, 12)  # so many that they and not the head decide how much it is
+LAYERS = (6, 8)  # so many that they and not the head decide how much it is
 MODES: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"model": {"dtype": "bfloat16"}},
@@ -36,6 +36,11 @@ def config_of(size: str, num_layers: int | None = None) -> Any:
     return config
 
 
+def of_ranks(ranks: int, settings: Any) -> Any:
+    given = settings.model_dump(by_alias=True)
+    return type(settings).model_validate(given | {"roles": {"trainer": {"ranks": ranks}}})
+
+
 def fake_peak(size: str, settings: Any, again: bool) -> float:
     """Of all layers, by two models of a few: memory is a number and so much more with every layer."""
     from fake_steps import peak_of_step
@@ -45,14 +50,16 @@ def fake_peak(size: str, settings: Any, again: bool) -> float:
     return few + (more - few) / (LAYERS[1] - LAYERS[0]) * (num_layers - LAYERS[0])
 
 
-@pytest.mark.sweep(parts=3)
+@pytest.mark.sweep(parts=9)
+@pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", CONFIGS)
 def test_the_trainers_peak_is_within_a_tenth_of_faketensors(
-    second: ModuleType, size: str, mode: str, again: bool
+    second: ModuleType, size: str, mode: str, again: bool, ranks: int
 ) -> None:
-    settings = spec(tokensPerMicroBatch=TOKENS, activationCheckpointing="on" if again else "off", **MODES[mode])
+    recomputed = {"activationCheckpointing": "on" if again else "off"}
+    settings = of_ranks(ranks, spec(tokensPerMicroBatch=TOKENS, **recomputed, **MODES[mode]))
     planned = trainer(settings, {"path": shape_of(config_of(size), name=size)}, 80 * 10**9)
     found = fake_peak(size, settings, again)
     assert abs(planned.total - found) < 0.1 * found

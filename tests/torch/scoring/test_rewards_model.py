@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from on_device import BY_COMPANY
 import torch
+from on_device import BY_COMPANY
 
 from rlhfspec.errors import InvalidRequest, RewardError
 from rlhfspec.job.rewards import Rewards

@@ -78,7 +78,7 @@ def trainer(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int) -> Ne
         parts["weights"] += (shape.num_parameters + own) * size // ranks
         parts["gradients"] += learns * size // ranks
         parts["optimizer"] += _MOMENTS.get(optimizer.name, 2) * learns * size // ranks
-        parts["gathered"] += _gathered(shape, size, bool(lora)) if ranks > 1 else 0
+        parts["gathered"] += _gathered(shape, size) if ranks > 1 else 0
         trained += learns * size // ranks
     num_tokens = max(spec.training.tokens_per_micro_batch, spec.max_context)
     room = fits_into(gpu_bytes - parts["weights"] - parts["gathered"], trained)
@@ -96,12 +96,10 @@ def _has_critic(spec: job.Spec) -> bool:
     return spec.algorithm.entry.has_critic
 
 
-def _gathered(shape: ModelShape, size: int, frozen: bool) -> int:
+def _gathered(shape: ModelShape, size: int) -> int:
     """What FSDP2 has whole beside its shares: embedding and head all through a step, a layer that runs and the next
-    one; and gradients of what is trained, before they are shared out."""
-    weights = shape.root_parameters + 2 * shape.block_parameters
-    gradients = 0 if frozen else shape.root_parameters + shape.block_parameters
-    return (weights + gradients) * size
+    one."""
+    return (shape.root_parameters + 2 * shape.block_parameters) * size
 
 
 def activations(spec: job.Spec, shape: ModelShape, num_tokens: int, *, again: bool) -> int:
