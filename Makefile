@@ -16,11 +16,14 @@ WORKERS ?= 2
 TESTS ?= tests
 SEED ?= 0
 E2E ?= e2e
+ON_DEVICE ?= $(addprefix tests/torch/,checkpoint learning/test_learner.py scoring weights/test_weights.py \
+  engine/test_engine_contract.py engine/test_engine_requests.py engine/test_kv_memory.py engine/test_moves.py)
+ON_DEVICE_DAILY := $(addprefix tests/torch/,checkpoint learning/test_learner.py engine/test_engine_requests.py)
 
-.PHONY: help chart setup setup-vllm setup-trl check test test-whole test-fast e2e-tools e2e e2e-ci faults bench protos demo clean
+.PHONY: help chart setup setup-vllm setup-trl check test test-whole test-second-device test-fast e2e-tools e2e e2e-ci faults bench protos demo clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED)  ## Make .venv with everything (again only when a pyproject.toml or constraints.txt changed)
 
@@ -61,9 +64,13 @@ check: $(INSTALLED)  ## Lint, types, import directions, and the shape of the hou
 
 test: $(INSTALLED)  ## All tests, of sweeps a part that changes from day to day (TESTS=tests/unit/job for some, WORKERS=n)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(TESTS)
+	$(if $(filter tests,$(TESTS)),@$(MAKE) test-second-device ON_DEVICE="$(ON_DEVICE_DAILY)")
 
 test-whole: $(INSTALLED)  ## All tests with every value of those that are sweeps, and more random examples: nightly
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --whole --hypothesis-profile=whole $(TESTS)
+
+test-second-device: $(INSTALLED)  ## Suites of engine, learner, scorers, weights, checkpoints and moves on the second device (docs/gpus.md)
+	OMP_NUM_THREADS=1 RLHFSPEC_TEST_DEVICE=second $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ON_DEVICE)
 
 test-fast: $(INSTALLED)  ## Those of tests/unit and tests/torch that your change calls for (CHANGED=libs/rlhfspec/errors.py: as if that had changed)
 	$(BIN)/python tools/choose_tests.py --run --workers $(WORKERS) $(CHANGED)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -24,7 +22,7 @@ from runs import write_data, write_job, write_models
 from shared_servers import SharedServers
 from started import Started
 
-pytest_plugins = ["asked_once", "pictures", "reruns", "skips", "sweeps", "tiers"]
+pytest_plugins = ["asked_once", "on_device", "pictures", "reruns", "skips", "sweeps", "tiers"]
 
 # Deterministic examples and no per-example deadline: a busy machine must not fail a correct test.
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
@@ -49,45 +47,6 @@ def threads() -> Iterator[Callable[[int], None]]:
 
     yield build.set_num_threads
     build.set_num_threads(None)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Have the second device before any test runs: torch starts a thread for each device at a process's first backward
-    pass, and a device that comes later has none."""
-    if any("second" in getattr(item, "fixturenames", ()) for item in session.items):
-        _why_no_second()
-
-
-@functools.cache
-def _why_no_second() -> str:
-    """Make torch know the second device; return why there is none, or nothing."""
-    import second_device
-
-    try:
-        second_device.load()
-    except second_device.Unavailable as reason:
-        return str(reason)
-    return ""
-
-
-@pytest.fixture
-def second() -> Iterator[ModuleType]:
-    """tests/second_device, loaded: torch has the devices second:0 and second:1."""
-    import second_device
-
-    if reason := _why_no_second():
-        pytest.skip(reason)
-    with second_device.swapping():
-        yield second_device
-
-
-@pytest.fixture
-def test_device(request: pytest.FixtureRequest) -> str:
-    """Where a test's models run: the CPU, or with RLHFSPEC_TEST_DEVICE=second a device without a host's memory."""
-    device = os.environ.get("RLHFSPEC_TEST_DEVICE", "cpu")
-    if device.startswith("second"):
-        request.getfixturevalue("second")
-    return device
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import numpy as np
+from on_device import DEVICE
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
@@ -47,7 +48,9 @@ def request(
 
 
 def bits(done: Completion) -> Bits:
-    return done.token_ids, done.log_probs, done.tempered_log_probs, done.finish_reason
+    """What the law fixes. On a device tokens alone: log-probs depend on the rows beside them there."""
+    numbers = (done.log_probs, done.tempered_log_probs) if DEVICE == "cpu" else ((), ())
+    return done.token_ids, *numbers, done.finish_reason
 
 
 def drain(engine: Engine) -> dict[str, Completion]:

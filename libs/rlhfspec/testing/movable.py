@@ -68,7 +68,7 @@ class MovableContract(EngineMaker):
         """Return what sequences give that never move, by seed."""
         engine = self.engine(self.modes[0])
         done = run(engine, *(request(str(seed), _PROMPT, seed=seed, max_tokens=max_tokens) for seed in seeds))
-        return {name: bits(each) for name, each in done.items()}
+        return {name: self.wanted(each) for name, each in done.items()}
 
     def begun(self, mode: Any, *, num_steps: int = 4, max_tokens: int = 30) -> tuple[Movable, Movable]:
         """Return two engines, in the first of which sequence 7 has run some steps."""

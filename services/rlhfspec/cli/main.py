@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rlhfspec.cli.beside import WithCommandsBeside
-from rlhfspec.cli.commands import compare, dashboard, explain_moves, job, run, tiny, top, trace
+from rlhfspec.cli.commands import compare, dashboard, explain_moves, job, plan, run, tiny, top, trace
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # our status line says what goes on
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 app.add_typer(tiny.app, name="tiny")
 job.register(app)
+app.command()(plan.plan)
 app.command()(run.run)
 app.command()(compare.compare)
 app.command()(top.top)

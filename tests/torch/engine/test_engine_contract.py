@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from on_device import LOG_PROB_TOLERANCE
+
 from rlhfspec.engine import Engine
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.drafting.base import DraftPlan
@@ -24,6 +26,7 @@ def make(model: Any, mode: str | DraftPlan) -> Engine:
 
 
 class TestEngine(EngineContract):
+    log_prob_tolerance = LOG_PROB_TOLERANCE
     modes = ("off", "suffix", "model", "adaptive", "suffix-d4", "model-d4", TREE, CHAIN, SUFFIX_TREE)
 
     def make(self, model: Any, mode: Any) -> Engine:
@@ -31,6 +34,7 @@ class TestEngine(EngineContract):
 
 
 class TestMovable(MovableContract):
+    log_prob_tolerance = LOG_PROB_TOLERANCE
     modes = ("off", "adaptive", TREE, SUFFIX_TREE)
 
     def make(self, model: Any, mode: Any) -> Engine:

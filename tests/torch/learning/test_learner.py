@@ -56,7 +56,7 @@ def test_the_first_gradient_is_written_out_by_hand() -> None:
             chosen = log_probs[-len(response) :].gather(1, response[:, None])
             loss = loss - float(advantage) * chosen.mean() / 8
     loss.backward()
-    state = trained.policy_state()
+    state = {name: tensor.cpu() for name, tensor in trained.policy_state().items()}
     for name, parameter in by_hand.named_parameters():
         assert parameter.grad is not None
         moved = parameter.detach() - parameter.grad
@@ -124,6 +124,7 @@ def test_autocast_trains_in_float32_weights() -> None:
     assert {tensor.dtype for tensor in trained.policy_state().values()} == {torch.float32}
 
 
+@pytest.mark.on_the_cpu("training.exactOnPolicy has the CPU's kernels")
 def test_exact_on_policy_takes_the_engines_forward() -> None:
     report = learner(spec(exactOnPolicy=True)).learn(rollouts())
     assert report.metrics["log_prob_difference_max"] < 1e-5
@@ -190,7 +191,7 @@ def test_lora_keeps_the_update_in_the_state_and_merges_it_for_others() -> None:
     plain = policy()
     plain.load_state_dict(merged)
     packed = pack_sequences([(3, 4, 5)], [(8, 9, 10, 11)])
-    ours = TorchForward(trained._policy, 1.0)(packed).log_probs
+    ours = TorchForward(trained._policy, 1.0)(packed.to(trained._policy.device)).log_probs.cpu()
     assert (TorchForward(plain, 1.0)(packed).log_probs - ours).abs().max() < 1e-4
 
 

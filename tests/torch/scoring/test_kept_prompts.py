@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_device import BY_COMPANY
 from scorers import row_sensitive_scorer
 
 from rlhfspec.common.arrays import IntArray
@@ -122,6 +123,7 @@ mostly_samples = st.one_of(samples, samples, samples, samples, st.sampled_from([
 
 
 @needs_kernels
+@pytest.mark.on_the_cpu(BY_COMPANY)
 @settings(max_examples=15, deadline=None)
 @given(
     asked=st.lists(mostly_samples, min_size=1, max_size=16),
@@ -147,6 +149,7 @@ def test_no_order_no_error_and_no_lack_of_memory_changes_a_reference_score(
 
 
 @needs_kernels
+@pytest.mark.on_the_cpu(BY_COMPANY)
 @settings(max_examples=15, deadline=None)
 @given(asked=st.lists(mostly_samples, min_size=1, max_size=16))
 def test_new_weights_of_the_critic_forget_what_was_run_with_the_old_ones(asked: list[tuple[int, int] | int]) -> None:
@@ -177,6 +180,7 @@ def test_where_bits_depend_on_the_rows_of_a_forward_a_kept_prompt_leads_to_the_s
 
 
 @needs_kernels
+@pytest.mark.on_the_cpu(BY_COMPANY)
 def test_a_forward_that_fails_leaves_nothing_behind() -> None:
     scorer, expected = reference("float32", keep_prompts=True), []
     for answer in ANSWERS:

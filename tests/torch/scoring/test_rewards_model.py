@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_device import BY_COMPANY
 
 from rlhfspec.errors import InvalidRequest, RewardError
 from rlhfspec.job.rewards import Rewards
@@ -41,7 +42,9 @@ def run(folder: Path, source: dict[str, Any], *samples: Sample) -> list[Score]:
     """By one reward model."""
 
     async def go() -> list[Score]:
-        sources = RewardSources(Rewards.model_validate({"sources": [{"type": "model", **source}]}), folder)
+        sources = RewardSources(
+            Rewards.model_validate({"sources": [{"type": "model", "dtype": "float32", **source}]}), folder
+        )
         try:
             await sources.start()
             return await sources.score_many(samples)
@@ -86,6 +89,7 @@ def output(folder: Path, token_ids: list[int], label: int) -> float:
     return float(logits[0, label])
 
 
+@pytest.mark.on_the_cpu(BY_COMPANY)
 def test_a_reward_model_gives_the_raw_output_of_its_label(judge: Path) -> None:
     (one,) = run(judge, {"path": "one"}, sample(text="5"))
     (three,) = run(judge, {"path": "three", "label": 2}, sample(text="5"))
@@ -134,6 +138,7 @@ def test_a_text_too_long_for_the_model_is_an_error_and_not_cut(judge: Path) -> N
         run(judge, {"path": "one"}, sample(text="x" * 512))
 
 
+@pytest.mark.on_the_cpu(BY_COMPANY)
 def test_the_chat_template_of_the_reward_model_is_used_when_asked_for(judge: Path, tmp_path: Path) -> None:
     shutil.copytree(judge / "one", tmp_path / "chat")
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_device import BY_COMPANY
 from scorers import CONTEXT, make_scorer, row_sensitive_scorer
 
 from rlhfspec.errors import InvalidRequest, NumericalError, WeightsVersionError
@@ -66,6 +67,7 @@ def scored_once(kind: str, dtype: str) -> tuple[LogProbScorer, list[list[float]]
 
 
 @needs_kernels
+@pytest.mark.on_the_cpu(BY_COMPANY)
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt-neox"])
 @settings(max_examples=12)
 @given(
@@ -91,6 +93,7 @@ def test_a_score_is_a_pure_function_of_the_sample(
 
 
 @needs_kernels
+@pytest.mark.on_the_cpu(BY_COMPANY)
 def test_workers_and_threads_at_once_give_the_same_scores() -> None:
     """Two scorers called from four threads: their caches and the kernels' thread pool are shared by nobody's fault."""
     scorers, (_, expected) = [make_scorer(), make_scorer()], scored_once("llama", "float32")
@@ -115,6 +118,7 @@ def test_a_score_that_depends_on_its_neighbours_would_be_noticed() -> None:
 
 
 @needs_kernels
+@pytest.mark.on_the_cpu(BY_COMPANY)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_reference_begins_with_the_exact_trainers_own_numbers(dtype: str) -> None:
     """So the KL of an exactly on-policy job is 0 at the start, not nearly 0."""
@@ -138,6 +142,7 @@ def test_the_reference_begins_with_nearly_the_plain_trainers_numbers() -> None:
 
 
 @needs_kernels
+@pytest.mark.on_the_cpu(BY_COMPANY)
 def test_a_large_vocabulary_is_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhfspec.training.scoring.log_probs._LOGITS_AT_A_TIME", 97 * 7)
     scorer, (_, expected) = make_scorer(), scored_once("llama", "float32")
@@ -191,6 +196,7 @@ def test_values_are_the_trainers_critics(kind: str) -> None:
 
 
 @needs_kernels
+@pytest.mark.on_the_cpu(BY_COMPANY)
 @settings(max_examples=12)
 @given(order=st.permutations(range(len(SAMPLES))), chunk=st.integers(1, 130))
 def test_a_value_is_a_pure_function_of_the_sample(order: list[int], chunk: int) -> None:

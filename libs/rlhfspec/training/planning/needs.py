@@ -1,0 +1,176 @@
+"""Bytes that a process of a role takes of its GPU, by formulas that a test holds to what torch's FakeTensor finds.
+
+    trainer    (weights + gradients + optimizer) / ranks + gathered + activations
+    generator  weights + KV + 2 forwards, as `engine/forward/memory.py` measures them
+    scorer     weights + KV of prompts that are kept + a forward
+
+h is the model's width, i its MLP's, q and v those of queries and of keys with values. For its backward pass a layer of
+two norms keeps, a token:
+
+    float32                    24 h + 4 (3 q + v) + 16 i + 4 heads
+    bfloat16                   16 h + 2 (3 q + v) +  8 i + 4 heads
+    float32, autocast bf16     26 h + 2 (3 q + v) +  8 i + 4 heads     and the weights once more, in bfloat16
+
+and where queries and keys are normed, 6 or 8 times their width. Computed again, a layer keeps its input alone. Beside
+the layers stands the head: its gradient, that of the part before, and their sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlhfspec import job
+from rlhfspec.messages.loop import workers_of
+from rlhfspec.training.learning.memory import fits_into
+from rlhfspec.training.planning.shape import ModelShape
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+_MOMENTS = {"SGD": 1, "Adagrad": 1, "RMSprop": 1}  # of other optimizers two: those of Adam
+_KEPT_CONTEXTS = 9  # of a scorer: the one that runs, and prompts that are kept
+_TREE_ROWS = 17  # of a sequence in the largest step: itself and 16 nodes
+_PREFILL_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Of each process of a role."""
+
+    role: str
+    count: int
+    parts: dict[str, int]  # bytes by what they are for
+    notes: tuple[str, ...] = field(default=())
+    fraction: float = 1.0  # of a GPU, that it may take
+
+    @property
+    def total(self) -> int:
+        """Return all of them."""
+        return sum(self.parts.values())
+
+
+def needs_of(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, workers: dict[str, int]) -> list[Needs]:
+    """shapes: by the fields of spec.model; workers: how many each stage has. In the order in which GPUs are dealt."""
+    found = [trainer(spec, shapes, gpu_bytes), generator(spec, shapes, gpu_bytes, workers["generator"])]
+    for stage in ("reference", "critic"):
+        if workers.get(stage):
+            found.append(scorer(spec, shapes.get(stage, shapes["path"]), stage, workers[stage]))
+    return found
+
+
+# -- the trainer -------------------------------------------------------------------------------------------------------
+
+
+def trainer(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int) -> Needs:
+    """A rank's: of the policy, and of the critic where there is one."""
+    policy, critic = shapes["path"], shapes.get("critic", shapes["path"])
+    ranks, size = spec.roles.trainer.ranks, _BYTES[spec.model.dtype]
+    models = [
+        (policy, spec.training.optimizer),
+        *([(critic, spec.training.critic_optimizer)] if _has_critic(spec) else []),
+    ]
+    if len(models) == 2 and spec.training.fuse == "auto" and ranks == 2:  # one of the two on each
+        models, ranks = models[:1], 1
+    parts = dict.fromkeys(("weights", "gradients", "optimizer", "gathered"), 0)
+    trained = 0
+    for shape, optimizer in models:
+        lora = spec.model.lora if shape is policy else None
+        own = shape.lora_parameters(lora.rank, lora.target_modules) if lora else 0
+        learns = own or shape.num_parameters
+        parts["weights"] += (shape.num_parameters + own) * size // ranks
+        parts["gradients"] += learns * size // ranks
+        parts["optimizer"] += _MOMENTS.get(optimizer.name, 2) * learns * size // ranks
+        parts["gathered"] += _gathered(shape, size) if ranks > 1 else 0
+        trained += learns * size // ranks
+    num_tokens = max(spec.training.tokens_per_micro_batch, spec.max_context)
+    room = fits_into(gpu_bytes - parts["weights"] - parts["gathered"], trained)
+    kept = max(activations(spec, shape, num_tokens, again=False) for shape, _ in models)
+    again = spec.training.activation_checkpointing == "on" or (
+        spec.training.activation_checkpointing == "auto" and kept > room
+    )
+    parts["activations"] = max(activations(spec, shape, num_tokens, again=again) for shape, _ in models)
+    return Needs(role="trainer", count=spec.roles.trainer.ranks, parts=parts, notes=(
+        f"{num_tokens} tokens a micro-batch, layers {'computed again' if again else 'kept'}",
+    ))  # fmt: skip
+
+
+def _has_critic(spec: job.Spec) -> bool:
+    return spec.algorithm.entry.has_critic
+
+
+def _gathered(shape: ModelShape, size: int) -> int:
+    """What FSDP2 has whole beside its shares: embedding and head all through a step, a layer that runs and the next
+    one."""
+    return (shape.root_parameters + 2 * shape.block_parameters) * size
+
+
+def activations(spec: job.Spec, shape: ModelShape, num_tokens: int, *, again: bool) -> int:
+    """At the height of a backward pass."""
+    mixed = spec.training.autocast == "bfloat16" and spec.model.dtype == "float32"
+    computes, size = 2 if mixed else _BYTES[spec.model.dtype], _BYTES[spec.model.dtype]
+    a_layer = num_tokens * layer_bytes_a_token(shape, computes, mixed=mixed)
+    copies = (shape.num_layers * shape.block_parameters + shape.head_parameters) * 2 if mixed else 0
+    head = 3 * shape.head_parameters * computes + 10 * shape.hidden * num_tokens
+    if again:
+        inputs = shape.num_layers * num_tokens * shape.hidden * size
+        return inputs + max(head, a_layer + shape.block_parameters * size, copies)
+    return shape.num_layers * a_layer + head + max(copies - shape.head_parameters * 2, 0)
+
+
+def layer_bytes_a_token(shape: ModelShape, size: int, *, mixed: bool) -> int:
+    """What a layer keeps for its backward pass, a token. mixed: products in bfloat16 of weights in float32."""
+    a_norm = 8 if mixed or size == 4 else 6  # the input in float32, and what is multiplied by the weight
+    inputs = 5 * size if mixed else 2 * size  # of products: in autocast each of them has a copy
+    norms = (shape.num_norms * a_norm + inputs) * shape.hidden + (4 + size) * shape.normed_width
+    attention = size * (3 * shape.query_width + shape.kv_width) + 4 * shape.num_heads
+    return norms + attention + 4 * size * shape.inner
+
+
+# -- what generates and scores --------------------------------------------------------------------------------------
+
+
+def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, count: int) -> Needs:
+    """KV takes what is left of its part of the GPU, but no more than all of its sequences can use. Several processes of
+    a generator share weights and KV heads."""
+    processes = spec.num_processes("generator")
+    size, generation = _BYTES[spec.generation.dtype], spec.generation
+    models = [shapes["path"], *([shapes["drafter"]] if "drafter" in shapes else [])]
+    weights = sum(shape.num_parameters for shape in models) * size // processes
+    forwards = 2 * max(_forward(shape, size, generation.max_sequences) for shape in models)
+    position = sum(shape.num_layers * shape.kv_width for shape in models) * size // processes
+    context = spec.max_context + 80  # the room of a tree's nodes, in whole blocks
+    wanted = generation.kv_cache_tokens or generation.max_sequences * context
+    left = max(int(generation.gpu_memory_fraction * gpu_bytes) - weights - forwards, 0) // position
+    tokens = wanted if generation.kv_cache_tokens else max(min(wanted, left), context)
+    note = f"KV of {tokens:,} tokens: {tokens // context} of {generation.max_sequences} sequences at full length"
+    parts = {"weights": weights, "KV": tokens * position, "forwards": forwards}
+    return Needs(role="generator", count=count * processes, parts=parts, notes=(note,), fraction=generation.gpu_memory_fraction)
+
+
+def scorer(spec: job.Spec, shape: ModelShape, stage: str, count: int) -> Needs:
+    """The reference, or the critic's values."""
+    size = _BYTES[spec.model.dtype]
+    kv = _KEPT_CONTEXTS * (spec.max_context + 32) * shape.num_layers * shape.kv_width * size
+    parts = {"weights": shape.num_parameters * size, "KV": kv, "forwards": _forward(shape, size, 0)}
+    return Needs(role=stage, count=count, parts=parts)
+
+
+def _forward(shape: ModelShape, size: int, num_sequences: int) -> int:
+    """Of a prefill chunk and a tree for every sequence: what a layer has at a time, and logits with what is drawn."""
+    logits = max(num_sequences * _TREE_ROWS, min(_PREFILL_ROWS, (1 << 26) // shape.vocab_size))
+    rows = _PREFILL_ROWS + num_sequences * _TREE_ROWS
+    a_layer = rows * size * (3 * shape.hidden + 2 * shape.inner + 2 * shape.query_width + shape.kv_width)
+    return a_layer + logits * shape.vocab_size * (size + 8)
+
+
+def counts(whole: job.RLHFJob) -> dict[str, int]:
+    """Workers of each stage; of generators the most there may be."""
+    replicas = whole.spec.roles.generator.replicas
+    return workers_of(whole) | ({"generator": replicas.max} if replicas else {})
+
+
+def sum_of(needs: Needs) -> str:
+    """
+    >>> sum_of(Needs(role="generator", count=1, parts={"weights": 16_060_000_000, "KV": 8_590_000_000}))
+    'weights 16.1 + KV 8.6 = 24.7 GB'
+    """
+    parts = " + ".join(f"{name} {size / 1e9:.1f}" for name, size in needs.parts.items() if size)
+    return f"{parts} = {needs.total / 1e9:.1f} GB"

@@ -1,0 +1,128 @@
+"""A model's sizes, from its configuration: the model is built on torch's meta device, where tensors have no memory.
+
+Example:
+    >>> from transformers import LlamaConfig
+    >>> shape = shape_of(LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=300,
+    ...                              num_attention_heads=4, num_key_value_heads=2), name="tiny")
+    >>> shape.num_parameters, shape.num_layers, shape.block_parameters, shape.kv_width
+    (99904, 2, 30720, 64)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.huggingface.loading import LOAD_ERRORS
+from rlhfspec.huggingface.structure.trace import first_line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    kind: str  # the class
+    num_parameters: int
+    num_layers: int
+    block_parameters: int  # of the largest layer
+    linear_widths: tuple[tuple[str, int], ...]  # of the layers' linear modules: name, inputs and outputs together
+    hidden: int
+    num_norms: int  # of a layer, over the width of the model
+    normed_width: int  # of queries and keys, where they are normed too
+    inner: int  # of the MLP: of all that a token runs, where it is a mixture
+    num_heads: int
+    query_width: int  # heads x their size
+    kv_width: int  # keys and values of a token in a layer: 2 x heads x their size
+    vocab_size: int
+
+    @property
+    def root_parameters(self) -> int:
+        """Return those of no layer: embedding, head, last norm."""
+        return self.num_parameters - self.num_layers * self.block_parameters
+
+    @property
+    def head_parameters(self) -> int:
+        """Return those of the output head, whoever else has them too."""
+        return self.vocab_size * self.hidden
+
+    def lora_parameters(self, rank: int, targets: Sequence[str] | str) -> int:
+        """Return those of a low-rank update."""
+        every = targets == "all-linear"
+        return sum(rank * width for name, width in self.linear_widths if every or name in targets)
+
+
+def shape_at(path: str, *, field: str) -> ModelShape:
+    """Of the model in a folder, or of a hub id, whose configuration alone is read."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except LOAD_ERRORS as error:
+        raise InvalidRequest(field, path, f"its config.json cannot be read: {first_line(error)}") from error
+    return shape_of(config, name=field)
+
+
+def shape_of(config: Any, *, name: str) -> ModelShape:
+    """name: what messages call the model."""
+    from transformers import AutoModelForCausalLM
+
+    maker: Any = AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            model = maker.from_config(config)
+    except LOAD_ERRORS as error:
+        raise InvalidRequest(name, type(config).__name__, f"is no causal LM: {first_line(error)}") from error
+    text = config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    blocks = _blocks(model)
+    norms = [path for path, each in blocks[0].named_modules() if _is_norm(each)]
+    of_heads = [path for path in norms if path.endswith(("q_norm", "k_norm"))]
+    linear = [
+        (path.rpartition(".")[2], each.in_features + each.out_features)
+        for block in blocks
+        for path, each in block.named_modules()
+        if isinstance(each, nn.Linear)
+    ]
+    return ModelShape(
+        kind=type(model).__name__,
+        num_parameters=_count(model),
+        num_layers=len(blocks),
+        block_parameters=max(map(_count, blocks)),
+        linear_widths=tuple(linear),
+        hidden=text.hidden_size,
+        num_norms=len(norms) - len(of_heads),
+        normed_width=(heads + kv_heads) * size if of_heads else 0,
+        inner=_inner(text),
+        num_heads=heads,
+        query_width=heads * size,
+        kv_width=2 * kv_heads * size,
+        vocab_size=text.vocab_size,
+    )
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers: the list of modules that holds most of the weights."""
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    return max((list(each) for each in lists), key=lambda blocks: sum(map(_count, blocks)))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    own = list(module.parameters())
+    return not list(module.children()) and bool(own) and all(each.ndim == 1 for each in own)
+
+
+def _inner(config: Any) -> int:
+    """Of a mixture: of the experts that one token runs, and of those that all run."""
+    wide = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
+    wide = int(wide or 4 * config.hidden_size)
+    experts = getattr(config, "num_experts_per_tok", None) or 1
+    return wide * (int(experts) + int(getattr(config, "n_shared_experts", None) or 0))
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,91 @@
+"""`rlhfspec plan`: what a job takes of its GPUs, before any of them is there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlhfspec.cli.commands.job import Job, Set
+from rlhfspec.cli.problems import exit_on_problems, refuse
+from rlhfspec.job import RLHFJob, Spec
+from rlhfspec.job.choices.drafters import AUTO
+from rlhfspec.job.file import read_job
+from rlhfspec.job.file.paths import with_resolved_paths
+from rlhfspec.supervisor.gpus import deal
+
+if TYPE_CHECKING:
+    from rlhfspec.training.planning.needs import Needs
+    from rlhfspec.training.planning.shape import ModelShape
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def plan(
+    job: Job,
+    overrides: Set = None,
+    gpu_memory: Annotated[
+        str, typer.Option("--gpu-memory", metavar="GB|NAME", help="Memory of a GPU: 80, or h100, h200, b200, a100, ...")
+    ] = "h100",
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, help="GPUs of one machine; left out: each process has its own.")
+    ] = None,
+) -> None:
+    """Say what goes where and how much memory it takes, from configurations of models alone; refuse what cannot fit."""
+    from rlhfspec.huggingface.devices import settled
+    from rlhfspec.training.planning import gpus as known
+    from rlhfspec.training.planning.needs import counts, needs_of, sum_of
+
+    with exit_on_problems():
+        read = with_resolved_paths(read_job(job, overrides or []), job.parent)
+        size = known.memory_of(gpu_memory)
+        spec = settled(read.spec, "cuda")
+        shapes = _shapes(spec)
+        needs = needs_of(spec, shapes, size, counts(read))
+        too_full = list(_too_full(read, needs, gpus, size))
+    policy = shapes["path"]
+    typer.echo(f"{job}: on GPUs of {size / 1e9:.0f} GB")
+    typer.echo(
+        f"  model       {policy.kind}, {policy.num_parameters / 1e9:.1f} B parameters, {policy.num_layers} layers"
+    )
+    for each in needs:
+        typer.echo(f"  {each.role:<11} {each.count} x {sum_of(each)}" + "".join(f"; {note}" for note in each.notes))
+    version = policy.num_parameters * _BYTES[spec.model.dtype]
+    ways = ", ".join(f"{seconds:.0f} s by {way}" for way, seconds in known.weights_seconds(version))
+    typer.echo(f"  weights     {version / 1e9:.1f} GB a version: {ways}")
+    if too_full:
+        refuse("\n".join([f"{job}: does not fit", *(f"  {line}" for line in too_full)]))
+
+
+def _shapes(spec: Spec) -> dict[str, ModelShape]:
+    """By the fields of spec.model; where one is left out it is the policy's, and a drafter made of it is not counted."""
+    from rlhfspec.training.planning.shape import shape_at
+
+    named = {name: getattr(spec.model, name) for name in ("path", "drafter", "reference", "critic")}
+    return {name: shape_at(path, field=f"spec.model.{name}") for name, path in named.items() if path not in (None, AUTO)}
+
+
+def _too_full(job: RLHFJob, needs: list[Needs], gpus: int | None, size: int) -> list[str]:
+    """What does not fit, with its sum: of a process, or of all processes that share a GPU."""
+    from rlhfspec.training.planning.needs import sum_of
+
+    by_role = {each.role: each for each in needs}
+    alone = [
+        f"{each.role}: {sum_of(each)} of the {each.fraction * size / 1e9:.0f} GB that it may take"
+        for each in needs
+        if each.total > each.fraction * size
+    ]
+    if alone or gpus is None:
+        return alone
+    on_gpu: dict[str, Counter[str]] = {}
+    for (role, _), dealt in deal(job, [str(index) for index in range(gpus)]).items():
+        for gpu in dealt if role in by_role else ():
+            on_gpu.setdefault(gpu, Counter())[role] += 1
+    found = []
+    for gpu, roles in on_gpu.items():
+        parts = [f"{count} x {role} {count * by_role[role].total / 1e9:.1f}" for role, count in roles.items()]
+        total = sum(count * by_role[role].total for role, count in roles.items())
+        if total > size:
+            found.append(f"GPU {gpu}: {' + '.join(parts)} = {total / 1e9:.1f} GB")
+    return found

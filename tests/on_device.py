@@ -1,0 +1,86 @@
+"""Where models of tests run: on the CPU, or with RLHFSPEC_TEST_DEVICE=second on one whose memory no host can touch.
+
+It is said here for all suites: what takes a device and is given none takes this one. A test that cannot run there says
+`@pytest.mark.on_the_cpu("why")` and is skipped with its reason; one that names its devices is the same in both runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+VARIABLE = "RLHFSPEC_TEST_DEVICE"
+DEVICE = os.environ.get(VARIABLE, "cpu")
+# The CPU's own kernels add a row up alone; torch's products, which the second device has, round it by those beside it.
+LOG_PROB_TOLERANCE = 0.0 if DEVICE == "cpu" else 1e-5
+BY_COMPANY = "in torch's products a row's bits depend on the rows beside it"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"on_the_cpu(reason): skipped where {VARIABLE} is another device")
+    if DEVICE not in ("cpu", "second"):
+        raise pytest.UsageError(f"{VARIABLE} is cpu or second, not {DEVICE}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if DEVICE == "cpu":
+        return
+    absent = _why_no_second()
+    for item in items:
+        marker = item.get_closest_marker("on_the_cpu")
+        if reason := absent or (f"on the CPU alone: {marker.args[0]}" if marker else ""):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Have the second device before any test runs: torch starts a thread for each device at a process's first backward
+    pass, and a device that comes later has none."""
+    if DEVICE != "cpu" and not _why_no_second():
+        _take(DEVICE)
+    elif any("second" in getattr(item, "fixturenames", ()) for item in session.items):
+        _why_no_second()
+
+
+@functools.cache
+def _why_no_second() -> str:
+    """Make torch know the second device; return why there is none, or nothing."""
+    import second_device
+
+    try:
+        second_device.load()
+    except second_device.Unavailable as reason:
+        return str(reason)
+    return ""
+
+
+def _take(device: str) -> None:
+    """For the rest of the process."""
+    import torch
+
+    from rlhfspec.engine.config import EngineConfig
+    from rlhfspec.training.learning.learner import Learner
+    from rlhfspec.training.scoring.log_probs import LogProbScorer
+    from rlhfspec.training.scoring.rewards.model import ModelRewards
+    from rlhfspec.training.scoring.rewards.sources import RewardSources
+    from rlhfspec.training.scoring.values import ValueScorer
+
+    torch.__future__.set_swap_module_params_on_conversion(True)  # see second_device.swapping
+    made = (EngineConfig, Learner, LogProbScorer, ModelRewards, RewardSources, ValueScorer)
+    for takes in (*(each.__init__ for each in made), Learner.from_spec.__func__):
+        assert takes.__kwdefaults__["device"] == "cpu"
+        takes.__kwdefaults__["device"] = device
+
+
+@pytest.fixture
+def second() -> Iterator[ModuleType]:
+    """tests/second_device, loaded: torch has the devices second:0 and second:1."""
+    import second_device
+
+    if reason := _why_no_second():
+        pytest.skip(reason)
+    with second_device.swapping():
+        yield second_device
