@@ -19,7 +19,7 @@ from rlhfspec.common.arrays import IntArray
 from rlhfspec.errors import StageStalled
 from rlhfspec.huggingface.cutting import Cut, Group, cut_of
 from rlhfspec.huggingface.fused.fuse import FusedModel
-from rlhfspec.kernels.tree_attention import AttentionMeta
+from rlhfspec.kernels.tree_attention import AttentionMeta, IndexArray
 
 _STOP = "stop"
 
@@ -30,7 +30,13 @@ class LedRunner(Protocol):
     fused: FusedModel
 
     def forward(
-        self, tokens: IntArray, positions: IntArray, meta: AttentionMeta, logit_rows: IntArray, *, graphed: bool = True
+        self,
+        tokens: IndexArray,
+        positions: IndexArray,
+        meta: AttentionMeta,
+        logit_rows: IndexArray,
+        *,
+        graphed: bool = True,
     ) -> Tensor: ...
 
     def copy(self, source: IntArray, target: IntArray) -> None: ...
@@ -51,9 +57,9 @@ class Others:
         return self._cut.shapes
 
     def forward(
-        self, tokens: IntArray, positions: IntArray, meta: AttentionMeta, logit_rows: IntArray, graphed: bool
+        self, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta, logit_rows: IndexArray, graphed: bool
     ) -> None:
-        """Of the slot table they get what this forward reads."""
+        """Numpy goes to them. Of the slot table they get what this forward reads."""
         rows = np.unique(meta.table_rows)
         width = int(np.max(np.asarray(meta.context_lens), initial=0))
         told = (meta.slots, meta.table_rows, meta.context_lens, meta.extra)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
+from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine.forward import constant_shape
 from rlhfspec.engine.forward.checksums import checksums
 from rlhfspec.engine.forward.device import check_fits

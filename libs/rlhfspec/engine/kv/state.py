@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from rlhfspec.common.arrays import BoolArray, IntArray
 from rlhfspec.engine.base import Bytes, Request, check_types

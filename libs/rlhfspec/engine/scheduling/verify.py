@@ -142,7 +142,7 @@ def sample(state: EngineState, batch: VerifyBatch) -> SampledTokens:
         logits, given["seeds"], given["noise_positions"], given["temperatures"], given["top_k"], given["top_p"]
     )
     tokens, log_probs, tempered, finite = space.staging.down(result)
-    return SampledTokens(tokens=tokens, log_probs=log_probs, tempered=tempered, finite=finite)
+    return SampledTokens(tokens=tokens, log_probs=log_probs, tempered=tempered, finite=finite, logits=logits)
 
 
 def choices(batch: VerifyBatch, sampled: SampledTokens, num_decode: int) -> tuple[IntArray, IntArray]:

@@ -142,7 +142,9 @@ def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, cou
     tokens = wanted if generation.kv_cache_tokens else max(min(wanted, left), context)
     note = f"KV of {tokens:,} tokens: {tokens // context} of {generation.max_sequences} sequences at full length"
     parts = {"weights": weights, "KV": tokens * position, "forwards": forwards}
-    return Needs(role="generator", count=count * processes, parts=parts, notes=(note,), fraction=generation.gpu_memory_fraction)
+    return Needs(
+        role="generator", count=count * processes, parts=parts, notes=(note,), fraction=generation.gpu_memory_fraction
+    )
 
 
 def scorer(spec: job.Spec, shape: ModelShape, stage: str, count: int) -> Needs:

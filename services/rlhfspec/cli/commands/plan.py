@@ -59,11 +59,13 @@ def plan(
 
 
 def _shapes(spec: Spec) -> dict[str, ModelShape]:
-    """By the fields of spec.model; where one is left out it is the policy's, and a drafter made of it is not counted."""
+    """By the fields of spec.model; what is left out is the policy's, and a drafter made of it is not counted."""
     from rlhfspec.training.planning.shape import shape_at
 
     named = {name: getattr(spec.model, name) for name in ("path", "drafter", "reference", "critic")}
-    return {name: shape_at(path, field=f"spec.model.{name}") for name, path in named.items() if path not in (None, AUTO)}
+    return {
+        name: shape_at(path, field=f"spec.model.{name}") for name, path in named.items() if path not in (None, AUTO)
+    }
 
 
 def _too_full(job: RLHFJob, needs: list[Needs], gpus: int | None, size: int) -> list[str]:
