@@ -129,13 +129,13 @@ def layer_bytes_a_token(shape: ModelShape, size: int, *, mixed: bool) -> int:
 
 def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, count: int) -> Needs:
     """KV takes what is left of its part of the GPU, but no more than all of its sequences can use. Several processes of
-    a generator share weights and KV heads."""
+    a generator share the policy's weights and KV heads; the drafter is one's alone."""
     processes = spec.num_processes("generator")
     size, generation = _BYTES[spec.generation.dtype], spec.generation
-    models = [shapes["path"], *([shapes["drafter"]] if "drafter" in shapes else [])]
-    weights = sum(shape.num_parameters for shape in models) * size // processes
-    forwards = 2 * max(_forward(shape, size, generation.max_sequences) for shape in models)
-    position = sum(shape.num_layers * shape.kv_width for shape in models) * size // processes
+    models = [(shapes["path"], processes), *([(shapes["drafter"], 1)] if "drafter" in shapes else [])]
+    weights = sum(shape.num_parameters // parts for shape, parts in models) * size
+    forwards = 2 * max(_forward(shape, size, generation.max_sequences) for shape, _ in models)
+    position = sum(shape.num_layers * shape.kv_width // parts for shape, parts in models) * size
     context = spec.max_context + 80  # the room of a tree's nodes, in whole blocks
     wanted = generation.kv_cache_tokens or generation.max_sequences * context
     left = max(int(generation.gpu_memory_fraction * gpu_bytes) - weights - forwards, 0) // position
