@@ -99,7 +99,8 @@ def peak_of_step(config: Any, spec: Spec, num_tokens: int, *, again: bool) -> in
         forward = TorchForward(_prepared(model), 1.0)
         if again:
             recompute(forward.parts.trunk)
-        ranks.shard(forward, forward.parts.trunk, DEVICE)
+        computes_in = torch.bfloat16 if spec.training.autocast == "bfloat16" else torch.float32
+        ranks.shard(forward, forward.parts.trunk, DEVICE, computes_in)
         optimizer = make_optimizer(model.parameters(), spec.training.optimizer, field="optimizer")
         quarter = num_tokens // 4
         row = packed.pack_sequences([[1] * quarter], [[2] * (num_tokens - quarter + 1)]).to(DEVICE)

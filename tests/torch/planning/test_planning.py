@@ -10,6 +10,7 @@ from learners import spec
 from places import ROOT, TESTS
 from transformers import AutoConfig
 
+from rlhfspec.huggingface.devices import settled
 from rlhfspec.training.planning.needs import trainer
 from rlhfspec.training.planning.shape import shape_of
 
@@ -38,7 +39,7 @@ def config_of(size: str, num_layers: int | None = None) -> Any:
 
 def of_ranks(ranks: int, settings: Any) -> Any:
     given = settings.model_dump(by_alias=True)
-    return type(settings).model_validate(given | {"roles": {"trainer": {"ranks": ranks}}})
+    return type(settings).model_validate(given | {"roles": {"trainer": {"ranksPerNode": ranks}}})
 
 
 def fake_peak(size: str, settings: Any, again: bool) -> float:
@@ -59,7 +60,7 @@ def test_the_trainers_peak_is_within_a_tenth_of_faketensors(
     second: ModuleType, size: str, mode: str, again: bool, ranks: int
 ) -> None:
     recomputed = {"activationCheckpointing": "on" if again else "off"}
-    settings = of_ranks(ranks, spec(tokensPerMicroBatch=TOKENS, **recomputed, **MODES[mode]))
+    settings = settled(of_ranks(ranks, spec(tokensPerMicroBatch=TOKENS, **recomputed, **MODES[mode])), "cpu")
     planned = trainer(settings, {"path": shape_of(config_of(size), name=size)}, 80 * 10**9)
     found = fake_peak(size, settings, again)
     assert abs(planned.total - found) < 0.1 * found
