@@ -73,43 +73,43 @@ def rollouts(vocab: int, answers: int, length: int) -> Rollouts:
 
 
 def ranks(day: Day) -> None:
-    """One rank with the group that several have: sharded, its state saved by its own hand, and resumed to the bit."""
+    """One rank with the group that several have: its shares written as a run does, and resumed to the bit."""
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    from rlhfspec import job
+    from rlhfspec.training.checkpoint.folders import open_checkpoint, write_checkpoint
+    from rlhfspec.training.learning.network import Network
+
     is_cuda = day.device.type == "cuda"
+    settings = job.Training(optimizer=job.Optimizer(learningRate=1e-2))
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        store = f"file://{folder}/store"
+        store, kept = f"file://{folder}/store", Path(folder) / "state"
+        kept.mkdir()
         backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
         dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
         mesh = init_device_mesh(day.device.type if is_cuda else "cpu", (1,))
         digests = []
         for resumed in (False, True):
-            torch.manual_seed(0)
+            torch.manual_seed(int(resumed))
             model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))).to(mesh.device_type)
             for layer in model:
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            for number in range(4):
-                if number == 2 and resumed:
-                    states = get_state_dict(model, optimizer)
-                    state = {"model": states[0], "optimizer": states[1]}
-                    dcp.load(state, checkpoint_id=f"{folder}/state")
-                    set_state_dict(
-                        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-                    )
-                data = torch.full((8, 64), float(number) if number > 1 or not resumed else 9.0, device=mesh.device_type)
+            network = Network(model, settings.optimizer, settings, field="spec.training.optimizer")
+            if resumed:
+                state = open_checkpoint(kept)["learner"]
+                network.load_weights(state["weights"])
+                network.load_optimizer_state(state["optimizer"])
+            for number in range(2 if resumed else 0, 4):
+                data = torch.full((8, 64), float(number), device=mesh.device_type)
                 model(data).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if number == 1 and not resumed:
-                    states = get_state_dict(model, optimizer)
-                    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=f"{folder}/state")
+                network.update(network.grad_norm())
+                if number == 1:
+                    state = {"weights": network.own_weights(), "optimizer": network.optimizer_state()}
+                    write_checkpoint(kept, 2, {"learner": state})
             digests.append([parameter.full_tensor().cpu() for parameter in model.parameters()])
         dist.destroy_process_group()
     same = all(torch.equal(*pair) for pair in zip(*digests, strict=True))
