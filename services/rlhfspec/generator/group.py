@@ -62,6 +62,8 @@ def joined_by(job: RLHFJob) -> Iterator[Ranks]:
     from rlhfspec.huggingface.devices import device_of
     from rlhfspec.training.learning.distributed import joined
 
+    if job.spec.device == "cpu":
+        os.environ[VISIBLE] = ""  # transformers would load the parts onto GPUs
     device, deadline = device_of(job.spec), job.spec.roles.generator.deadline_seconds
     with joined(
         timeout_seconds=deadline,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from faults.processes import environment_of, is_alive, of_run
 from pods import OFF, PATIENCE_SECONDS, STAGES, Job, Pod, eventually
 from runs import curve_of, lines_of, train
 from shared_servers import SharedServers
@@ -110,6 +111,24 @@ def as_left_on_a_laptop(job: Job) -> None:
     assert "completed after 8 steps" in (many / "summary.md").read_text()
     RunFolder(many).job()
     assert lines_of(job.job_file, "one")
+
+
+def test_a_generator_of_two_processes_is_one_pod(job: Job) -> None:
+    content = yaml.safe_load(job.job_file.read_text())
+    content["spec"]["training"]["steps"] = 2
+    job.job_file.write_text(yaml.safe_dump(content))
+    train(job.job_file, "one")
+    content["spec"]["roles"] = {"generator": {"tensorParallel": 2}}
+    job.job_file.write_text(yaml.safe_dump(content))
+    prepared(job)
+    pods = {stage: job.start(stage) for stage in (*STAGES, names.CONTROL)}
+    assert pods["trainer"].ended() == (0, "completed: step 2"), pods["trainer"].log.read_text()
+    of_the_group = [pid for pid in of_run(job.uid) if environment_of(pid).get("RANK") == "1"]
+    assert len(of_the_group) == 1
+    pods["generator"].process.send_signal(signal.SIGTERM)
+    assert pods["generator"].ended() == (0, "left: it was asked to"), pods["generator"].log.read_text()
+    assert not any(map(is_alive, of_the_group))
+    assert curve_of(job.job_file, "storage/run") == curve_of(job.job_file, "one")
 
 
 def test_a_server_that_is_away_is_said_with_its_address(job: Job) -> None:

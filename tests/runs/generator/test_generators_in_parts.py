@@ -12,6 +12,11 @@ import pytest
 from faults.processes import environment_of, is_alive, named, of_run
 from runs import invoke, train
 from started import HOLD, Started, eventually
+from typer.testing import CliRunner
+
+from rlhfspec.cli.main import app
+from rlhfspec.tiny import random_model
+from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 
 PARTS = "roles.generator.tensorParallel=2"
 
@@ -71,11 +76,22 @@ def test_a_supervisor_that_is_killed_leaves_no_part_behind(job_file: Path, start
     eventually(lambda: not of_run(uid), "all are gone")
 
 
-def test_a_model_that_cannot_be_cut_so_is_refused_by_name(job_file: Path, starting: Callable[..., Started]) -> None:
-    run = starting("many", "roles.generator.tensorParallel=3")
+def test_heads_that_cannot_be_shared_out_are_refused_before_anything_starts(job_file: Path) -> None:
+    result = CliRunner().invoke(app, ["validate", str(job_file), "--set", "roles.generator.tensorParallel=4"])
+    assert result.exit_code == 2
+    assert (
+        "spec.roles.generator.tensorParallel: must divide the model's num_key_value_heads (2) (got 4)" in result.output
+    )
+
+
+def test_a_model_that_cannot_be_cut_is_refused_by_name(job_file: Path, starting: Callable[..., Started]) -> None:
+    folder = job_file.parent / "phi3"
+    random_model("phi3", seed=0, vocab_size=VOCAB_SIZE).save_pretrained(folder)
+    hugging_face_tokenizer().save_pretrained(folder)
+    run = starting("many", PARTS, f"model.path={folder}")
     code, output = run.ended()
     assert code == 2, output
-    assert "spec.model.path: cannot be cut over 3 processes: num_attention_heads is" in output
+    assert "spec.model.path: cannot be cut over 2 processes: Phi3ForCausalLM wants rowwise_split_input" in output
 
 
 def test_in_one_process_there_are_no_parts(job_file: Path) -> None:

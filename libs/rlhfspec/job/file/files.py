@@ -39,6 +39,7 @@ def check_files(job: RLHFJob, base: Path, *, with_environment: bool = True) -> I
         if path is not None and (name, path) != ("drafter", AUTO):
             yield from _check_model(path, f"spec.model.{name}", base)
     yield from _check_sizes(job, base)
+    yield from _check_parts(job, base)
     yield from _check_lora(job, base)
     yield from _check_data(job.spec.dataset.path, "spec.dataset.path", base)
     if job.spec.evaluation is not None and job.spec.evaluation.path is not None:
@@ -118,6 +119,19 @@ def _check_sizes(job: RLHFJob, base: Path) -> Iterator[Finding]:
             field="spec.generation.maxTokens", value=job.spec.generation.max_tokens, problem=problem,
             depends_on=("spec.model.path",),
         )  # fmt: skip
+
+
+def _check_parts(job: RLHFJob, base: Path) -> Iterator[Finding]:
+    """What else stands in the way of cutting a model, loading says."""
+    count, config = job.spec.roles.generator.tensor_parallel, _text_config(job.spec.model.path, base)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = config.get(name)
+        if isinstance(heads, int) and heads % count:
+            yield Finding(
+                field="spec.roles.generator.tensorParallel", value=count,
+                problem=f"must divide the model's {name} ({heads})", depends_on=("spec.model.path",),
+            )  # fmt: skip
+            return
 
 
 def _check_lora(job: RLHFJob, base: Path) -> Iterator[Finding]:
