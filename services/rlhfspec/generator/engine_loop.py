@@ -36,6 +36,7 @@ class EngineLoop:
     ) -> None:
         self.engine = engine
         self.sequences = sequences
+        self._learner = engine if isinstance(engine, Learning) else None
         self.prefill_took: Callable[[float], None] = lambda seconds: None
         self._params = params
         self._meter = meter
@@ -69,12 +70,13 @@ class EngineLoop:
             self._calls.run()
             if self._has_news():
                 break
-        self.learn(idle=False)
+        if not finished:  # no sample waits for it
+            self.learn(idle=False)
         return finished
 
     def learn(self, *, idle: bool) -> bool:
         """Let the drafter learn for a moment, where it does; return whether it did. `idle`: there is nothing else."""
-        return isinstance(self.engine, Learning) and self.engine.learn(idle=idle)
+        return self._learner is not None and self._learner.learn(idle=idle)
 
     def sample(self, prompt: Prompt, completion: Completion, *, seconds: float) -> Sample:
         """Return the record of a finished response, and keep the response for later drafts."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.file.files import MODEL_FIELDS
-from rlhfspec.job.file.paths import MADE_HERE
+from rlhfspec.job.file.paths import MADE_HERE, MADE_OF_THE_POLICY
 from rlhfspec.job.rewards import ModelSource
 
 # Weights in formats that are not read, and what is no part of the model.
@@ -21,8 +21,12 @@ def with_hub_models(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
 
     Raises InvalidRequest for a model that the hub does not give, StorageError where the hub cannot be reached."""
     model, rewards = job.spec.model, job.spec.rewards
-    ids = {name: value for name in MODEL_FIELDS if _is_hub_id(value := getattr(model, name))}
-    folders = {name: _fetched(value, f"spec.model.{name}", report) for name, value in ids.items()}
+    ids = [(name, value) for name in MODEL_FIELDS if _is_hub_id(value := getattr(model, name))]
+    folders = {
+        name: _fetched(value, f"spec.model.{name}", report)
+        for name, value in ids
+        if (name, value) != MADE_OF_THE_POLICY
+    }
     sources = list(rewards.sources)
     for number, source in _reward_models(job):
         folder = _fetched(source.path, f"spec.rewards.sources[{number}].path", report)

@@ -12,7 +12,7 @@ import torch
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.base import Learning
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.distilling.learning import RING_TOKENS
+from rlhfspec.engine.distilling import learning as distilling
 from rlhfspec.engine.distilling.lessons import Lesson, LessonRecorder, LessonRing
 from rlhfspec.engine.distilling.pays import LearningBudget
 from rlhfspec.engine.distilling.student import Student
@@ -30,6 +30,14 @@ PROMPTS = [[1, 2, 3, 4, 5], [7] * 20, [9, 8], [7] * 20]
 @pytest.fixture(scope="module")
 def model() -> Any:
     return deep("llama", seed=3)
+
+
+@pytest.fixture(autouse=True)
+def little_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a few short responses make several optimizer steps."""
+    monkeypatch.setattr(distilling, "LESSON_TOKENS", 64)
+    monkeypatch.setattr(distilling, "RING_TOKENS", 600)
+    monkeypatch.setattr(distilling, "_SWAP_EVERY", 1)
 
 
 def deep(kind: str, seed: int) -> Any:
@@ -79,12 +87,12 @@ def test_weights_that_change_in_mid_sequence_change_no_token(model: Any) -> None
     """Between any two steps, with what runs preempted now and then."""
     expected = generate(make(model, None, speculation="off", learning="off"))
     engine = make(model, kv_cache_tokens=320)
-    generate(engine, seed=50)  # something to learn from
+    engine.generate(PROMPTS * 4, SamplingParams(max_tokens=70, ignore_eos=True))  # something to learn from
     genuine, num_swaps = engine.step, 0
 
     def step() -> Any:
         nonlocal num_swaps
-        num_swaps += sum(engine.learn(idle=True) for _ in range(4))
+        num_swaps += engine.learn(idle=True)
         if engine.scheduler.running and num_swaps % 3 == 0:
             engine.preempt(engine.scheduler.running[0].request.id)
         engine.check_integrity()
@@ -92,7 +100,7 @@ def test_weights_that_change_in_mid_sequence_change_no_token(model: Any) -> None
 
     engine.step = step  # type: ignore[method-assign]
     assert generate(engine) == expected
-    assert num_swaps > 8
+    assert num_swaps > 4
 
 
 @pytest.mark.parametrize("draft", ["auto", "given"])
@@ -218,7 +226,6 @@ def test_memory_is_bounded() -> None:
     for row in list(recorder.rows):
         recorder.forget(row, tokens)
     recorder.start(1, 1.0)
-    assert RING_TOKENS >= 1000
     assert sum(lesson.num_labels for lesson in ring.take(most_tokens=10_000)) == ring.num_tokens
 
 

@@ -26,7 +26,7 @@ from rlhfspec.job.choices.drafters import DRAFTERS, OFF
 Indices = npt.NDArray[np.int64]
 RING_TOKENS, PASSES = 32768, 4
 LESSON_TOKENS = 512  # of one optimizer step
-_SWAP_EVERY = 4  # optimizer steps
+_SWAP_EVERY = 4  # optimizer steps, or when there is no more to learn from
 _LOOK_EVERY = 16  # optimizer steps between two looks at what was learnt
 
 
@@ -56,6 +56,7 @@ class DraftLearning:
         self._recorder = LessonRecorder(self._ring)
         self._num_steps = 0
         self._next_look = _LOOK_EVERY
+        self._num_unseen = 0  # optimizer steps that the copy that drafts has not seen
         self._idle_since = time.perf_counter()
         self._is_on = is_on
         self.budget = budget
@@ -93,11 +94,12 @@ class DraftLearning:
         if idle:
             self.budget.idled(began - self._idle_since)
         self._idle_since = began
-        if not self._ring.num_tokens or not self.budget.may_learn(idle=idle):
+        if not self.budget.may_learn(idle=idle):
             return False
         are_fresh = self._ring.num_fresh >= LESSON_TOKENS
         lessons = self._ring.take(most_tokens=LESSON_TOKENS)
         if not lessons:
+            self._swap()
             return False
         if are_fresh and self._num_steps >= self._next_look:
             agreement = self._student.agreement
@@ -105,8 +107,9 @@ class DraftLearning:
             self._next_look = self._num_steps + _LOOK_EVERY
         self._student.learn(lessons)
         self._num_steps += 1
-        if self._num_steps % _SWAP_EVERY == 0:
-            self._runner.load_weights(self._student.state_dict())
+        self._num_unseen += 1
+        if self._num_unseen == _SWAP_EVERY:
+            self._swap()
         num_tokens = sum(lesson.num_labels for lesson in lessons)
         self.budget.spent(seconds=time.perf_counter() - began, num_tokens=num_tokens, idle=idle)
         return True
@@ -123,6 +126,11 @@ class DraftLearning:
         """The policy has new weights; what was learnt stays, unless the drafter is given others."""
         if self._student.follow(policy, drafter):
             self._runner.load_weights(self._student.state_dict())
+
+    def _swap(self) -> None:
+        if self._num_unseen:
+            self._runner.load_weights(self._student.state_dict())
+            self._num_unseen = 0
 
     def _temperature(self, row: int) -> float:
         """At which the drafter is to agree; where the best token is taken, at 1."""

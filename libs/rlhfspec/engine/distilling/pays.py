@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 _SHARE = 0.05  # of step time at most, where the rule decides by itself
 _TRIED = 0.01  # of the time that has passed may be spent before anything was saved
+_FIRST_SECONDS = 0.25  # that a step of learning is taken for until one was seen
 _MEMORY = 500.0  # verifications; and so many tell what was before the drafter learnt
 _GAIN_KEPT = 0.9  # of what was known about the drafter's agreement, at every look
 
@@ -29,7 +30,7 @@ class LearningBudget:
     verification are now, and with its agreement at the start (a0, now a1) they would be at most g * a0 / a1.
 
     >>> budget = LearningBudget(share=None)
-    >>> budget.stepped(seconds=10.0, num_sequences=100, num_tokens=300, drafted=True)
+    >>> budget.stepped(seconds=30.0, num_sequences=100, num_tokens=300, drafted=True)
     >>> budget.may_learn(idle=False)
     True
     >>> budget.spent(seconds=0.2, num_tokens=64)
@@ -45,7 +46,7 @@ class LearningBudget:
         self._share = share
         self._step_seconds = self._idle_seconds = self._busy_spent = 0.0
         self._seconds = self._saved = 0.0
-        self._num_tokens = 0
+        self._num_tokens = self._num_steps = 0
         self._ratio = 1.0  # agreement at the start over agreement now
         self._before, self._now = _Rate(), _Rate()
 
@@ -72,6 +73,7 @@ class LearningBudget:
 
     def spent(self, *, seconds: float, num_tokens: int, idle: bool = False) -> None:
         self._seconds += seconds
+        self._num_steps += 1
         self._num_tokens += num_tokens
         self._busy_spent += 0.0 if idle else seconds
 
@@ -79,8 +81,9 @@ class LearningBudget:
         share = _SHARE if self._share is None else self._share
         if not idle and self._busy_spent > share * self._step_seconds:
             return False
+        step = self._seconds / self._num_steps if self._num_steps else _FIRST_SECONDS
         allowed = _TRIED * (self._step_seconds + self._idle_seconds) + self._saved
-        return self._share is not None or self._seconds <= allowed
+        return self._share is not None or self._seconds + step <= allowed
 
     @property
     def report(self) -> LearningReport:

@@ -39,11 +39,10 @@ class Student:
         with torch.enable_grad():
             loss = self._loss(lessons)
             loss.backward()  # type: ignore[no-untyped-call]
-        value = float(loss.detach())
         for optimizer in self._optimizers:
-            if math.isfinite(value):
-                optimizer.step()
+            optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        value = float(loss.detach())
         if not math.isfinite(value):
             self._start_over()
         return value

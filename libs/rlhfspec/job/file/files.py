@@ -22,7 +22,7 @@ from typing import Any
 from rlhfspec.errors import InvalidRequest, did_you_mean, nearest
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.drafters import AUTO
-from rlhfspec.job.file.paths import MADE_HERE, NOT_ROWS, ROW_SUFFIXES, is_local, resolve
+from rlhfspec.job.file.paths import MADE_HERE, MADE_OF_THE_POLICY, NOT_ROWS, ROW_SUFFIXES, is_local, resolve
 from rlhfspec.job.file.rules.finding import Finding
 from rlhfspec.job.file.rules.sources import MODULE_MEMBER
 from rlhfspec.job.file.secrets import request_of
@@ -36,7 +36,7 @@ def check_files(job: RLHFJob, base: Path, *, with_environment: bool = True) -> I
     """base: the job file's folder. with_environment: variables that the job names must be set here."""
     for name in MODEL_FIELDS:
         path = getattr(job.spec.model, name)
-        if path is not None and (name, path) != ("drafter", AUTO):
+        if path is not None and (name, path) != MADE_OF_THE_POLICY:
             yield from _check_model(path, f"spec.model.{name}", base)
     yield from _check_sizes(job, base)
     yield from _check_parts(job, base)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec.job.file.files import MODEL_FIELDS
-from rlhfspec.job.file.paths import MADE_HERE
+from rlhfspec.job.file.paths import MADE_HERE, MADE_OF_THE_POLICY
 
 
 def input_paths(spec: Mapping[str, Any], base: Path) -> list[str]:
@@ -26,7 +26,7 @@ def input_paths(spec: Mapping[str, Any], base: Path) -> list[str]:
 
 def _named(spec: Mapping[str, Any]) -> Iterator[Any]:
     model = _block(spec, "model")
-    yield from (model.get(name) for name in MODEL_FIELDS)
+    yield from (model.get(name) for name in MODEL_FIELDS if (name, model.get(name)) != MADE_OF_THE_POLICY)
     yield _block(spec, "dataset").get("path")
     yield _block(spec, "evaluation").get("path")
     sources = _block(spec, "rewards").get("sources")

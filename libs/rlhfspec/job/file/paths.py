@@ -25,7 +25,7 @@ NOT_ROWS = "must be a .jsonl, .json or .csv file (or one of them .gz), .parquet,
 DATA_SUFFIXES = (*ROW_SUFFIXES, ".tsv", ".txt", ".gz")
 
 
-_MADE = ("drafter", AUTO)  # of the policy
+MADE_OF_THE_POLICY = ("drafter", AUTO)  # a field of spec.model, and what names no model in it
 
 
 def is_local(path: str, base: Path) -> bool:
@@ -48,7 +48,11 @@ def with_resolved_paths(job: RLHFJob, base: Path) -> RLHFJob:
     """The same job, readable from any folder."""
     model, dataset = job.spec.model, job.spec.dataset
     named = {name: getattr(model, name) for name in ("path", "tokenizer", "drafter", "reference", "critic")}
-    paths = {name: resolve(path, base) for name, path in named.items() if path is not None and (name, path) != _MADE}
+    paths = {
+        name: resolve(path, base)
+        for name, path in named.items()
+        if path is not None and (name, path) != MADE_OF_THE_POLICY
+    }
     sources = [
         source.model_copy(update={"path": resolve(source.path, base)}) if isinstance(source, ModelSource) else source
         for source in job.spec.rewards.sources
