@@ -46,7 +46,8 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if any([self.see(each) for each in tree_leaves(result)]):
+        seen = [self.see(each) for each in tree_leaves(result)]
+        if True in seen:
             self.most = max(self.most, self.now)
         return result
 
