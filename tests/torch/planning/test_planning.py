@@ -26,7 +26,8 @@ CONFIGS = {
     "70b": ROOT / "examples" / "cluster" / "70b" / "config.json",
 }
 TOKENS = 4096
-LAYERS = (6, 8)  # so many that they and not the head decide how much it is
+LAYERS = (2, 4)
+LAYERS_OF_COPIES = (6, 8)  # in autocast: so many that copies of weights and not the head decide how much it is
 MODES: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"model": {"dtype": "bfloat16"}},
@@ -52,9 +53,10 @@ def fake_peak(size: str, settings: Any, again: bool) -> float:
     """Of all layers, by two models of a few: memory is a number and so much more with every layer."""
     from fake_steps import peak_of_step
 
-    few, more = (peak_of_step(config_of(size, count), settings, TOKENS, again=again) for count in LAYERS)
-    num_layers = config_of(size).num_hidden_layers
-    return few + (more - few) / (LAYERS[1] - LAYERS[0]) * (num_layers - LAYERS[0])
+    counts = LAYERS if settings.training.autocast == "off" else LAYERS_OF_COPIES
+    few, more = (peak_of_step(config_of(size, count), settings, TOKENS, again=again) for count in counts)
+    a_layer = (more - few) / (counts[1] - counts[0])
+    return few + a_layer * (config_of(size).num_hidden_layers - counts[0])
 
 
 @pytest.mark.sweep(parts=9)
