@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_device import DEVICE
 
 from rlhfspec.engine import Completion, Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
@@ -41,6 +42,10 @@ def test_tokens_and_log_probs_are_those_of_the_cpu(second: Any, device: str) -> 
     found = answers(there)
     with second.without_kernels():
         assert found == answers(engine_on("cpu"))
+
+
+def test_what_is_given_no_device_has_that_of_all_suites() -> None:
+    assert EngineConfig().device == DEVICE
 
 
 def test_what_torch_does_not_know_is_no_device() -> None:

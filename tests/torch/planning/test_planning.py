@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import ModuleType
 from typing import Any
 
@@ -10,8 +11,14 @@ from learners import spec
 from places import ROOT, TESTS
 from transformers import AutoConfig
 
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.loading import make_engine
 from rlhfspec.huggingface.devices import settled
-from rlhfspec.training.planning.needs import trainer
+from rlhfspec.job import Lora
+from rlhfspec.tiny import MODEL_KINDS, random_model
+from rlhfspec.training.modeling import lora
+from rlhfspec.training.modeling.loading import prepared
+from rlhfspec.training.planning.needs import generator, trainer
 from rlhfspec.training.planning.shape import shape_of
 
 CONFIGS = {
@@ -20,7 +27,8 @@ CONFIGS = {
     "70b": ROOT / "examples" / "cluster" / "70b" / "config.json",
 }
 TOKENS = 4096
-LAYERS = (6, 8)  # so many that they and not the head decide how much it is
+LAYERS = (2, 4)
+LAYERS_OF_COPIES = (6, 8)  # in autocast: so many that copies of weights and not the head decide how much it is
 MODES: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"model": {"dtype": "bfloat16"}},
@@ -46,9 +54,10 @@ def fake_peak(size: str, settings: Any, again: bool) -> float:
     """Of all layers, by two models of a few: memory is a number and so much more with every layer."""
     from fake_steps import peak_of_step
 
-    few, more = (peak_of_step(config_of(size, count), settings, TOKENS, again=again) for count in LAYERS)
-    num_layers = config_of(size).num_hidden_layers
-    return few + (more - few) / (LAYERS[1] - LAYERS[0]) * (num_layers - LAYERS[0])
+    counts = LAYERS if settings.training.autocast == "off" else LAYERS_OF_COPIES
+    few, more = (peak_of_step(config_of(size, count), settings, TOKENS, again=again) for count in counts)
+    a_layer = (more - few) / (counts[1] - counts[0])
+    return few + a_layer * (config_of(size).num_hidden_layers - counts[0])
 
 
 @pytest.mark.sweep(parts=9)
@@ -67,3 +76,52 @@ def test_the_trainers_peak_is_within_a_tenth_of_faketensors(
     states = sum(planned.parts[name] for name in ("weights", "gradients", "optimizer"))
     beside, found_beside = planned.total - states, found - states
     assert abs(beside - found_beside) < 0.1 * found_beside, "also without what is simply counted"
+
+
+@pytest.mark.parametrize("kind", MODEL_KINDS)
+def test_sizes_are_those_of_the_model_itself(kind: str) -> None:
+    model = random_model(kind, seed=0)
+    shape = shape_of(model.config, name=kind)
+    assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    settings = {"max_sequences": 1, "max_context": 64, "profile": False, "speculation": "off", "device": "cpu"}
+    runner = make_engine(copy.deepcopy(model), EngineConfig(**settings)).state.target.runner
+    assert 4 * shape.num_layers * shape.kv_width == runner.bytes_per_position
+    update = Lora(rank=2)
+    lora.add_lora(prepared(model), update, seed=0)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert shape.lora_parameters(2, update.target_modules) == trained
+
+
+def test_an_update_of_low_rank_has_gradients_and_moments_of_its_own_alone() -> None:
+    shapes = {"path": shape_of(config_of("8b"), name="8b")}
+    whole, low = (trainer(spec(model=model), shapes, 80 * 10**9) for model in ({}, {"lora": {"rank": 8}}))
+    assert low.parts["gradients"] < 0.01 * whole.parts["gradients"]
+    assert low.parts["optimizer"] == 2 * low.parts["gradients"]
+    assert low.parts["weights"] == whole.parts["weights"] + low.parts["gradients"]
+
+
+def test_a_critic_is_trained_beside_the_policy_or_on_the_other_rank() -> None:
+    shapes = {"path": shape_of(config_of("8b"), name="8b")}
+    of_policy = trainer(spec(), shapes, 80 * 10**9).parts
+    beside = trainer(spec("ppo"), shapes, 80 * 10**9).parts
+    assert beside["optimizer"] == 2 * of_policy["optimizer"]
+    apart = trainer(of_ranks(2, spec("ppo", fuse="auto")), shapes, 80 * 10**9)
+    assert (apart.parts["optimizer"], apart.parts["gathered"], apart.count) == (of_policy["optimizer"], 0, 2)
+
+
+def test_layers_are_computed_again_where_they_would_not_fit() -> None:
+    shapes = {"path": shape_of(config_of("8b"), name="8b")}
+    little, much = (
+        trainer(spec(model={"dtype": "bfloat16"}, tokensPerMicroBatch=4096), shapes, size * 10**9) for size in (80, 192)
+    )
+    assert ("layers computed again" in little.notes[0], "layers kept" in much.notes[0]) == (True, True)
+    assert little.parts["activations"] < much.parts["activations"]
+
+
+def test_kv_takes_what_is_left_and_no_more_than_all_sequences_use() -> None:
+    shapes = {"path": shape_of(config_of("8b"), name="8b")}
+    settings = spec()
+    small, large = (generator(settings, shapes, size * 10**9, 1) for size in (48, 192))
+    assert 0.8 * 48e9 < small.total <= 0.85 * 48e9
+    assert large.parts["KV"] == 64 * (512 + 24 + 80) * 32 * 2048 * 4
+    assert generator(settings, shapes, 192 * 10**9, 3).count == 3

@@ -172,7 +172,7 @@ def counts(whole: job.RLHFJob) -> dict[str, int]:
 def sum_of(needs: Needs) -> str:
     """
     >>> sum_of(Needs(role="generator", count=1, parts={"weights": 16_060_000_000, "KV": 8_590_000_000}))
-    'weights 16.1 + KV 8.6 = 24.7 GB'
+    'weights 16.1 + KV 8.6 = 24.6 GB'
     """
     parts = " + ".join(f"{name} {size / 1e9:.1f}" for name, size in needs.parts.items() if size)
     return f"{parts} = {needs.total / 1e9:.1f} GB"

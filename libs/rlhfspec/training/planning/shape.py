@@ -5,7 +5,7 @@ Example:
     >>> shape = shape_of(LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=300,
     ...                              num_attention_heads=4, num_key_value_heads=2), name="tiny")
     >>> shape.num_parameters, shape.num_layers, shape.block_parameters, shape.kv_width
-    (99904, 2, 30720, 64)
+    (100160, 2, 30848, 64)
 """
 
 from __future__ import annotations
