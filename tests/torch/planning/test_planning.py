@@ -45,6 +45,10 @@ def config_of(size: str, num_layers: int | None = None) -> Any:
     return config
 
 
+def spec_of(*arguments: Any, **options: Any) -> Any:
+    return settled(spec(*arguments, **options), "cpu")
+
+
 def of_ranks(ranks: int, settings: Any) -> Any:
     given = settings.model_dump(by_alias=True)
     return type(settings).model_validate(given | {"roles": {"trainer": {"ranksPerNode": ranks}}})
@@ -69,7 +73,7 @@ def test_the_trainers_peak_is_within_a_tenth_of_faketensors(
     second: ModuleType, size: str, mode: str, again: bool, ranks: int
 ) -> None:
     recomputed = {"activationCheckpointing": "on" if again else "off"}
-    settings = settled(of_ranks(ranks, spec(tokensPerMicroBatch=TOKENS, **recomputed, **MODES[mode])), "cpu")
+    settings = of_ranks(ranks, spec_of(tokensPerMicroBatch=TOKENS, **recomputed, **MODES[mode]))
     planned = trainer(settings, {"path": shape_of(config_of(size), name=size)}, 80 * 10**9)
     found = fake_peak(size, settings, again)
     assert abs(planned.total - found) < 0.1 * found
@@ -94,7 +98,7 @@ def test_sizes_are_those_of_the_model_itself(kind: str) -> None:
 
 def test_an_update_of_low_rank_has_gradients_and_moments_of_its_own_alone() -> None:
     shapes = {"path": shape_of(config_of("8b"), name="8b")}
-    whole, low = (trainer(spec(model=model), shapes, 80 * 10**9) for model in ({}, {"lora": {"rank": 8}}))
+    whole, low = (trainer(spec_of(model=model), shapes, 80 * 10**9) for model in ({}, {"lora": {"rank": 8}}))
     assert low.parts["gradients"] < 0.01 * whole.parts["gradients"]
     assert low.parts["optimizer"] == 2 * low.parts["gradients"]
     assert low.parts["weights"] == whole.parts["weights"] + low.parts["gradients"]
@@ -102,17 +106,17 @@ def test_an_update_of_low_rank_has_gradients_and_moments_of_its_own_alone() -> N
 
 def test_a_critic_is_trained_beside_the_policy_or_on_the_other_rank() -> None:
     shapes = {"path": shape_of(config_of("8b"), name="8b")}
-    of_policy = trainer(spec(), shapes, 80 * 10**9).parts
-    beside = trainer(spec("ppo"), shapes, 80 * 10**9).parts
+    of_policy = trainer(spec_of(), shapes, 80 * 10**9).parts
+    beside = trainer(spec_of("ppo"), shapes, 80 * 10**9).parts
     assert beside["optimizer"] == 2 * of_policy["optimizer"]
-    apart = trainer(of_ranks(2, spec("ppo", fuse="auto")), shapes, 80 * 10**9)
+    apart = trainer(of_ranks(2, spec_of("ppo", fuse="auto")), shapes, 80 * 10**9)
     assert (apart.parts["optimizer"], apart.parts["gathered"], apart.count) == (of_policy["optimizer"], 0, 2)
 
 
 def test_layers_are_computed_again_where_they_would_not_fit() -> None:
     shapes = {"path": shape_of(config_of("8b"), name="8b")}
     little, much = (
-        trainer(spec(model={"dtype": "bfloat16"}, tokensPerMicroBatch=4096), shapes, size * 10**9) for size in (80, 192)
+        trainer(spec_of(model={"dtype": "bfloat16"}, tokensPerMicroBatch=4096), shapes, size * 10**9) for size in (80, 192)
     )
     assert ("layers computed again" in little.notes[0], "layers kept" in much.notes[0]) == (True, True)
     assert little.parts["activations"] < much.parts["activations"]
@@ -120,7 +124,7 @@ def test_layers_are_computed_again_where_they_would_not_fit() -> None:
 
 def test_kv_takes_what_is_left_and_no_more_than_all_sequences_use() -> None:
     shapes = {"path": shape_of(config_of("8b"), name="8b")}
-    settings = spec()
+    settings = spec_of()
     small, large = (generator(settings, shapes, size * 10**9, 1) for size in (48, 192))
     assert 0.8 * 48e9 < small.total <= 0.85 * 48e9
     assert large.parts["KV"] == 64 * (512 + 24 + 80) * 32 * 2048 * 4

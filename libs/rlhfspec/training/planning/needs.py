@@ -78,7 +78,7 @@ def trainer(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int) -> Ne
         parts["weights"] += (shape.num_parameters + own) * size // ranks
         parts["gradients"] += learns * size // ranks
         parts["optimizer"] += _MOMENTS.get(optimizer.name, 2) * learns * size // ranks
-        parts["gathered"] += _gathered(shape, size) if ranks > 1 else 0
+        parts["gathered"] += _gathered(spec, shape, size) if ranks > 1 else 0
         trained += learns * size // ranks
     num_tokens = max(spec.training.tokens_per_micro_batch, spec.max_context)
     room = fits_into(gpu_bytes - parts["weights"] - parts["gathered"], trained)
@@ -96,19 +96,24 @@ def _has_critic(spec: job.Spec) -> bool:
     return spec.algorithm.entry.has_critic
 
 
-def _gathered(shape: ModelShape, size: int) -> int:
+def _is_mixed(spec: job.Spec) -> bool:
+    return spec.training.autocast == "bfloat16" and spec.model.dtype == "float32"
+
+
+def _gathered(spec: job.Spec, shape: ModelShape, size: int) -> int:
     """What FSDP2 has whole beside its shares: embedding and head all through a step, a layer that runs and the next
     one."""
-    return (shape.root_parameters + 2 * shape.block_parameters) * size
+    return shape.root_parameters * size + 2 * shape.block_parameters * (2 if _is_mixed(spec) else size)
 
 
 def activations(spec: job.Spec, shape: ModelShape, num_tokens: int, *, again: bool) -> int:
-    """At the height of a backward pass."""
-    mixed = spec.training.autocast == "bfloat16" and spec.model.dtype == "float32"
-    computes, size = 2 if mixed else _BYTES[spec.model.dtype], _BYTES[spec.model.dtype]
+    """At the height of a backward pass. Several ranks gather mixed layers in bfloat16, with nothing left to cast."""
+    is_cast = _is_mixed(spec) and spec.roles.trainer.ranks > 1
+    mixed, size = _is_mixed(spec) and not is_cast, 2 if is_cast else _BYTES[spec.model.dtype]
+    computes = 2 if mixed else size
     a_layer = num_tokens * layer_bytes_a_token(shape, computes, mixed=mixed)
     copies = (shape.num_layers * shape.block_parameters + shape.head_parameters) * 2 if mixed else 0
-    head = 3 * shape.head_parameters * computes + 10 * shape.hidden * num_tokens
+    head = (8 if is_cast else 3 * computes) * shape.head_parameters + 10 * shape.hidden * num_tokens
     if again:
         inputs = shape.num_layers * num_tokens * shape.hidden * size
         return inputs + max(head, a_layer + shape.block_parameters * size, copies)
