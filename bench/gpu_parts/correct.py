@@ -95,6 +95,11 @@ def law(day: Day) -> None:
     for name, engine in ways.items():
         day.tell("law", f"{name}: flips", flips(plain, run(engine, asked)), "", f"<= {max(1, tokens // 100_000)}")
     day.tell("law", "moved half-way: flips", flips(plain, moved(day, model, asked, room)), "", "<= 1")
+    exactly = run(engine_of(day, model, speculation="off", exact="on", **room), asked)
+    drafted = run(engine_of(day, model, speculation=TREE, exact="on", **room | {"prefill_chunk": 40}), asked)
+    day.tell("law", "exactly, trees of suffixes: flips", flips(exactly, drafted), "", "= 0")
+    others = sum(exactly[name].log_probs != sample.log_probs for name, sample in drafted.items())
+    day.tell("law", "exactly: samples with other bits", others, "", "= 0")
 
 
 def flips(one: dict[str, Any], other: dict[str, Any]) -> int:

@@ -26,6 +26,11 @@ def engine(day: Day) -> None:
         day.tell("engine", f"plain, {rows} rows, {LAYERS} layers", rate, "tokens/s", f">= {bar}")
         del made
         day.forget_peak()
+        made = engine_of(day, model, speculation="off", exact="on", max_sequences=rows, max_context=prompt + answer + 8)
+        exactly, _ = decoded(day, made, rows, prompt, answer)
+        day.tell("engine", f"exact, {rows} rows, {LAYERS} layers", exactly / rate, "x plain", ">= 0.5")
+        del made
+        day.forget_peak()
     for rows in (1, 8, 32) if day.is_real else (1,):
         rates = {}
         for way in ("off", "suffix"):

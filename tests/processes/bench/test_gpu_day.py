@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -23,6 +25,13 @@ def test_part_runs_through(part: str, tmp_path: Path) -> None:
     results = day.results()
     assert results
     assert all(set(result) == {"part", "name", "value", "unit", "expected"} for result in results), results
+
+
+def test_a_part_runs_through_on_the_second_device(second: ModuleType, tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCH / "gpu_day.py"), "--device", "second", "--only", "environment"]
+    command += ["--minutes", "2", "--out", str(tmp_path / "day.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "0 failed" in done.stdout, done.stdout + done.stderr
 
 
 def test_part_that_hangs_leaves_a_line_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
