@@ -193,6 +193,8 @@ BY_HAND = [
         "spec.training.activationCheckpointing",
     ),
     Wrong({"training.exactOnPolicy": True, "model.dtype": "bfloat16"}, "spec.model.dtype"),
+    Wrong({"training.exactOnPolicy": True, "roles.trainer.nodes": 2}, "spec.roles.trainer.nodes"),
+    Wrong({"training.exactOnPolicy": True, "roles.trainer.ranksPerNode": 2}, "spec.roles.trainer.ranksPerNode"),
     Wrong({"model.lora": {"targetModules": []}}, "spec.model.lora.targetModules", "checks"),
     Wrong({"model.lora": {"targetModules": 3}}, "spec.model.lora.targetModules", "checks"),
     Wrong({"roles.scorer": {}}, "spec.roles.scorer"),

@@ -206,6 +206,14 @@ def _exact() -> list[JobRule]:
             problem="exactOnPolicy trains float32 weights: must be float32; generation.dtype is free",
             in_cluster="exactOnPolicy trains float32 weights: must be float32",
         ),
+        *(
+            JobRule(
+                field=f"roles.trainer.{name}",
+                holds=_INEXACT | field(f"roles.trainer.{name}").equals(1),
+                problem="exactOnPolicy runs on one rank: must be 1",
+            )
+            for name in ("nodes", "ranksPerNode")
+        ),
     ]
 
 
