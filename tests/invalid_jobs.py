@@ -205,6 +205,8 @@ BY_HAND = [
         )
         for name, argument in (("own", "quantization"), ("vllm", "logits_processors"), ("vllm", "max_model_len"))
     ),
+    Wrong({"training.exactOnPolicy": True, "roles.trainer.nodes": 2}, "spec.roles.trainer.nodes"),
+    Wrong({"training.exactOnPolicy": True, "roles.trainer.ranksPerNode": 2}, "spec.roles.trainer.ranksPerNode"),
     Wrong({"model.lora": {"targetModules": []}}, "spec.model.lora.targetModules", "checks"),
     Wrong({"model.lora": {"targetModules": 3}}, "spec.model.lora.targetModules", "checks"),
     Wrong({"roles.scorer": {}}, "spec.roles.scorer"),

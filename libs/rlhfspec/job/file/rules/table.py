@@ -219,6 +219,14 @@ def _exact() -> list[JobRule]:
             )
             for name in ENGINES.where(lambda entry: not entry.is_exact)
         ),
+        *(
+            JobRule(
+                field=f"roles.trainer.{name}",
+                holds=_INEXACT | field(f"roles.trainer.{name}").equals(1),
+                problem="exactOnPolicy runs on one rank: must be 1",
+            )
+            for name in ("nodes", "ranksPerNode")
+        ),
     ]
 
 
