@@ -59,6 +59,7 @@ def fake_peak(size: str, settings: Any, again: bool) -> float:
     return few + a_layer * (config_of(size).num_hidden_layers - counts[0])
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.sweep(parts=9)
 @pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
