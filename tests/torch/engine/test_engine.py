@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from on_device import BY_COMPANY
 
 from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
@@ -159,6 +160,7 @@ def test_text_in_text_out(engine: Engine) -> None:
     assert done.text == engine.state.tokenizer.decode(list(done.token_ids), skip_special_tokens=True)
 
 
+@pytest.mark.on_the_cpu(BY_COMPANY)
 def test_new_weights_take_over_between_steps(model: Any) -> None:
     """Tokens before the swap are the old weights', tokens after it the new ones', as if recomputed from scratch."""
     newer = perturbed(model, 0.3)
