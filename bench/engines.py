@@ -31,13 +31,12 @@ from rlhfspec.tiny import resolve
 
 Round = Callable[[list[list[int]]], tuple[int, float]]  # prompts; tokens, and seconds of the processor
 MAX_CONTEXT = 256
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def seconds_of(pid: int) -> float:
     """Of the processor, so far; all threads of the process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(each.read_text().split()[0]) for each in threads) / 1e9
 
 
 @contextmanager

@@ -69,6 +69,7 @@ class Children:
         child, opened = self._running[mode]
         if child.pid is None:
             child.start()
+        assert not opened["problems"]
         return child, opened
 
     def engine(self, mode: str, model: Any, tokenizer: Any = None) -> VllmEngine:

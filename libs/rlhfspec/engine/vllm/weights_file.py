@@ -3,6 +3,7 @@ ends, however it ends, nothing is left."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import weakref
@@ -24,8 +25,6 @@ class WeightsFile:
 
     def write(self, state_dict: Mapping[str, Any], version: int) -> None:
         """As safetensors has it; its own writer makes a second file, and needs a folder for it."""
-        import torch  # with the trainer's tensors it is here already
-
         header, end = dict[str, Any](), 0
         for name, tensor in state_dict.items():
             begin, end = end, end + tensor.numel() * tensor.element_size()
@@ -39,7 +38,8 @@ class WeightsFile:
         with open(descriptor, "wb", closefd=False) as file:
             file.write(len(words).to_bytes(8, "little") + words)
             for tensor in state_dict.values():
-                whole = tensor.detach().cpu().contiguous().reshape(-1)
-                file.write(memoryview(whole.view(torch.uint8).numpy()))
+                whole = tensor.detach().cpu().contiguous()
+                num_bytes = whole.numel() * whole.element_size()
+                file.write((ctypes.c_char * num_bytes).from_address(whole.data_ptr()))
         if before is not None:
             before()
