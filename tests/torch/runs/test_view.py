@@ -262,6 +262,17 @@ def test_speeds_of_generators_add_up() -> None:
     assert any("300" in line for line in picture(view, console))
 
 
+def test_what_a_drafter_learnt_is_shown_where_one_learns() -> None:
+    console = terminal()
+    view, _ = a_view(console)
+    view.step(example_step(step=1))
+    tell(view, load("g0"))
+    assert not any("drafter" in line for line in picture(view, console))
+    tell(view, replace(load("g0"), learning_seconds=12.0, tokens_before_learning=2.4, tokens_while_learning=2.82))
+    [line] = [line for line in picture(view, console) if "drafter" in line]
+    assert "12.0     s learning  2.40 -> 2.82 tokens a verification" in line
+
+
 def test_eta_counts_down_within_a_step_and_never_below_the_next() -> None:
     view, hand = a_view(terminal(), steps=11)
     assert view.progress.eta_seconds is None

@@ -81,6 +81,8 @@ def _metrics(progress: RunProgress, width: int) -> Iterator[Text]:
     yield _row("length", _lengths(last))
     yield _row("loss", _losses(last))
     yield _row("speed", _speed_of_loads(progress) if progress.loads else _speed_of_step(last))
+    if learnt := _learning(progress):
+        yield _row("drafter", learnt)
     yield _row("log-probs", _agreement(last))
     if progress.moves or progress.why_moved:
         yield _row("moves", _moves(progress))
@@ -150,12 +152,17 @@ def _speed_of_loads(progress: RunProgress) -> Text:
     busiest: Load = max(loads, key=lambda load: load.num_running)
     told = [load.accepted_per_verification for load in loads if load.accepted_per_verification is not None]
     accepted = sum(told) / len(told) if told else None
-    text = _speed(sum(load.tokens_per_second for load in loads), accepted, busiest.strategy)
-    before, now = busiest.tokens_before_learning, busiest.tokens_while_learning
-    if before is not None and now is not None:
-        seconds = sum(load.learning_seconds for load in loads)
-        text.append(f"  drafter learnt {number(seconds)} s: {before:.2f} -> {now:.2f} tokens", "dim")
-    return text
+    return _speed(sum(load.tokens_per_second for load in loads), accepted, busiest.strategy)
+
+
+def _learning(progress: RunProgress) -> Text | None:
+    """Return what the drafter of the busiest generator learnt, and how long all of them took; None: nothing."""
+    busiest = max(progress.loads, key=lambda load: load.num_running, default=None)
+    if busiest is None or busiest.tokens_before_learning is None or busiest.tokens_while_learning is None:
+        return None
+    text = Text(f"{sum(load.learning_seconds for load in progress.loads):<9.1f}").append("s learning  ", "dim")
+    text.append(f"{busiest.tokens_before_learning:.2f} -> {busiest.tokens_while_learning:.2f}", "bold")
+    return text.append(" tokens a verification", "dim")
 
 
 def _speed_of_step(last: StepMetrics) -> Text:
