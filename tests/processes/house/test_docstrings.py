@@ -10,7 +10,10 @@ from house import House
 from places import ROOT
 
 # Run by another Python.
-SCRIPTS = {"rlhfspec.bench.rivals.vllm_worker"}
+SCRIPTS = {
+    "rlhfspec.bench.rivals.vllm_worker",
+    *(f"rlhfspec.engine.vllm.inside.{name}" for name in ("host", "law_v1", "law_v2", "worker")),
+}
 
 
 @pytest.mark.parametrize("name", sorted(set(House.of_git(ROOT).modules) - SCRIPTS))
