@@ -27,10 +27,6 @@ class ChildRefused(Exception):
 
 
 def in_one_line(error: BaseException) -> str:
-    """
-    >>> in_one_line(RuntimeError("no\\nroom"))
-    'RuntimeError: no room'
-    """
     said = " ".join(str(error).split())
     is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said
     kind = "out of memory (generation.kvCacheTokens, maxSequences)" if is_memory else type(error).__name__
