@@ -42,12 +42,13 @@ def _target(job: RLHFJob, group: Group | None) -> Any:
 def _config(job: RLHFJob) -> EngineConfig:
     device = device_of(job.spec)
     generation = settled(job.spec, device).generation
+    speculation = generation.speculation
     return EngineConfig(
         dtype=generation.dtype,
         device=device,
         exact=generation.exact,
-        speculation=generation.speculation.mode,
-        learning=generation.speculation.learning,
+        speculation=speculation.mode,
+        learning=speculation.learning_share if speculation.learning == "share" else speculation.learning,
         max_sequences=min(generation.max_sequences, job.spec.samples_in_flight),
         max_context=max_context(job),
         kv_cache_tokens=generation.kv_cache_tokens,

@@ -30,10 +30,13 @@ class Speculation(Block):
         "adaptive",
         description="How tokens are drafted; adaptive chooses at every step. Every mode gives the same tokens.",
     )
-    learning: Literal["off", "auto"] | Annotated[float, Field(gt=0, le=1)] = Field(
+    learning: Literal["off", "auto", "share"] = Field(
         "off",
         description="The drafter learns from what is verified: off, auto (while it saves more time than it takes), or "
-        "the share of generating time that it may take, besides time in which the generator has nothing to do.",
+        "share (of generating time, and while the generator has nothing to do).",
+    )
+    learning_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.05, description="Share of generating time that learning may take, with learning: share."
     )
 
 

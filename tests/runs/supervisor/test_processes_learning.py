@@ -14,7 +14,11 @@ from rlhfspec.engine.distilling.student import Student
 from rlhfspec.tiny import random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
-LEARNING = ("generation.speculation.mode=model", "generation.speculation.learning=1.0")
+LEARNING = (
+    "generation.speculation.mode=model",
+    "generation.speculation.learning=share",
+    "generation.speculation.learningShare=1.0",
+)
 AUTO = (*LEARNING, "model.drafter=auto")
 
 
