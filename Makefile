@@ -63,8 +63,8 @@ check: $(INSTALLED)  ## Lint, types, import directions, and the shape of the hou
 	$(BIN)/lint-imports --no-cache
 
 test: $(INSTALLED)  ## All tests, of sweeps a part that changes from day to day (TESTS=tests/unit/job for some, WORKERS=n)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(TESTS)
-	$(if $(filter tests,$(TESTS)),@$(MAKE) test-second-device ON_DEVICE="$(ON_DEVICE_DAILY)")
+	@failed=0; $(if $(filter tests,$(TESTS)),$(MAKE) test-second-device ON_DEVICE="$(ON_DEVICE_DAILY)" || failed=1;) \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(TESTS) || failed=1; exit $$failed
 
 test-whole: $(INSTALLED)  ## All tests with every value of those that are sweeps, and more random examples: nightly
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --whole --hypothesis-profile=whole $(TESTS)

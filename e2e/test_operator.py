@@ -41,7 +41,7 @@ from rlhfspec.operator.shared.release import redis_login
 from rlhfspec.runs.live.redis_users import run_of
 
 pytestmark = pytest.mark.ci
-NAMESPACES = ("life", "again", "wrong", "quota", "policy", "gone", "reports", "two", "asleep", "owners")
+NAMESPACES = ("life", "again", "wrong", "quota", "policy", "gone", "reports", "two", "asleep", "owners", "nodes")
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +142,17 @@ def test_a_worker_that_is_started_again_is_counted_where_prometheus_asks(world: 
     )
     served = {family(name.partition("{")[0]) for name in operator.metrics()}
     assert {family(name) for name in named_anywhere() if name.startswith("rlhfspec_operator_")} <= served
+
+
+def test_a_trainer_of_two_nodes_has_a_service_that_its_ranks_meet_by(world: World, operator: Operator) -> None:
+    training = {"steps": 30, "promptsPerStep": 16, "optimizer": {"learningRate": 3e-4}}  # on several ranks never exact
+    world.apply("nodes", "sums", {"training": training, "roles": {"trainer": {"nodes": 2, "ranksPerNode": 2}}})
+    world.wait_for_pods("nodes", {"sums-prepare-0"})
+    world.ends("nodes", "sums-prepare-0")
+    until(lambda: {"sums-trainer-0", "sums-trainer-1"} <= set(world.pods("nodes")), "a pod a node")
+    uid = world.job("nodes", "sums")["metadata"]["uid"]
+    service = world.core.read_namespaced_service(names.ranks_name("sums", uid), "nodes")
+    assert service.spec.cluster_ip == "None", "headless: its names are the pods'"
 
 
 def test_a_wrong_job_says_which_field(world: World, operator: Operator) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -165,6 +166,19 @@ def with_padding(meta: AttentionMeta, count: int) -> AttentionMeta:
     )  # fmt: skip
 
 
+@functools.cache
+def rows_of_dots_are_their_own() -> None:
+    """The interpreter multiplies tiles by BLAS, which on some CPUs takes other instructions at a tile's edge: there the
+    bits of a row would depend on where it stands, as they never do on tensor cores."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        product = np.einsum("...mk,...kn->...mn", a.data, b.data, dtype=d.data.dtype, casting="unsafe", optimize=False)
+        return TensorHandle(product + d.data, d.dtype.scalar)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
 def triton_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int,
                   meta: AttentionMeta, **options: Any) -> torch.Tensor:  # fmt: skip
     """On the GPU where there is one, else in Triton's interpreter; the cache is updated in place either way.
@@ -174,6 +188,7 @@ def triton_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, k
     pytest.importorskip("triton", reason="triton is not installed")
     from rlhfspec.kernels import tree_attention_triton
 
+    rows_of_dots_are_their_own()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     on_device = [x.to(device) for x in (query, key, value, kv)]
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}

@@ -3,46 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import warmed
 from learners import critic, policy, rollouts, spec
-from places import TESTS
-from shared_servers import free_port
+from rank_sets import run_ranks
 
 from rlhfspec.errors import StorageError
 from rlhfspec.training.checkpoint import CheckpointStore
 from rlhfspec.training.learning.learner import Learner
 
 SETS = ((4, "auto"), (2, "auto"), (1, "off"), (2, "off"))  # of two ranks, a model each and shares of both
-
-
-def run_ranks(module: str, num_ranks: int, *arguments: str) -> None:
-    port = free_port()
-    ranks = [
-        warmed.Popen(
-            [sys.executable, "-m", module, *arguments], stderr=subprocess.PIPE, text=True, cwd=TESTS,
-            env=os.environ | {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1",
-                "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-            },
-        )
-        for rank in range(num_ranks)
-    ]  # fmt: skip
-    try:
-        for rank in ranks:
-            _, said = rank.communicate(timeout=150)
-            assert rank.returncode == 0, said[-3000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
 
 
 @pytest.fixture(scope="module")

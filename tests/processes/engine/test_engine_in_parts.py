@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any
 
 import pytest
 import two_parts
-import warmed
-from places import TESTS
-from shared_servers import free_port
+from rank_sets import run_ranks
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from rlhfspec.engine.loading import make_engine
@@ -32,35 +29,12 @@ def save_models(folder: Path) -> None:
     GPT2LMHeadModel(GPT2Config(n_embd=48, n_layer=1, n_head=4, vocab_size=97)).save_pretrained(folder / "gpt2")
 
 
-def run_ranks(module: str, folder: Path, popen: Any) -> None:
-    """Two processes, with what torchrun tells its own."""
-    port = free_port()
-    ranks = [
-        popen(
-            [sys.executable, "-m", module, str(folder)], stderr=subprocess.PIPE, text=True, cwd=TESTS,
-            env=os.environ | {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-            },
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    try:
-        for rank in ranks:
-            _, said = rank.communicate(timeout=150)
-            assert rank.returncode == 0, said[-3000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two processes left what they found."""
     folder = tmp_path_factory.mktemp("parts")
     save_models(folder)
-    run_ranks("two_parts", folder, warmed.Popen)
+    run_ranks("two_parts", 2, str(folder))
     return folder
 
 
@@ -128,7 +102,7 @@ def test_parts_on_devices_of_their_own_hold_as_many_blocks_as_the_smaller_one(fo
         second_device.load()
     except second_device.Unavailable as reason:
         pytest.skip(str(reason))
-    run_ranks("two_parts_on_devices", folder, subprocess.Popen)
+    run_ranks("two_parts_on_devices", 2, str(folder), popen=subprocess.Popen)
     first, second = (int((folder / f"blocks-{rank}").read_text()) for rank in (0, 1))
     assert first == second < two_parts.config(max_sequences=64, max_context=512).num_blocks
     engine = make_engine(load_model(folder / two_parts.DRIVEN), two_parts.config(speculation="off"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import warmed
 from learners import critic, policy, rollouts, spec
 from places import TESTS
-from shared_servers import free_port
+from rank_sets import run_ranks
 
 from rlhfspec.sweep.classes import tiny_config, tiny_model
 from rlhfspec.training.checkpoint.shares import write_learner
@@ -28,25 +26,7 @@ from rlhfspec.training.modeling.loading import prepared
 def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two ranks left what they found."""
     folder = tmp_path_factory.mktemp("ranks")
-    port = free_port()
-    ranks = [
-        warmed.Popen(
-            [sys.executable, "-m", "two_ranks", str(folder)], stderr=subprocess.PIPE, text=True, cwd=TESTS,
-            env=os.environ | {  # as torchrun sets it (tests/runs/cli/test_run_ranks.py starts a run by that)
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-            },
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    try:
-        for rank in ranks:
-            _, said = rank.communicate(timeout=150)
-            assert rank.returncode == 0, said[-3000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    run_ranks("two_ranks", 2, str(folder))
     return folder
 
 
