@@ -153,6 +153,7 @@ def test_a_trainer_of_two_nodes_has_a_service_that_its_ranks_meet_by(world: Worl
     uid = world.job("nodes", "sums")["metadata"]["uid"]
     service = world.core.read_namespaced_service(names.ranks_name("sums", uid), "nodes")
     assert service.spec.cluster_ip == "None", "headless: its names are the pods'"
+    world.core.delete_namespaced_pod("sums-trainer-1", "nodes", grace_period_seconds=0)
 
 
 def test_a_wrong_job_says_which_field(world: World, operator: Operator) -> None:

@@ -19,6 +19,7 @@ from rlhfspec.messages.records import WorkerInfo
 from rlhfspec.stage.bus import Bus
 
 TARGET = {"namespace": "team", "rlhfjob": "letters"}  # what a PodMonitor adds to all of a job
+OF_LEARNING = {"rlhfspec_generator_learning_seconds", "rlhfspec_generator_tokens_per_verification"}  # of a drafter
 Scrape = dict[Labels, float]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from advice import Adviser, Listener
-from faults.processes import named
+from faults.processes import named, slowed
 from runs import train, write_job
 from started import Started, eventually
 from traced_moves import check_traces
@@ -44,7 +44,11 @@ def test_random_moves_every_50_ms_change_no_bit_of_the_curve(
     write_job(job_file.parent, Path(policy).parent, **algorithm)
     whole = train(job_file, "one", *LONG, *ways)
     run = starting("many", *LONG, *ways)
+    run.until("step 1/")
+    generators = [run.pid_of("generator", worker) for worker in (0, 1)]
     with Adviser(run.folder / "processes" / "connections.json", seed=1) as adviser:
+        with slowed(*generators):  # however quick the machine is, samples are there long enough to be moved
+            eventually(lambda: adviser.outcomes["kv"] >= 10 or run.process.poll() is not None, "ten have moved")
         code, output = run.ended()
     assert code == 0, output
     print(dict(adviser.outcomes), f"of {adviser.num_advised} advised")

@@ -49,7 +49,7 @@ def test_roles_that_share_a_gpu_add_up() -> None:
     shared = ("--gpus", "4", "--set", "shareGpus=true", "--set", "generation.gpuMemoryFraction=0.5")
     code, output = rlhfspec("plan", job, *shared)
     assert code == 2
-    assert "GPU 3: 1 x trainer 57.4 + 1 x generator 40.0 = 97.4 GB" in output
+    assert "GPU 3: 1 x trainer 43.9 + 1 x generator 40.0 = 83.9 GB" in output
     code, output = rlhfspec("plan", job, *shared, "--gpu-memory", "141")
     assert code == 0, output
 
