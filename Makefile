@@ -69,8 +69,9 @@ test: $(INSTALLED)  ## All tests, of sweeps a part that changes from day to day 
 test-whole: $(INSTALLED)  ## All tests with every value of those that are sweeps, and more random examples: nightly
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --whole --hypothesis-profile=whole $(TESTS)
 
+# The same bits of torch's products on every CPU, wherever in memory they stand.
 test-second-device: $(INSTALLED)  ## Suites of engine, learner, scorers, weights, checkpoints and moves on the second device (docs/gpus.md)
-	OMP_NUM_THREADS=1 RLHFSPEC_TEST_DEVICE=second $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ON_DEVICE)
+	OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 RLHFSPEC_TEST_DEVICE=second $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ON_DEVICE)
 
 test-fast: $(INSTALLED)  ## Those of tests/unit and tests/torch that your change calls for (CHANGED=libs/rlhfspec/errors.py: as if that had changed)
 	$(BIN)/python tools/choose_tests.py --run --workers $(WORKERS) $(CHANGED)

@@ -98,6 +98,7 @@ def test_a_reward_model_gives_the_raw_output_of_its_label(judge: Path) -> None:
     assert one.values != three.values
 
 
+@pytest.mark.on_the_cpu(BY_COMPANY)
 def test_a_reward_model_scores_each_sample_as_if_alone(judge: Path) -> None:
     samples = [sample(prompt, text="x" * (1 + 7 * prompt)) for prompt in range(6)]
     together = run(judge, {"path": "one"}, *samples)
