@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import warmed
+import yaml
 from faults.processes import named
 from runs import curve_of
 
@@ -99,3 +100,14 @@ def letters(completion):
         time.sleep(0.05)
     return sum(character.isascii() and character.isalpha() for character in completion) / 8
 """
+
+
+def hold_rewards(job_file: Path) -> Path:
+    """While the file that is returned is there nothing is scored, so that no step ends."""
+    (job_file.parent / "rewards.py").write_text(HOLD)
+    job = yaml.safe_load(job_file.read_text())
+    job["spec"]["rewards"]["sources"][0]["timeoutSeconds"] = PATIENCE_SECONDS
+    job_file.write_text(yaml.safe_dump(job))
+    file = job_file.parent / "hold"
+    file.touch()
+    return file

@@ -17,13 +17,12 @@ from pathlib import Path
 import nats
 import pytest
 import redis
-import yaml
 from faults.processes import named, of_run
 from given_places import RedisServer, tls_config
 from nats.aio.client import Client
 from nats_servers import NatsServer
 from runs import train
-from started import HOLD, PATIENCE_SECONDS, Started, eventually
+from started import Started, eventually, hold_rewards
 
 from rlhfspec.messages.servers.credentials.certificates import create_credentials
 
@@ -101,14 +100,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 @pytest.fixture
 def hold(job_file: Path) -> Path:
-    """While this file is there nothing is scored, so that no step ends."""
-    (job_file.parent / "rewards.py").write_text(HOLD)
-    job = yaml.safe_load(job_file.read_text())
-    job["spec"]["rewards"]["sources"][0]["timeoutSeconds"] = PATIENCE_SECONDS
-    job_file.write_text(yaml.safe_dump(job))
-    file = job_file.parent / "hold"
-    file.touch()
-    return file
+    return hold_rewards(job_file)
 
 
 @pytest.fixture

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import redis
-import yaml
 from faults.processes import named
 from runs import train
-from started import HOLD, PATIENCE_SECONDS, TWO, Started, eventually
+from started import TWO, Started, eventually, hold_rewards
 from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
@@ -23,14 +22,7 @@ STEPS = "training.steps=2"
 
 @pytest.fixture
 def hold(job_file: Path) -> Path:
-    """While this file is there no step ends."""
-    (job_file.parent / "rewards.py").write_text(HOLD)
-    job = yaml.safe_load(job_file.read_text())
-    job["spec"]["rewards"]["sources"][0]["timeoutSeconds"] = PATIENCE_SECONDS
-    job_file.write_text(yaml.safe_dump(job))
-    file = job_file.parent / "hold"
-    file.touch()
-    return file
+    return hold_rewards(job_file)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from runs import train, write_job, write_models
 from scraping import OF_LEARNING, Scraper, names_of
-from started import HOLD, Started, eventually
+from started import Started, eventually, hold_rewards
 
 from rlhfspec.engine.distilling.student import Student
 from rlhfspec.tiny import random_model
@@ -52,14 +52,13 @@ def test_learning_changes_nothing(
         assert train(job_file, out, *overrides) == plain
         assert samples_of(job_file, out) == samples_of(job_file, "plain")
         assert sum(lessons) > 9, "what the first step verified at least"
-    (job_file.parent / "rewards.py").write_text(HOLD)
-    (job_file.parent / "hold").touch()
+    hold = hold_rewards(job_file)
     run = starting("processes", *AUTO)
     run.until("(5 of 5)")
     scraper = Scraper(run.folder / "processes" / "connections.json")
     scraper.look()
     eventually(lambda: names_of([scraper.ask()]) >= OF_LEARNING, "what learning costs and brings is served")
-    (job_file.parent / "hold").unlink()
+    hold.unlink()
     code, output = run.ended()
     assert code == 0, output
     assert run.curve() == plain

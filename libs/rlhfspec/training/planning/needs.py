@@ -24,7 +24,7 @@ from rlhfspec.messages.loop import workers_of
 from rlhfspec.training.learning.memory import fits_into
 from rlhfspec.training.planning.shape import ModelShape
 
-_BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2}
 _MOMENTS = {"SGD": 1, "Adagrad": 1, "RMSprop": 1}  # of other optimizers two: those of Adam
 _KEPT_CONTEXTS = 9  # of a scorer: the one that runs, and prompts that are kept
 _TREE_ROWS = 17  # of a sequence in the largest step: itself and 16 nodes
@@ -62,7 +62,7 @@ def needs_of(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, work
 def trainer(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int) -> Needs:
     """A rank's: of the policy, and of the critic where there is one."""
     policy, critic = shapes["path"], shapes.get("critic", shapes["path"])
-    ranks, size = spec.roles.trainer.ranks, _BYTES[spec.model.dtype]
+    ranks, size = spec.roles.trainer.ranks, BYTES[spec.model.dtype]
     models = [
         (policy, spec.training.optimizer),
         *([(critic, spec.training.critic_optimizer)] if _has_critic(spec) else []),
@@ -109,7 +109,7 @@ def _gathered(spec: job.Spec, shape: ModelShape, size: int) -> int:
 def activations(spec: job.Spec, shape: ModelShape, num_tokens: int, *, again: bool) -> int:
     """At the height of a backward pass. Several ranks gather mixed layers in bfloat16, with nothing left to cast."""
     is_cast = _is_mixed(spec) and spec.roles.trainer.ranks > 1
-    mixed, size = _is_mixed(spec) and not is_cast, 2 if is_cast else _BYTES[spec.model.dtype]
+    mixed, size = _is_mixed(spec) and not is_cast, 2 if is_cast else BYTES[spec.model.dtype]
     computes = 2 if mixed else size
     a_layer = num_tokens * layer_bytes_a_token(shape, computes, mixed=mixed)
     copies = (shape.num_layers * shape.block_parameters + shape.head_parameters) * 2 if mixed else 0
@@ -136,7 +136,7 @@ def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, cou
     """KV takes what is left of its part of the GPU, but no more than all of its sequences can use. Several processes of
     a generator share the policy's weights and KV heads; the drafter is one's alone."""
     processes = spec.num_processes("generator")
-    size, generation = _BYTES[spec.generation.dtype], spec.generation
+    size, generation = BYTES[spec.generation.dtype], spec.generation
     models = [(shapes["path"], processes), *([(shapes["drafter"], 1)] if "drafter" in shapes else [])]
     weights = sum(shape.num_parameters // parts for shape, parts in models) * size
     forwards = 2 * max(_forward(shape, size, generation.max_sequences) for shape, _ in models)
@@ -154,7 +154,7 @@ def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, cou
 
 def scorer(spec: job.Spec, shape: ModelShape, stage: str, count: int) -> Needs:
     """The reference, or the critic's values."""
-    size = _BYTES[spec.model.dtype]
+    size = BYTES[spec.model.dtype]
     kv = _KEPT_CONTEXTS * (spec.max_context + 32) * shape.num_layers * shape.kv_width * size
     parts = {"weights": shape.num_parameters * size, "KV": kv, "forwards": _forward(shape, size, 0)}
     return Needs(role=stage, count=count, parts=parts)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from rlhfspec.training.planning.needs import Needs
     from rlhfspec.training.planning.shape import ModelShape
 
-_BYTES = {"float32": 4, "bfloat16": 2}
-
 
 def plan(
     job: Job,
@@ -35,7 +33,7 @@ def plan(
     """Say what goes where and how much memory it takes, from configurations of models alone; refuse what cannot fit."""
     from rlhfspec.huggingface.devices import settled
     from rlhfspec.training.planning import gpus as known
-    from rlhfspec.training.planning.needs import counts, needs_of, sum_of
+    from rlhfspec.training.planning.needs import BYTES, counts, needs_of, sum_of
 
     with exit_on_problems():
         read = with_resolved_paths(read_job(job, overrides or []), job.parent)
@@ -51,7 +49,7 @@ def plan(
     )
     for each in needs:
         typer.echo(f"  {each.role:<11} {each.count} x {sum_of(each)}" + "".join(f"; {note}" for note in each.notes))
-    version = policy.num_parameters * _BYTES[spec.model.dtype]
+    version = policy.num_parameters * BYTES[spec.model.dtype]
     ways = ", ".join(f"{seconds:.0f} s by {way}" for way, seconds in known.weights_seconds(version))
     typer.echo(f"  weights     {version / 1e9:.1f} GB a version: {ways}")
     if too_full:
