@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -102,18 +103,19 @@ def held(*pids: int) -> Iterator[None]:
 
 def stop_at_a_sample(control: Control, pid: int) -> None:
     """Stop generator 1 while it has a sample of the reference's: more are out than the least that ever were, which are
-    those that the stopped reference holds."""
+    those that the stopped reference holds. It runs for less time than a sample takes, between two looks."""
     least = control.reference()["num_ack_pending"]
 
     def is_at_a_sample() -> bool:
         nonlocal least
         control.plan({1: "score"})
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.003)
         os.kill(pid, signal.SIGSTOP)
         out = control.reference()["num_ack_pending"]
         if out > least:
             return True
         least = min(least, out)
-        os.kill(pid, signal.SIGCONT)
         return False
 
     eventually(is_at_a_sample, "generator 1 scores")
