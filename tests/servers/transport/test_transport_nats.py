@@ -67,9 +67,9 @@ def test_who_it_is_for_is_said_by_the_server(server: NatsServer) -> None:
         view = await worker.watch("rlhf.a.load")
         assert await worker.publish("rlhf.a.load", b"busy", id="l")
         assert await worker.publish("rlhf.a.sample", b"5", id="s")
-        [message] = await (await worker.subscribe("rlhf.a.sample", reward)).pull(1, 10.0)
+        [message] = await (await worker.subscribe("rlhf.a.sample", reward)).pull(1, 30.0)
         await message.ack()
-        assert [seen.data for seen in await view.pull(1, 10.0)] == [b"busy"]
+        assert [seen.data for seen in await view.pull(1, 30.0)] == [b"busy"]
         await worker.close()
         await opening.close()
 
@@ -102,7 +102,7 @@ def test_who_leaves_while_messages_come_keeps_none_of_them_from_others(server: N
         draw = random.Random(0)
         for number in range(300):
             reading = await leaving.subscribe("rlhf.a.sample", reference)
-            pull = asyncio.create_task(reading.pull(1, 10.0))
+            pull = asyncio.create_task(reading.pull(1, 30.0))
             publish = asyncio.create_task(sending.publish("rlhf.a.sample", b"5", id=f"{number}"))
             await asyncio.sleep(draw.random() * 0.003)
             pull.cancel()
@@ -111,7 +111,7 @@ def test_who_leaves_while_messages_come_keeps_none_of_them_from_others(server: N
             await publish
             if isinstance(got, BaseException):
                 other = await leaving.subscribe("rlhf.a.sample", reference)
-                got = await other.pull(1, 10.0)
+                got = await other.pull(1, 30.0)
                 await other.close()
             assert [message.id for message in got] == [f"{number}"]
             await got[0].ack()

@@ -158,7 +158,7 @@ def test_a_state_that_changed_during_an_outage_is_seen(tmp_path: Path) -> None:
         transport = await opened(server.url)
         watch = await transport.watch(STATE)
         await transport.publish(STATE, b"", id="p0", key="policy")
-        assert [message.id for message in await watch.pull(9, 10.0)] == ["p0"]
+        assert [message.id for message in await watch.pull(9, 30.0)] == ["p0"]
         server.kill()
         publishing = asyncio.create_task(transport.publish(STATE, b"", id="p1", key="policy"))
         server.start()
@@ -176,7 +176,7 @@ def test_who_waits_too_long_for_a_server_is_told(tmp_path: Path) -> None:
         hasty = await connect(server.url, publish_timeout_seconds=0.5)
         reading = await hasty.subscribe(SUBJECT, REWARD)
         await hasty.publish(SUBJECT, b"", id="a")
-        [message] = await reading.pull(1, 5.0)
+        [message] = await reading.pull(1, 30.0)
         server.kill()
         assert await reading.pull(1, 0.2) == [], "a pull ends at its timeout"
         with pytest.raises(TransportUnavailable, match=r"rlhf\.sums\.sample not stored for 0\.5 s: no answer"):
@@ -196,7 +196,7 @@ def test_who_leaves_waits_no_longer_for_a_server_that_is_away(tmp_path: Path) ->
         transport = await opened(server.url, REWARD)
         held = await transport.subscribe(SUBJECT, REWARD)
         await transport.publish(SUBJECT, b"1", id="1")
-        [message] = await held.pull(1, 5.0)
+        [message] = await held.pull(1, 30.0)
         server.kill()
         waits = [transport.publish(SUBJECT, b"2", id="2"), message.ack(), transport.is_declared(SUBJECT)]
         tasks = [asyncio.create_task(wait) for wait in waits]
@@ -218,9 +218,9 @@ def test_dead_letters_of_what_no_letter_has_room_for(tmp_path: Path) -> None:
         await transport.publish(SUBJECT, bytes(65_000), id="large")
         with pytest.raises(MessageTooLarge, match=r"sample: huge has 700\d\d bytes, the server takes 65536"):
             await transport.publish(SUBJECT, bytes(70_000), id="huge")
-        [message] = await (await transport.subscribe(SUBJECT, REWARD)).pull(9, 5.0)
+        [message] = await (await transport.subscribe(SUBJECT, REWARD)).pull(9, 30.0)
         await message.term("no sample " * 60)
-        [seen] = await (await transport.watch(DEAD)).pull(1, 5.0)
+        [seen] = await (await transport.watch(DEAD)).pull(1, 30.0)
         letter = dead_letters.decode(seen.data)
         assert (letter.id, letter.data) == ("large", b"")
         assert "65000 bytes that are left out" in letter.reason
@@ -231,11 +231,11 @@ def test_dead_letters_of_what_no_letter_has_room_for(tmp_path: Path) -> None:
 
 def test_a_stale_refusal_takes_nothing_from_its_new_holder(tmp_path: Path) -> None:
     async def check(server: NatsServer) -> None:
-        transport = await opened(server.url, Consumer(name="reward", ack_wait_seconds=1.5))
-        readings = [await transport.subscribe(SUBJECT, Consumer(name="reward", ack_wait_seconds=1.5)) for _ in "ab"]
+        transport = await opened(server.url, Consumer(name="reward", ack_wait_seconds=4.0))
+        readings = [await transport.subscribe(SUBJECT, Consumer(name="reward", ack_wait_seconds=4.0)) for _ in "ab"]
         await transport.publish(SUBJECT, b"", id="a")
-        [stale] = await readings[0].pull(1, 5.0)
-        [current] = await readings[1].pull(1, 5.0)
+        [stale] = await readings[0].pull(1, 30.0)
+        [current] = await readings[1].pull(1, 30.0)
         assert current.num_deliveries == 2
         await stale.nak()
         await stale.in_progress()
@@ -259,7 +259,7 @@ def test_what_was_pulled_and_not_handed_out_goes_back_at_once(tmp_path: Path) ->
         await transport.publish(SUBJECT, b"", id="a")
         await asyncio.sleep(0.2)
         await leaving.close()
-        assert [message.id for message in await staying.pull(1, 5.0)] == ["a"]
+        assert [message.id for message in await staying.pull(1, 30.0)] == ["a"]
         await transport.close()
 
     run(tmp_path, check)

@@ -7,9 +7,12 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from rlhfspec.messages.transport.base import Consumer
 from rlhfspec.messages.transport.clock import SystemClock
 from rlhfspec.messages.transport.dead_letters import DeadLetter
+from rlhfspec.messages.transport.jetstream import reading as module
 from rlhfspec.messages.transport.jetstream.deliveries import Consuming
 from rlhfspec.messages.transport.jetstream.reading import PullReading
 
@@ -23,12 +26,14 @@ class HeldConnection:
         self.clock = SystemClock()
         self.disturbed: set[Callable[[], None]] = set()
         self.asked: list[tuple[str, bytes]] = []
+        self.heard: Any = None
 
     def new_inbox(self) -> str:
         return "_INBOX.held"
 
-    async def listen(self, subject: str, arrived: Callable[[Any], Awaitable[None]]) -> None:
+    async def listen(self, subject: str, arrived: Callable[[Any], Awaitable[None]]) -> Any:
         self.arrived = arrived
+        return self.heard
 
     def refuse_if_closed(self, subject: str) -> None:
         pass
@@ -72,5 +77,24 @@ def test_a_pull_that_is_given_up_while_a_message_is_buried_loses_none_and_buries
         await asyncio.gather(*consuming.tasks)
         assert [letter.id for letter in buried] == ["2"]
         assert [data for _, data in connection.asked] == [b"+ACK"]
+
+    asyncio.run(main())
+
+
+def test_what_comes_to_who_has_left_a_busy_server_goes_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than is waited for until the server says that it has heard of it."""
+    monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.01)
+
+    async def main() -> None:
+        connection = HeldConnection()
+        connection.heard = SimpleNamespace(drain=asyncio.Event().wait)
+        reward = Consumer(name="reward", max_deliveries=None)
+        consuming: Any = Consuming(connection, "rlhf.a.sample", reward, None)  # type: ignore[arg-type]
+        reading = await PullReading(consuming).open()
+        await connection.arrived(delivered(1, num_deliveries=1))
+        await reading.close()
+        await connection.arrived(delivered(2, num_deliveries=1))
+        await asyncio.gather(*consuming.tasks)
+        assert connection.asked == [(delivered(number, num_deliveries=1).reply, b"-NAK") for number in (1, 2)]
 
     asyncio.run(main())

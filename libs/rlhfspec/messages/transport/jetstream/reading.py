@@ -44,6 +44,7 @@ class PullReading:
         self._requests: dict[str, tuple[int, asyncio.Future[str]]] = {}  # by number: how many are waited for
         self._heard: Subscription | None = None
         self._closed = False
+        self._is_left = False  # closed, and what was there is given back: what comes late goes back by itself
 
     async def open(self) -> PullReading:
         self._heard = await self._connection.listen(f"{self._inbox}.*", self._arrived)
@@ -110,6 +111,9 @@ class PullReading:
             if delivered.is_done:
                 self._consuming.start(delivered.ack())
                 return
+            if self._is_left:
+                self._consuming.start(delivered.nak())
+                return
             self._ready.append(delivered)
             for wanted, ended in self._requests.values():
                 if len(self._ready) >= wanted:
@@ -143,6 +147,9 @@ class PullReading:
                     await self._heard.drain()  # type: ignore[no-untyped-call]
                 else:
                     await self._heard.unsubscribe()
+        self._is_left = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_SECONDS):
                 await asyncio.gather(*(message.nak() for message in self._ready))
 
 
