@@ -93,7 +93,8 @@ def mounted(disk: Path, size: str) -> Iterator[Path]:
     try:
         yield disk
     finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        # Lazy: what a test that failed has left may write there for a moment, and must not stand in the next one's way.
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,10 +14,13 @@ from typing import Any
 
 import warmed
 import yaml
-from faults.processes import named
+from faults.processes import named, send
 from runs import curve_of
 
+from rlhfspec.messages.servers.guardian import NUM_GUARDIANS
+
 PATIENCE_SECONDS = 150.0
+MOMENT_SECONDS = 0.005  # less than a sample takes anywhere
 START = "rlhfspec.cli.start"
 
 
@@ -79,6 +83,15 @@ class Started:
         """Of a worker's process, as the system has it."""
         return named(self.connections["uid"], f"{stage}-{worker}")[0]
 
+    def kill_unguarded(self) -> None:
+        """The supervisor together with its guardians, which neither clean up meanwhile nor are replaced."""
+        guardians = named(self.connections["uid"], "guardian")
+        assert len(guardians) == NUM_GUARDIANS
+        for pid in guardians:
+            os.kill(pid, signal.SIGSTOP)
+        for pid in (self.process.pid, *guardians):
+            os.kill(pid, signal.SIGKILL)
+
     def curve(self) -> list[dict[str, Any]]:
         return curve_of(self.job_file, self.out)
 
@@ -92,22 +105,74 @@ def eventually(condition: Callable[[], Any], what: str) -> Any:
     return found
 
 
+def caught(
+    pids: Sequence[int],
+    condition: Callable[[], Any],
+    what: str,
+    *,
+    moment_seconds: float = MOMENT_SECONDS,
+    still_seconds: float = 0.0,
+) -> Any:
+    """What it found, while these processes stand still, as they go on to do. Between two looks they run for a moment
+    only, so that nothing is over before it is met: however quick a machine is, and however slow who looks."""
+
+    def look() -> Any:
+        for pid in pids:
+            send(pid, signal.SIGCONT)
+        time.sleep(moment_seconds)
+        for pid in pids:
+            send(pid, signal.SIGSTOP)
+        time.sleep(still_seconds)
+        return condition()
+
+    return eventually(look, what)
+
+
 HOLD = """
 import pathlib, time
 
+def is_held(hold):
+    try:
+        num_steps, _, out = hold.read_text().partition(" ")
+    except FileNotFoundError:
+        return False
+    folder = hold.parent / out
+    steps = folder / "steps.jsonl"
+    num_trained = steps.read_text().count("\\n") if steps.exists() else 0
+    return not num_steps or (folder.exists() and num_trained >= int(num_steps))
+
 def letters(completion):
-    while pathlib.Path(__file__).with_name("hold").exists():
+    while is_held(pathlib.Path(__file__).with_name("hold")):
         time.sleep(0.05)
     return sum(character.isascii() and character.isalpha() for character in completion) / 8
 """
 
 
-def hold_rewards(job_file: Path) -> Path:
-    """While the file that is returned is there nothing is scored, so that no step ends."""
+def hold_rewards(job_file: Path, after: str = "") -> Path:
+    """While the file that is returned is there nothing is scored, so that no step ends. `after`, which stands in it:
+    `2 many` holds the run in the folder `many` alone, and there what comes after its second step (after the third at
+    the latest: weights are published before their step is written down)."""
     (job_file.parent / "rewards.py").write_text(HOLD)
     job = yaml.safe_load(job_file.read_text())
     job["spec"]["rewards"]["sources"][0]["timeoutSeconds"] = PATIENCE_SECONDS
     job_file.write_text(yaml.safe_dump(job))
     file = job_file.parent / "hold"
-    file.touch()
+    file.write_text(after)
     return file
+
+
+STOP = """
+import os, signal
+from rlhfspec.cli.progress import StatusLine
+say = StatusLine.__call__
+def say_and_stop(line, message):
+    say(line, message)
+    if SAID in message:
+        os.kill(os.getpid(), signal.SIGSTOP)
+StatusLine.__call__ = say_and_stop
+"""
+
+
+def stopping_at(said: str) -> str:
+    """What a run does before it starts (`before`), to stand still once it has said this, until it is sent SIGCONT."""
+    return f"exec({STOP!r}, {{'SAID': {said!r}}})"

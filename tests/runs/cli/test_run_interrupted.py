@@ -18,6 +18,7 @@ import pytest
 import warmed
 import yaml
 from runs import curve_of, invoke, lines_of, train
+from started import hold_rewards
 
 from rlhfspec.cli.signals import on_signals
 
@@ -71,12 +72,15 @@ def test_ctrl_c_ends_cleanly_and_a_resume_continues_the_curve(
     job_file: Path,
     whole: list[dict[str, Any]],
 ) -> None:
+    hold = hold_rewards(job_file, "1 stopped")
     process = start(job_file, "stopped", STEPS, "checkpoint.everySteps=100")
     wait_for_step(process, job_file, "stopped", 1)
     process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert any("stopping" in line for line in process.stdout)
+    hold.unlink()
     code, output = ended(process)
     assert code == 130
-    assert "stopping" in output
     assert "--resume" in output, "says how to go on"
     done = len(lines_of(job_file, "stopped"))
     assert 1 <= done < 5

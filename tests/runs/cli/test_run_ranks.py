@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from runs import curve_of, invoke, train
-from started import Started
+from started import Started, hold_rewards
 
 LOSSES = ("policy_loss", "kl", "grad_norm", "entropy")
 
@@ -102,7 +102,7 @@ def test_a_rank_without_a_leader_says_whom_it_waited_for(job_file: Path) -> None
     assert "Traceback" not in output
 
 
-LEARNING = ("training.steps=12", "training.optimizer.learningRate=1e-4", "checkpoint.everySteps=1")
+LEARNING = ("training.steps=6", "training.optimizer.learningRate=1e-4", "checkpoint.everySteps=1")
 NODES = ("roles.trainer.nodes=2", "roles.trainer.ranksPerNode=2")
 
 
@@ -125,9 +125,10 @@ def assert_learned_alike(one: list[dict[str, Any]], other: list[dict[str, Any]])
 def test_two_nodes_of_two_ranks_learn_what_one_process_learns_though_one_is_killed(
     job_file: Path, starting: Callable[..., Started], rank: int
 ) -> None:
+    hold = hold_rewards(job_file, "1 nodes")
     alone = train(job_file, "alone", *LEARNING)
     run = starting("nodes", *LEARNING, *NODES)
-    run.until(" 1/12 ")
+    run.until(" 1/6 ")
     first, generator = ranks_of(run), run.pid_of("generator")
     assert first.keys() == {0, 1, 2, 3}
     os.kill(first[rank], signal.SIGKILL)
@@ -135,6 +136,7 @@ def test_two_nodes_of_two_ranks_learn_what_one_process_learns_though_one_is_kill
     run.until("resuming after step")
     assert run.pid_of("generator") == generator, "no other worker is started again"
     assert not set(ranks_of(run).values()) & set(first.values()), "the set is whole"
+    hold.unlink()
     code, output = run.ended()
     assert code == 0, output
     assert output.count("it is started again") == 1
@@ -144,10 +146,13 @@ def test_two_nodes_of_two_ranks_learn_what_one_process_learns_though_one_is_kill
 def test_a_run_of_two_nodes_that_was_stopped_goes_on_with_one_rank(
     job_file: Path, starting: Callable[..., Started]
 ) -> None:
+    hold = hold_rewards(job_file, "2 nodes")
     alone = train(job_file, "alone", *LEARNING)
     run = starting("nodes", *LEARNING, "roles.trainer.nodes=2")
-    run.until(" 2/12 ")
+    run.until(" 2/6 ")
     run.process.send_signal(signal.SIGINT)
+    run.until("stopping: ")
+    hold.unlink()
     code, output = run.ended()
     assert code == 130, output
     newest = max((run.folder / "checkpoints").glob("step-*"))

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 from faults.processes import environment_of, is_alive, of_run
-from pods import OFF, PATIENCE_SECONDS, STAGES, Job, Pod, eventually
+from pods import OFF, STAGES, Job, Pod, eventually
 from runs import curve_of, lines_of, train
 from shared_servers import SharedServers
-from started import HOLD
+from started import hold_rewards
 
 from rlhfspec.cluster import names
 from rlhfspec.common.folder_lock import take_lock
@@ -63,21 +63,18 @@ def steps_trained(job: Job) -> int:
 def test_a_run_in_pods_has_the_laptops_curve(job: Job) -> None:
     """Who opens the run comes last, and a generator beyond the job's count joins; the trainer is asked to leave in the
     midst of a step, and another goes on."""
-    (job.job_file.parent / "rewards.py").write_text(HOLD)
+    hold = hold_rewards(job.job_file, "0 storage/run")
     content = yaml.safe_load(job.job_file.read_text())
     content["spec"]["training"]["steps"] = STEPS
-    content["spec"]["rewards"]["sources"][0]["timeoutSeconds"] = PATIENCE_SECONDS
     job.job_file.write_text(yaml.safe_dump(content))
     train(job.job_file, "one")
-    (hold := job.job_file.parent / "hold").touch()
     prepared(job)
     pods = {stage: job.start(stage) for stage in STAGES}
     pods["elastic"] = job.start("generator", 4)
     pods["control"] = job.start(names.CONTROL)
     eventually(lambda: all(answers(pod) == 200 for pod in pods.values()), "all are ready")
-    hold.unlink()
+    hold.write_text("2 storage/run")
     eventually(lambda: steps_trained(job) >= 2, "two trained steps")
-    hold.touch()
     pods["trainer"].process.send_signal(signal.SIGTERM)
     said = pods["trainer"].ended()
     assert said == (0, f"left: step {steps_trained(job)} is trained and saved")

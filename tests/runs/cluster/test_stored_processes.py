@@ -19,7 +19,7 @@ from object_stores import ObjectServer
 from pods import OFF, STAGES, Job, Pod, eventually
 from runs import curve_of, train
 from shared_servers import SharedServers
-from started import HOLD
+from started import HOLD, hold_rewards
 
 from rlhfspec.cluster import names
 from rlhfspec.common.object_store import ObjectStore
@@ -59,12 +59,11 @@ class StoredJob(Job):
 @pytest.fixture
 def job(job_file: Path, servers: SharedServers, server: ObjectServer) -> Iterator[StoredJob]:
     here = job_file.parent
-    (here / "hold").touch()
+    hold_rewards(job_file)
     (here / "rewards.py").write_text(HOLD.replace('pathlib.Path(__file__).with_name("hold")', repr_of(here / "hold")))
     content = yaml.safe_load(job_file.read_text())
     content["spec"]["generation"]["speculation"] = OFF
     content["spec"]["training"]["steps"] = STEPS
-    content["spec"]["rewards"]["sources"][0]["timeoutSeconds"] = 150
     content["spec"]["observability"]["traces"] = True
     job_file.write_text(yaml.safe_dump(content))
     ObjectStore(URI, here).push([here / "data.jsonl", here / "rewards.py"])
@@ -84,9 +83,9 @@ def test_a_run_whose_pods_share_nothing_but_an_object_store(job: StoredJob, serv
     train(job.job_file, "one")
     prepare = job.start(names.PREPARE)
     assert prepare.ended()[0] == 0, prepare.log.read_text()
+    hold.write_text(f"2 {job.base(len(STAGES)) / RUN}")  # where the trainer has its folder, which is started last
     pods = {stage: job.start(stage) for stage in (*STAGES, names.CONTROL)}
     eventually(lambda: checkpoints(job) >= 2, "two checkpoints in the store")
-    hold.touch()
     pods["trainer"].process.kill()
     pods["trainer"].process.wait()
     kept = checkpoints(job)

@@ -16,6 +16,7 @@ from control_place import PATIENCE_SECONDS, Job, stopped
 from runs import curve_of, train
 from scraping import samples_of
 from shared_servers import SharedServers
+from started import hold_rewards
 
 from rlhfspec.worker import exits
 
@@ -28,19 +29,6 @@ def job(tmp_path: Path, servers: SharedServers, job_file: Path) -> Iterator[Job]
     pods.mkdir()
     with Job(pods, servers, job_file) as job:
         yield job
-
-
-HELD = """
-import pathlib, time
-
-beside = pathlib.Path(__file__).parent
-steps, go_on = beside / "run" / "steps.jsonl", beside / "go-on"
-
-def letters(completion):
-    while steps.exists() and steps.stat().st_size and not go_on.exists():
-        time.sleep(0.05)
-    return sum(character.isascii() and character.isalpha() for character in completion) / 8
-"""
 
 
 def shown_once(job: Job, holds: Callable[[set[str]], bool]) -> dict[str, Any]:
@@ -67,8 +55,10 @@ def test_control_waits_for_the_run_to_be_opened_and_lives_on_where_nats_lost_all
         servers.kill_nats()
         shutil.rmtree(servers.folder / "store")
         until_said(job, "the broker does not answer")
+        control.send_signal(signal.SIGSTOP)  # else it may look before the run is opened again
         servers.start_nats()
         job.open()
+        control.send_signal(signal.SIGCONT)
         until_said(job, "the broker answers again")
         assert stopped(control) == 0
 
@@ -86,7 +76,7 @@ def until_said(job: Job, what: str) -> None:
 
 def test_a_run_is_told_of_from_beginning_to_end(job: Job, job_file: Path) -> None:
     """Held after its first step, where control is killed and the broker stopped: neither leaves a trace."""
-    (job_file.parent / "rewards.py").write_text(HELD)
+    hold = hold_rewards(job_file, "1 run")
     changed = ("training.steps=12", "algorithm.klCoefficient=0", "generation.speculation.mode=off")
     whole = train(job_file, "one", *changed)
     job.job["spec"]["training"]["steps"] = 12
@@ -118,7 +108,7 @@ def test_a_run_is_told_of_from_beginning_to_end(job: Job, job_file: Path) -> Non
         job.servers._nats.send_signal(signal.SIGCONT)
     assert [trouble.reason for trouble in away] == ["BrokerUnavailable"]
     check_what_control_counts(job)
-    (job_file.parent / "go-on").touch()
+    hold.unlink()
     assert any(b"step " in line for line in viewing.stdout), "it shows steps as they come"
     assert stopped(viewing) == exits.DONE
     last = operator.until(lambda report: report.checkpoint_step == 12, "the last checkpoint")

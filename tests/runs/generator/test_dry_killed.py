@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import yaml
 from faults.processes import send
 from runs import train
-from started import Started, eventually
+from started import Started, caught, eventually, hold_rewards
 
 from rlhfspec.messages.access.rights import CONTROL, inbox_of
 from rlhfspec.messages.loop import subject
@@ -103,38 +102,38 @@ def held(*pids: int) -> Iterator[None]:
 
 def stop_at_a_sample(control: Control, pid: int) -> None:
     """Stop generator 1 while it has a sample of the reference's: more are out than the least that ever were, which are
-    those that the stopped reference holds. It runs for less time than a sample takes, between two looks."""
+    those that the stopped reference holds."""
     least = control.reference()["num_ack_pending"]
 
     def is_at_a_sample() -> bool:
         nonlocal least
-        control.plan({1: "score"})
-        os.kill(pid, signal.SIGCONT)
-        time.sleep(0.003)
-        os.kill(pid, signal.SIGSTOP)
         out = control.reference()["num_ack_pending"]
         if out > least:
             return True
         least = min(least, out)
+        control.plan({1: "score"})
         return False
 
-    eventually(is_at_a_sample, "generator 1 scores")
+    caught([pid], is_at_a_sample, "generator 1 scores")
 
 
 def test_a_dry_generator_is_killed_in_the_middle_of_scoring_and_the_curve_is_that_of_one_process(
     job_file: Path, starting: Callable[..., Started]
 ) -> None:
-    """The reference itself is stopped: the first steps are scored by generator 1 alone, killed once while it scores."""
+    """The reference itself is stopped: steps are scored by generator 1 alone, killed once while it scores. The first
+    step is held until that can be met, which is in the steps after it."""
     ppo(job_file)
+    hold = hold_rewards(job_file, "0 many")
     whole = train(job_file, "one", *PPO)
     run = starting("many", "roles.generator.workers=2")
     run.until("(8 of 8)")
     generators = [run.pid_of("generator", worker) for worker in (0, 1)]
     with ExitStack() as all_held:
         all_held.enter_context(held(run.pid_of("reference"), run.pid_of("rebalancer")))
-        with held(*generators):  # before this process connects, so that a quick machine has no time to end the run
+        with held(*generators):
             control = all_held.enter_context(Control(run))
             eventually(lambda: control.reference()["num_waiting"] == 0, "the reference asks for nothing any more")
+        hold.unlink()
         stop_at_a_sample(control, generators[1])
         os.kill(generators[1], signal.SIGKILL)
         assert "started again" in run.until("generator 1: killed by SIGKILL")

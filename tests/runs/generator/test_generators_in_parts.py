@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from faults.processes import environment_of, is_alive, named, of_run
 from runs import invoke, train
-from started import HOLD, Started, eventually
+from started import Started, eventually, hold_rewards
 from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
@@ -35,10 +35,9 @@ def tokens_of(folder: Path) -> list[list[int]]:
 def test_two_generators_of_two_processes_have_the_curve_of_one_process_though_a_part_is_killed(
     which: int, job_file: Path, starting: Callable[..., Started]
 ) -> None:
-    (job_file.parent / "rewards.py").write_text(HOLD)
+    hold = hold_rewards(job_file, "0 many")
     steps = "training.steps=3"
     whole = train(job_file, "one", steps)
-    (hold := job_file.parent / "hold").touch()
     run = starting("many", steps, "roles.generator.workers=2", PARTS)
     run.until("(6 of 6)")
     uid = run.connections["uid"]
@@ -58,18 +57,22 @@ def test_two_generators_of_two_processes_have_the_curve_of_one_process_though_a_
 
 
 def test_ctrl_c_leaves_no_part_behind(job_file: Path, starting: Callable[..., Started]) -> None:
-    run = starting("many", "training.steps=100", PARTS, "generation.speculation.mode=adaptive")
-    run.until(" 1/100 ")
+    hold = hold_rewards(job_file, "1 many")
+    run = starting("many", PARTS, "generation.speculation.mode=adaptive")
+    run.until(" 1/3 ")
     uid = run.connections["uid"]
     run.process.send_signal(signal.SIGINT)
+    run.until("stopping: ")
+    hold.unlink()
     code, output = run.ended()
     assert code == 130, output
     assert not of_run(uid), "nobody is left"
 
 
 def test_a_supervisor_that_is_killed_leaves_no_part_behind(job_file: Path, starting: Callable[..., Started]) -> None:
-    run = starting("many", "training.steps=100", PARTS)
-    run.until(" 1/100 ")
+    hold_rewards(job_file, "1 many")
+    run = starting("many", PARTS)
+    run.until(" 1/3 ")
     uid = run.connections["uid"]
     run.process.kill()
     run.process.wait()

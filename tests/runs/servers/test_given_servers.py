@@ -22,7 +22,7 @@ from given_places import RedisServer, tls_config
 from nats.aio.client import Client
 from nats_servers import NatsServer
 from runs import train
-from started import Started, eventually, hold_rewards
+from started import Started, eventually, hold_rewards, stopping_at
 
 from rlhfspec.messages.servers.credentials.certificates import create_credentials
 
@@ -191,10 +191,11 @@ def test_ctrl_c_leaves_nothing_there_and_says_how_to_go_on(
 
 
 def test_ctrl_c_while_it_starts_leaves_nothing_there(place: Place, starting: Callable[..., Started]) -> None:
-    run = starting("many", STEPS)
+    run = starting("many", STEPS, before=stopping_at("starting 5 processes"))
     run.until("starting 5 processes")
     assert place.streams() != {"others"}
     run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGCONT)
     code, output = run.ended()
     assert code == 130, output
     assert not run.folder.exists()
@@ -230,8 +231,7 @@ def test_what_a_supervisor_left_that_died_with_its_guardians_goes_with_the_next_
     run.until(READY)
     uid = run.connections["uid"]
     assert any(f"_{uid}_" in name for name in place.streams())
-    for pid in (*named(uid, "guardian"), run.process.pid):
-        os.kill(pid, signal.SIGKILL)
+    run.kill_unguarded()
     eventually(lambda: not of_run(uid), "no stage goes on without a supervisor")
     hold.unlink()
     if memory == "kept":

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from runs import train
-from started import HOLD, PATIENCE_SECONDS, Started
+from started import Started, hold_rewards
 from wire_records import SAMPLE, SCORE
 
 from rlhfspec.errors import InvalidRequest, MessageTooLarge, RLHFSpecError
@@ -147,13 +146,8 @@ def test_hostile_messages_are_refused_counted_and_buried_and_change_nothing(
     job_file: Path,
     starting: Callable[..., Started],
 ) -> None:
-    (job_file.parent / "rewards.py").write_text(HOLD)
-    job = yaml.safe_load(job_file.read_text())
-    job["spec"]["rewards"]["sources"][0]["timeoutSeconds"] = PATIENCE_SECONDS
-    job_file.write_text(yaml.safe_dump(job))
+    hold = hold_rewards(job_file, "0 many")
     whole: list[dict[str, Any]] = train(job_file, "one")
-    hold = job_file.parent / "hold"
-    hold.touch()
     run = starting("many")
     run.until("3 steps of")
     connections = Connections.read(run.folder / "processes" / "connections.json")

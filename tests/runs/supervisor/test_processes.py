@@ -15,7 +15,7 @@ import pytest
 import yaml
 from faults.processes import named, of_run
 from runs import lines_of, train
-from started import HOLD, PATIENCE_SECONDS, TWO, Started, eventually
+from started import PATIENCE_SECONDS, TWO, Started, eventually, hold_rewards, stopping_at
 
 from rlhfspec.messages.loop import STAGES
 
@@ -25,13 +25,9 @@ def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_j
 ) -> None:
     """Two generators, two rewards; a generator dies by kill -9, and a third one comes from another shell and goes. The
     first step waits until both have happened."""
-    (job_file.parent / "rewards.py").write_text(HOLD)
-    job = yaml.safe_load(job_file.read_text())
-    job["spec"]["rewards"]["sources"][0]["timeoutSeconds"] = PATIENCE_SECONDS
-    job_file.write_text(yaml.safe_dump(job))
+    hold = hold_rewards(job_file, "0 many")
     steps = "training.steps=6"
     whole = train(job_file, "one", steps, *TWO)
-    (hold := job_file.parent / "hold").touch()
     run = starting("many", steps, *TWO, fresh=True)
     run.until("(8 of 8)")
     uid, connections = run.connections["uid"], run.folder / "processes" / "connections.json"
@@ -48,11 +44,12 @@ def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_j
     try:
         run.until("generator 7 joined")
         assert by_hand.pid in of_run(uid), "the guardian would end it too"
-        hold.unlink()
+        hold.write_text("2 many")
         run.until("step 2/")
         by_hand.send_signal(signal.SIGTERM)
         output, _ = by_hand.communicate(timeout=PATIENCE_SECONDS)
         assert by_hand.returncode == 0, output
+        hold.unlink()
     finally:
         by_hand.kill()
         by_hand.communicate()
@@ -84,19 +81,22 @@ def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_j
 def test_ppo_stopped_by_ctrl_c_and_resumed_has_the_curve_of_one_process(
     job_file: Path, starting: Callable[..., Started]
 ) -> None:
-    """Every stage there is. Of so many steps, some are left when Ctrl-C comes, on a busy machine too."""
+    """Every stage there is. Steps are left when Ctrl-C comes: they are held until it is heard."""
+    hold = hold_rewards(job_file, "1 many")
     job = yaml.safe_load(job_file.read_text())
     job["spec"]["algorithm"] = {"name": "ppo", "samplesPerPrompt": 2}
     job_file.write_text(yaml.safe_dump(job))
-    steps = ("training.steps=30", "checkpoint.everySteps=100")
+    steps = ("training.steps=6", "checkpoint.everySteps=100")
     whole = train(job_file, "one", *steps)
     run = starting("many", *steps)
-    run.until(" 1/30 ")
+    run.until(" 1/6 ")
     run.process.send_signal(signal.SIGINT)
+    run.until("stopping: ")
+    hold.unlink()
     code, output = run.ended()
     assert code == 130, output
     assert "rlhfspec run --processes" in output, "says how to go on"
-    assert 1 <= len(lines_of(job_file, "many")) < 30
+    assert 1 <= len(lines_of(job_file, "many")) < 6
     again = starting("many", *steps, resume=True)
     code, output = again.ended()
     assert code == 0, output
@@ -109,18 +109,17 @@ def test_ppo_stopped_by_ctrl_c_and_resumed_has_the_curve_of_one_process(
 def test_a_supervisor_that_dies_together_with_its_guardians_is_cleaned_up_after_by_the_next_run(
     job_file: Path, starting: Callable[..., Started], way: str
 ) -> None:
-    steps = "training.steps=30"  # some are left when it dies
+    steps = "training.steps=5"
+    hold = hold_rewards(job_file, "1 many")  # steps are left when it dies
     whole = train(job_file, "one", steps)
     run = starting("many", steps)
-    run.until(" 1/30 ")
+    run.until(" 1/5 ")
     uid, weights = run.connections["uid"], Path(run.connections["weights_folder"])
-    guardians = named(uid, "guardian")
-    assert len(guardians) == 2
-    for pid in (run.process.pid, *guardians):  # else there would be others at once
-        os.kill(pid, signal.SIGKILL)
+    run.kill_unguarded()
     eventually(lambda: not of_run(uid), "neither stage nor server goes on without a supervisor")
     assert weights.exists()
     assert (run.folder / "processes").exists()
+    hold.unlink()
     if way == "processes":
         again = starting("many", steps, resume=True)
         assert again.ended()[0] == 0
@@ -159,11 +158,12 @@ def test_servers_that_die_before_a_stage_is_started_are_started_again(
 def test_servers_that_die_while_the_stages_start_are_started_again(
     job_file: Path, starting: Callable[..., Started]
 ) -> None:
-    run = starting("many")
+    run = starting("many", before=stopping_at("starting 5 processes"))
     run.until("starting 5 processes")
     for name in ("nats", "redis"):
         [pid] = named(run.connections["uid"], name)
         os.kill(pid, signal.SIGKILL)
+    run.process.send_signal(signal.SIGCONT)
     code, output = run.ended()
     assert code == 0, output
     for name in ("nats-server", "valkey-server"):

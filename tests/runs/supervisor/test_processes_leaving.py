@@ -11,7 +11,7 @@ from pathlib import Path
 from advice import Listener
 from faults.processes import named, slowed
 from runs import train
-from started import Started, eventually
+from started import Started, caught, eventually, hold_rewards
 
 LONG = (
     "roles.generator.workers=2",
@@ -27,14 +27,19 @@ def test_what_runs_at_a_generator_that_leaves_goes_on_elsewhere(
     job_file: Path,
     starting: Callable[..., Started],
 ) -> None:
+    """It leaves in the second step; the first waits until it is looked at."""
+    hold = hold_rewards(job_file, "0 many")
     whole = train(job_file, "one", *LONG)
     run = starting("many", *LONG)
     run.until("(7 of 7)")
     generators = [run.pid_of("generator", worker) for worker in (0, 1)]
     with Listener(run.folder / "processes" / "connections.json") as listener:
+        eventually(lambda: len(listener.loads) > 1, "both generators are heard")
+        for pid in generators:
+            os.kill(pid, signal.SIGSTOP)
+        hold.unlink()
+        worker = caught(generators, lambda: in_the_middle(listener), "a generator has samples in mid-answer")[0]
         with slowed(*generators):
-            eventually(lambda: in_the_middle(listener), "a generator has samples in mid-answer")
-            worker = in_the_middle(listener)[0]
             os.kill(generators[worker], signal.SIGTERM)
             eventually(lambda: not named(run.connections["uid"], f"generator-{worker}"), "it is gone")
         code, output = run.ended()

@@ -13,7 +13,7 @@ import yaml
 from advice import Adviser, Listener
 from faults.processes import named, slowed
 from runs import train, write_job
-from started import Started, eventually
+from started import Started, eventually, hold_rewards
 from traced_moves import check_traces
 
 from rlhfspec.messages.records import Move
@@ -42,12 +42,14 @@ def test_random_moves_every_50_ms_change_no_bit_of_the_curve(
     """With drafts, over shared memory; with drafts of another kind, stop strings and a critic, over TCP."""
     policy = yaml.safe_load(job_file.read_text())["spec"]["model"]["path"]
     write_job(job_file.parent, Path(policy).parent, **algorithm)
+    hold = hold_rewards(job_file, "0 many")
     whole = train(job_file, "one", *LONG, *ways)
     run = starting("many", *LONG, *ways)
-    run.until("step 1/")
+    run.until("6 steps of")
     generators = [run.pid_of("generator", worker) for worker in (0, 1)]
     with Adviser(run.folder / "processes" / "connections.json", seed=1) as adviser:
         with slowed(*generators):  # however quick the machine is, samples are there long enough to be moved
+            hold.unlink()
             eventually(lambda: adviser.outcomes["kv"] >= 10 or run.process.poll() is not None, "ten have moved")
         code, output = run.ended()
     assert code == 0, output
@@ -85,6 +87,7 @@ def test_a_rebalancer_that_is_killed_held_or_talks_nonsense_costs_balance_and_no
     job_file: Path,
     starting: Callable[..., Started],
 ) -> None:
+    hold = hold_rewards(job_file, "1 many")
     whole = train(job_file, "one", *LONG)
     run = starting("many", *LONG)
     with Hostile(run.folder / "processes" / "connections.json") as hostile:
@@ -93,9 +96,11 @@ def test_a_rebalancer_that_is_killed_held_or_talks_nonsense_costs_balance_and_no
         os.kill(first := run.pid_of("rebalancer"), signal.SIGKILL)
         assert "started again" in run.until("rebalancer 0: killed by SIGKILL")
         eventually(lambda: [pid for pid in named(uid, "rebalancer-0") if pid != first], "there is another one")
+        hold.write_text("4 many")
         run.until("step 4/")
         for pid in named(uid, "rebalancer-0"):
             os.kill(pid, signal.SIGSTOP)  # for as long as the run lasts
+        hold.unlink()
         run.until("step 6/")
         for pid in named(uid, "rebalancer-0"):
             os.kill(pid, signal.SIGCONT)

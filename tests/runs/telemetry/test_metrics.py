@@ -6,7 +6,6 @@ from __future__ import annotations
 import doctest
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ import promql
 import pytest
 import yaml
 from advice import Adviser
-from faults.processes import named
+from faults.processes import named, slowed
 from helm import CHART
 from promql import Series, exceeding, family, named_anywhere, needs_promtool, promtool_alerts
 from runs import write_data, write_job
 from scraping import OF_LEARNING, TARGET, Scrape, Scraper, names_of, values_of
-from started import PATIENCE_SECONDS, Started, eventually
+from started import PATIENCE_SECONDS, Started, caught, eventually
 
 from rlhfspec.telemetry.folder import read_spans
 from rlhfspec.telemetry.read import Life, lives
@@ -107,8 +106,9 @@ def watch(run: Started, job_file: Path) -> Watched:
 
 
 def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper, go_on: Path) -> int:
-    """While it has what it said in its traces: which. All stand still but for moments, so that stays last long enough
-    to be told of on a machine however quick, and what was told of is there a moment later."""
+    """While it has what it said in its traces: which. That is in the second step, for the first waits until they can
+    be met. All stand still but for moments, so that stays last long enough to be told of on a machine however quick,
+    and what was told of is there a moment later."""
     before, pids = scraper.look(), {worker: run.pid_of("generator", worker) for worker in (0, 1)}
     scraper.first = scraper.ask()
     assert set(values_of(scraper.first, "rlhfspec_restarts_total", stage="generator")) == {0.0}, "said before the first"
@@ -118,22 +118,18 @@ def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper, go_on: Path
         return bool(values_of(scraper.first, "rlhfspec_move_bytes_total"))
 
     def one_has_what_it_told() -> list[int]:
-        """Else all go on for a moment: what was told of may be finished, or at the other, by now."""
-        for pid in pids.values():
-            os.kill(pid, signal.SIGSTOP)
-        time.sleep(STILL_SECONDS)
+        """What was told of may be finished, or at the other, by now."""
         lasts = [last_of(life) for life in lives(read_spans(run.folder)) if life.stays]
         has = Counter(last.worker for last in lasts if last.is_open)
-        if max(has.values(), default=0) >= MANY:
-            return [max(has, key=has.__getitem__)]
-        for pid in pids.values():
-            os.kill(pid, signal.SIGCONT)
-        time.sleep(MOMENT_SECONDS)
-        return []
+        return [worker for worker, number in has.items() if number >= MANY]
 
-    eventually(there_were_moves, "there were moves")
-    go_on.touch()
-    [worker] = eventually(one_has_what_it_told, "one has had samples for a while")
+    with slowed(*pids.values()):
+        go_on.touch()
+        eventually(there_were_moves, "there were moves")
+    worker = caught(
+        [*pids.values()], one_has_what_it_told, "one has had samples for a while",
+        moment_seconds=MOMENT_SECONDS, still_seconds=STILL_SECONDS,
+    )[0]  # fmt: skip
     os.kill(pids[1 - worker], signal.SIGCONT)
     os.kill(pids[worker], signal.SIGKILL)
     name = f"generator-{worker}"

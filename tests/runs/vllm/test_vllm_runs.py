@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from runs import invoke, train, write_data, write_job, write_models
-from started import TWO, Started, eventually
+from started import TWO, Started, eventually, hold_rewards
 from vllm_children import python_with_vllm
 
 from rlhfspec.engine.vllm.finding import INSTALL_VLLM, VARIABLE
@@ -64,6 +64,7 @@ def test_samples_are_those_of_our_engine(job_file: Path, ours: dict[str, list[An
 
 def test_two_generators_lose_a_child_and_a_worker_and_no_sample(job_file: Path, ours: dict[str, list[Any]]) -> None:
     python_with_vllm()
+    hold = hold_rewards(job_file, "1 several")
     run = Started(job_file, "several", VLLM, *TWO, "observability.traces=false")
     run.until("step 1/3")
     uid = run.connections["uid"]
@@ -71,6 +72,7 @@ def test_two_generators_lose_a_child_and_a_worker_and_no_sample(job_file: Path, 
     os.kill(killed, signal.SIGKILL)
     os.kill(run.pid_of("generator", 1), signal.SIGKILL)
     eventually(lambda: len(set(children(uid)) - {killed, kept}) >= 1, "another child")
+    hold.unlink()
     code, text = run.ended()
     assert code == 0, text
     assert samples(job_file, "several") == ours
