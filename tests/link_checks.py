@@ -96,7 +96,7 @@ def nothing_left() -> Iterator[None]:
     """No file, socket, thread, or memory of a link more than before."""
     before = _held()
     yield
-    patience = time.monotonic() + 5  # the kernel's list of threads is a moment behind the join
+    patience = time.monotonic() + 60  # the kernel's list of threads is a moment behind the join
     while (more := _held() - before) and time.monotonic() < patience:
         time.sleep(0.01)
     assert not more, more

@@ -51,7 +51,7 @@ class Scraper:
         for name in only or self._targets:
             address = self._targets[name]
             with suppress(URLError, ConnectionError, TimeoutError):
-                with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+                with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
                     text = answer.read().decode()
                 found |= samples_of(text, TARGET | {"pod": name, "instance": address})
         return found

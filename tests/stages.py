@@ -39,7 +39,7 @@ from rlhfspec.training.learning.rollouts import Rollouts
 from rlhfspec.training.weights import MemoryWeightStore
 from rlhfspec.training.weights.base import weights_record
 
-THREAD_SECONDS = 10.0  # so long a test waits for a thread before it fails
+THREAD_SECONDS = 60.0  # so long a test waits for a thread before it fails
 
 
 class ByteTokenizer:

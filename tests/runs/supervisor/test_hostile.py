@@ -74,7 +74,7 @@ def hostile(record_type: type[Record]) -> list[bytes]:
 
 
 async def connected(connections: Connections, role: str) -> NatsTransport:
-    return await connect(connections, role, name="stranger", publish_timeout_seconds=5.0)
+    return await connect(connections, role, name="stranger", publish_timeout_seconds=60.0)
 
 
 async def attack(connections: Connections) -> tuple[int, int]:

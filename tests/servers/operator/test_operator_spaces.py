@@ -37,7 +37,7 @@ class Server:
 @asynccontextmanager
 async def working(server: Server, folder: Path) -> AsyncIterator[tuple[Spaces, Callable[[Callable[[], bool]], Any]]]:
     async def until(holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60.0):
             while not holds():
                 await asyncio.sleep(0.01)
 

@@ -92,7 +92,7 @@ async def watched(
     found = Informers(cache, [] if label else ["rl", "team"], told.append, label=label)
 
     async def until(holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60.0):
             while not holds():
                 await asyncio.sleep(0.01)
 

@@ -282,7 +282,7 @@ def test_a_dropped_sample_leaves_the_others(server: Server) -> None:
 
 def test_no_more_calls_at_a_time_than_asked_for(server: Server) -> None:
     running, most, lock = 0, 0, threading.Lock()
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=60)
 
     def count(handler: Handler) -> None:
         nonlocal running, most

@@ -37,7 +37,7 @@ def health(clock: FakeClock) -> Iterator[Health]:
 
 
 def asked(health: Health, path: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(health.http_address, timeout=10)
+    connection = http.client.HTTPConnection(health.http_address, timeout=60)
     connection.request("GET", path)
     answer = connection.getresponse()
     text = answer.read().decode()
@@ -53,7 +53,7 @@ def status(health: Health, *, role: str = "reward", credentials: Path | None = N
         else grpc.secure_channel(address, channel_credentials(credentials, role))
     ) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=10).status)
+        return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=60).status)
 
 
 def test_it_serves_from_ready_to_draining(health: Health) -> None:
@@ -123,7 +123,7 @@ def test_others_add_their_handlers(clock: FakeClock) -> None:
     handler = grpc.unary_stream_rpc_method_handler(echo)
     health.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("rlhf.Echo", {"Back": handler}),))
     with health, grpc.insecure_channel(health.grpc_address) as channel:
-        assert list(channel.unary_stream("/rlhf.Echo/Back")(b"abc", timeout=10)) == [b"cba"]
+        assert list(channel.unary_stream("/rlhf.Echo/Back")(b"abc", timeout=60)) == [b"cba"]
 
 
 def test_nothing_is_left_when_it_closes(clock: FakeClock) -> None:

@@ -276,7 +276,7 @@ def test_so_many_calls_run_at_a_time_and_no_more(desk: Desk) -> None:
     code = """
 import threading
 lock, running, most = threading.Lock(), 0, 0
-both = threading.Barrier(2, timeout=10)
+both = threading.Barrier(2, timeout=60)
 def reward(completion):
     global running, most
     with lock:
@@ -292,7 +292,7 @@ def reward(completion):
 
 def test_sources_run_at_once(desk: Desk) -> None:
     desk.write(
-        "import threading\nboth = threading.Barrier(2, timeout=10)\ndef reward(completion): return both.wait() * 0"
+        "import threading\nboth = threading.Barrier(2, timeout=60)\ndef reward(completion): return both.wait() * 0"
     )
     source = {"function": "rewards:reward"}
     assert run(desk.sources(source, source))[0].components == (("reward", 0.0), ("reward-2", 0.0))
@@ -438,10 +438,10 @@ def _traceback(error: BaseException) -> list[str]:
 
 
 def test_calls_one_after_the_other_share_a_thread_and_one_that_hangs_is_never_used_again() -> None:
-    first, *others = [in_daemon_thread(threading.get_ident).result(timeout=10.0).value for _ in range(20)]
+    first, *others = [in_daemon_thread(threading.get_ident).result(timeout=60.0).value for _ in range(20)]
     assert set(others) == {first}
     release = threading.Event()
     hanging = in_daemon_thread(lambda: (threading.get_ident(), release.wait(30.0)))
-    after = [in_daemon_thread(threading.get_ident).result(timeout=10.0).value for _ in range(3)]
+    after = [in_daemon_thread(threading.get_ident).result(timeout=60.0).value for _ in range(3)]
     release.set()
-    assert hanging.result(timeout=10.0).value[0] not in after
+    assert hanging.result(timeout=60.0).value[0] not in after

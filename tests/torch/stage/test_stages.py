@@ -287,7 +287,7 @@ def test_steps_are_trained_in_order_whatever_arrives_when(seed: int, staleness: 
         service = stages.trainer()
         for stage, record in records:
             await stages.publish(stage, record)
-        await asyncio.wait_for(service.run(), 20.0)
+        await asyncio.wait_for(service.run(), 60.0)
         service.close()
         assert [rollouts.ids for rollouts in stages.learner.learnt] == [
             tuple(sample.id for sample in samples_of(step)) for step in (1, 2, 3)

@@ -304,7 +304,7 @@ def test_a_trainer_that_is_restarted_is_waited_for(nodes: Cluster) -> None:
         for known_now in (nodes.trainer.address, nodes.node().address):  # gone; there, without the version
             asked.clear()
             known.append(known_now)
-            assert asked.wait(10)
+            assert asked.wait(60)
         again = nodes.node()
         again.store.put("sums", "policy", 1, state(1))
         known.append(again.address)
@@ -351,7 +351,7 @@ def test_closing_ends_a_get_that_waits(nodes: Cluster) -> None:
     record = weights_record("sums", "policy", 2, uri="grpc:policy/2", digest="ab")
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(node.store.get, record)
-        assert asked.wait(10)
+        assert asked.wait(60)
         node.store.close()
         with pytest.raises(WeightsVersionError):
             got.result()

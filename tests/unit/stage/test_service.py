@@ -84,7 +84,7 @@ def test_calls_share_one_daemon_thread() -> None:
         assert first is not threading.current_thread()
         assert await asyncio.gather(thread.in_thread(pow, 2, 3), thread.in_thread(int, "ff", base=16)) == [8, 255]
         thread.close()
-        first.join(timeout=10)
+        first.join(timeout=60)
         assert not first.is_alive()
 
     asyncio.run(main())
