@@ -17,8 +17,9 @@ TESTS ?= tests
 SEED ?= 0
 E2E ?= e2e
 ON_DEVICE ?= $(addprefix tests/torch/,checkpoint learning/test_learner.py scoring weights/test_weights.py \
-  engine/test_engine.py engine/test_engine_contract.py engine/test_engine_requests.py engine/test_extend.py engine/test_moves.py)
-ON_DEVICE_DAILY := $(addprefix tests/torch/,checkpoint learning/test_learner.py engine/test_engine_requests.py)
+  engine/test_engine.py engine/test_engine_contract.py engine/test_engine_requests.py engine/test_extend.py engine/test_moves.py \
+  engine/test_graphs.py engine/test_kept_blocks.py engine/test_kv_contents.py)
+ON_DEVICE_DAILY := $(addprefix tests/torch/,checkpoint learning/test_learner.py engine/test_engine_requests.py engine/test_kv_contents.py)
 
 .PHONY: help chart setup setup-vllm setup-trl check test test-whole test-second-device test-fast e2e-tools e2e e2e-ci faults bench protos demo clean
 

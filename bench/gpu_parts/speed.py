@@ -75,8 +75,7 @@ def scorers(day: Day) -> None:
     ]  # fmt: skip
     scorer.log_probs(*samples[0])
     began = time.perf_counter()
-    for prompt, answer in samples:
-        scorer.log_probs(prompt, answer)
+    scorer.log_probs_of(samples)
     took = time.perf_counter() - began
     day.tell(
         "scorers", f"reference, {LAYERS} layers of 8B", len(samples) * length * 1.25 / took, "tokens/s", ">= 60000"

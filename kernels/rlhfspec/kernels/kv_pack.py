@@ -32,6 +32,26 @@ Bytes = npt.NDArray[np.uint8]
 def pack_slots(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Gathers kv [blocks, layers, 2, block size, Hkv, D] at slots [n] (int32). Returns [n, layers, 2, Hkv, D]."""
     _check(kv, slots)
+    return _gathered(kv, slots)
+
+
+def unpack_slots(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
+    """Scatters packed [n, layers, 2, Hkv, D] to slots [n] of kv; everything else stays as it is."""
+    _check(kv, slots, unique=True)
+    _, num_layers, _, _, num_kv_heads, dim = kv.shape
+    _check_packed(packed, kv, (len(slots), num_layers, 2, num_kv_heads, dim))
+    _scatter(packed, kv, slots)
+
+
+def copy_slots(kv: torch.Tensor, source: IntArray, target: IntArray) -> None:
+    """What is in the slots `source` [n] also into those of `target` [n]; a device is not waited for."""
+    _check_slots(kv, source)
+    _check_slots(kv, target, unique=True)
+    from_slots, to_slots = (torch.from_numpy(slots).to(kv.device) for slots in (source, target))
+    _scatter(_gathered(kv, from_slots), kv, to_slots)
+
+
+def _gathered(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     if kv.is_cuda:
         from rlhfspec.kernels import kv_pack_triton  # lazily: a CPU machine may lack triton
 
@@ -43,11 +63,7 @@ def pack_slots(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def unpack_slots(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
-    """Scatters packed [n, layers, 2, Hkv, D] to slots [n] of kv; everything else stays as it is."""
-    _check(kv, slots, unique=True)
-    _, num_layers, _, _, num_kv_heads, dim = kv.shape
-    _check_packed(packed, kv, (len(slots), num_layers, 2, num_kv_heads, dim))
+def _scatter(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
     if kv.is_cuda:
         from rlhfspec.kernels import kv_pack_triton
 
@@ -62,26 +78,38 @@ def unpack_slots(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) ->
 
 
 def pack_into(kv: torch.Tensor, slots: IntArray, out: Bytes) -> None:
-    """`pack_slots` into `out` [n, bytes a slot], which may lie anywhere: a socket's buffer, shared memory."""
+    """`pack_slots` into `out` [n, bytes a slot], which may lie anywhere: a socket's buffer, shared memory. A device is
+    waited for once."""
     _check_memory(kv, slots, out)
     if (kernel := _kernel_of(kv)) is not None:
         _copy_bytes(kernel, out, kv, slots, is_pack=True)
-    else:
-        packed = pack_slots(kv, torch.from_numpy(slots).to(kv.device))
-        out[...] = packed.reshape(-1).view(torch.uint8).cpu().numpy().reshape(out.shape)
+    elif len(slots):
+        packed = _gathered(kv, torch.from_numpy(slots).to(kv.device))
+        out[...] = _bytes_of(_staging(kv, len(slots)).copy_(packed)).reshape(out.shape)
 
 
 def unpack_from(packed: Bytes, kv: torch.Tensor, slots: IntArray) -> None:
-    """`unpack_slots` from memory [n, bytes a slot] that may lie anywhere, and that need not be writable."""
-    _check_memory(kv, slots, packed)
-    if len(slots) > 1 and not np.diff(np.sort(slots)).all():
-        raise ValueError("slots: must not repeat")
+    """`unpack_slots` from memory [n, bytes a slot] that may lie anywhere, and that need not be writable. A device is
+    not waited for."""
+    _check_memory(kv, slots, packed, unique=True)
     if (kernel := _kernel_of(kv)) is not None:
         _copy_bytes(kernel, packed, kv, slots, is_pack=False)
     elif len(slots):
-        shape = (len(slots), *kv.shape[1:3], *kv.shape[4:])
-        content = torch.from_numpy(packed.reshape(-1).copy()).view(kv.dtype).reshape(shape)
-        unpack_slots(content.to(kv.device), kv, torch.from_numpy(slots).to(kv.device))
+        staged = _staging(kv, len(slots))
+        _bytes_of(staged)[...] = packed.reshape(-1)
+        _scatter(staged.to(kv.device, non_blocking=True), kv, torch.from_numpy(slots).to(kv.device))
+
+
+def _staging(kv: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """Memory of the host [n, layers, 2, Hkv, D] that a device reads and writes without another copy of it. torch keeps
+    what is pinned for the next one, and gives it out when no copy uses it any more."""
+    shape = (num_slots, *kv.shape[1:3], *kv.shape[4:])
+    return torch.empty(shape, dtype=kv.dtype, pin_memory=kv.is_cuda)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    found: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
+    return found
 
 
 def _copy_bytes(kernel: Any, packed: Bytes, kv: torch.Tensor, slots: IntArray, *, is_pack: bool) -> None:
@@ -152,17 +180,24 @@ def _check(kv: torch.Tensor, slots: torch.Tensor, *, unique: bool = False) -> No
             raise ValueError("slots: must not repeat")
 
 
-def _check_memory(kv: torch.Tensor, slots: IntArray, packed: Bytes) -> None:
-    """As `_check`, without a torch call for each of a few positions."""
+def _check_memory(kv: torch.Tensor, slots: IntArray, packed: Bytes, *, unique: bool = False) -> None:
+    _check_slots(kv, slots, unique=unique)
+    num_bytes = kv.nbytes // (kv.shape[0] * kv.shape[3])
+    if packed.dtype != np.uint8 or packed.shape != (len(slots), num_bytes) or not packed.flags.c_contiguous:
+        raise ValueError(f"packed: must be uint8 {(len(slots), num_bytes)} (got {packed.dtype} {packed.shape})")
+
+
+def _check_slots(kv: torch.Tensor, slots: IntArray, *, unique: bool = False) -> None:
+    """As `_check`, on the host: without a torch call for each of a few positions, and without waiting."""
     if slots.dtype != np.int32 or slots.ndim != 1 or not slots.flags.c_contiguous:
         raise ValueError(f"slots: must be int32 [n], contiguous (got {slots.dtype} {slots.shape})")
     if not kv.is_contiguous():
         raise ValueError("kv: must be contiguous [blocks, layers, 2, block size, kv heads, head dim]")
-    limit, num_bytes = kv.shape[0] * kv.shape[3], kv.nbytes // (kv.shape[0] * kv.shape[3])
-    if packed.dtype != np.uint8 or packed.shape != (len(slots), num_bytes) or not packed.flags.c_contiguous:
-        raise ValueError(f"packed: must be uint8 {(len(slots), num_bytes)} (got {packed.dtype} {packed.shape})")
+    limit = kv.shape[0] * kv.shape[3]
     if len(slots) and not 0 <= slots.min() <= slots.max() < limit:
         raise ValueError(f"slots: must be in [0, {limit}) (got {slots.min()} to {slots.max()})")
+    if unique and len(slots) > 1 and not np.diff(np.sort(slots)).all():
+        raise ValueError("slots: must not repeat")
 
 
 def _check_packed(packed: torch.Tensor, kv: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -27,11 +27,9 @@ def tree_attention_reference(
     write_kv_reference(key, value, kv, layer, indices.slots)
     twin = _Twin(query, kv, layer, scale, softcap)
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    for row in range(len(query)):
+    for row in ((indices.context_lens > 0) | (indices.extra >= 0).any(1)).nonzero().flatten().tolist():  # no padding
         begin, slots = visible_slots(indices, row, sliding_window, chunk)
         last = begin + len(slots) - 1
-        if len(slots) == 0:
-            continue
         if begin // split == last // split:
             scores, values = twin.scores(row, slots)  # [H, T], [T, H, D]
             if sinks is not None:

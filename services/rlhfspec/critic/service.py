@@ -23,7 +23,8 @@ class CriticService(TokenScoringService):
     def __init__(
         self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, scorer: ValueScorer, weights: WeightStore
     ) -> None:
-        super().__init__("critic", worker, vitals, bus, deadline_seconds=job.spec.roles.critic.deadline_seconds)
+        deadline = job.spec.roles.critic.deadline_seconds
+        super().__init__("critic", worker, vitals, bus, deadline_seconds=deadline, at_once=scorer.at_once)
         self._staleness = job.spec.training.max_staleness
         self._scorer = scorer
         self._new_weights = NewWeights(self, weights, self._load, deadline_seconds=self._deadline, clock=bus.clock)
@@ -54,5 +55,5 @@ class CriticService(TokenScoringService):
     def _load(self, tensors: dict[str, Any], version: int) -> None:
         self._scorer.load_weights(tensors, version=version)
 
-    def score(self, sample: Sample) -> Sequence[float]:
-        return self._scorer.values(sample.prompt_token_ids, sample.token_ids)
+    def score(self, samples: Sequence[Sample]) -> Sequence[Sequence[float] | Exception]:
+        return self._scorer.values_of([(sample.prompt_token_ids, sample.token_ids) for sample in samples])

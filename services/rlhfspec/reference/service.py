@@ -16,8 +16,9 @@ class ReferenceService(TokenScoringService):
     """Consumes Sample; produces Score; waits for finished samples; unblocked by generator."""
 
     def __init__(self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, scorer: LogProbScorer) -> None:
-        super().__init__("reference", worker, vitals, bus, deadline_seconds=job.spec.roles.reference.deadline_seconds)
+        deadline = job.spec.roles.reference.deadline_seconds
+        super().__init__("reference", worker, vitals, bus, deadline_seconds=deadline, at_once=scorer.at_once)
         self._scorer = scorer
 
-    def score(self, sample: Sample) -> Sequence[float]:
-        return self._scorer.log_probs(sample.prompt_token_ids, sample.token_ids)
+    def score(self, samples: Sequence[Sample]) -> Sequence[Sequence[float] | Exception]:
+        return self._scorer.log_probs_of([(sample.prompt_token_ids, sample.token_ids) for sample in samples])

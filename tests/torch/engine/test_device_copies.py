@@ -21,6 +21,7 @@ from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.forward import graphs, runner
 from rlhfspec.engine.forward.staging import Staging
 from rlhfspec.engine.kv.cache import SlotTable
+from rlhfspec.engine.kv.state import KVSpace
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention_reference
 from rlhfspec.tiny import perturbed, random_model
@@ -92,6 +93,25 @@ def test_a_level_of_a_drafting_model_is_one_more_of_each(played: Any) -> None:
         seen = counts(played, engine)
         assert seen.h2d <= UP * (1 + plan.depth), seen.names
         assert seen.d2h == seen.h2d
+
+
+def test_a_drafting_model_reads_there_what_it_keeps_here(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its trees it keeps what came true, by swapping entries; a table that lags makes drafts worse and no token
+    wrong."""
+    num_looks, stage = 0, KVSpace.stage
+
+    def looking(space: KVSpace, meta: AttentionMeta, **arrays: Any) -> Any:
+        nonlocal num_looks
+        found, given = stage(space, meta, **arrays)
+        assert np.array_equal(played.opened(found.slot_table).numpy(), space.table.slots)
+        num_looks += 1
+        return found, given
+
+    monkeypatch.setattr(KVSpace, "stage", looking)
+    engine = submitted(engine_of(speculation=DraftPlan(drafter="model", depth=3, width=2, branch=2), drafts=True))
+    steps = [engine.step() for _ in range(6)]
+    assert num_looks > 20
+    assert any(step.num_committed > step.num_decoding for step in steps), "drafts came true"
 
 
 def test_what_graphs_are_replayed_with_stays_on_the_device(played: Any) -> None:

@@ -6,6 +6,8 @@ import gc
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
@@ -26,6 +28,24 @@ def engine_on_second(*, drafter: bool = False, **options: Any) -> Engine:
 
 def kv_bytes(engine: Engine) -> int:
     return sum(space.runner.kv.nbytes for space in engine.state.spaces)
+
+
+def test_weights_reach_the_device_in_the_type_in_which_they_are_kept(second: Any) -> None:
+    """In float32 a model that fits may not."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=97, hidden_size=768, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=12,
+            max_position_embeddings=128,
+        )
+    ).eval()  # fmt: skip
+    weights = sum(parameter.numel() for parameter in model.parameters()) * torch.bfloat16.itemsize
+    config = EngineConfig(
+        device="second:0", dtype="bfloat16", max_sequences=1, max_context=64, prefill_chunk=16, profile=False,
+        speculation="off",
+    )  # fmt: skip
+    with second.limited(int(1.8 * weights)):
+        make_engine(model, config)
 
 
 def test_a_roomy_device_holds_every_row_at_full_context(second: Any) -> None:

@@ -27,6 +27,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from on_device import BY_COMPANY
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.base import SequenceState
@@ -305,6 +306,7 @@ def _tokens_only(state: SequenceState) -> SequenceState:
     return replace(state, rest=None)
 
 
+@pytest.mark.on_the_cpu(BY_COMPANY)
 @pytest.mark.timeout(1800)
 def test_whatever_callers_do_tokens_kv_and_blocks_are_right() -> None:
     Memory.seen.clear()

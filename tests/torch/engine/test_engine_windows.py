@@ -6,9 +6,11 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from on_device import BY_COMPANY
 from sweeps import examples
 
 from rlhfspec.engine import oracle
@@ -40,6 +42,7 @@ def preempt(engine: Engine, step: int) -> None:
         engine.preempt(engine.scheduler.running[0].request.id)
 
 
+@pytest.mark.on_the_cpu(BY_COMPANY)
 @given(window=st.integers(1, 200), lengths=st.tuples(st.integers(1, 400), st.integers(1, 400)), seed=st.integers(0, 99))
 @example(window=1, lengths=(1, 40), seed=1)
 @example(window=24, lengths=(50, 399), seed=2)

@@ -50,7 +50,7 @@ def test_fast_ones_are_not_and_the_report_says_so(second: Any, exact: str) -> No
 
 def test_what_is_not_so_is_refused_at_load(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards of as many rows as there are, which the device adds up in another order."""
-    monkeypatch.setattr(constant_shape, "_filled", lambda numbers, value: np.asarray(numbers))
+    monkeypatch.setattr(constant_shape, "_filled", lambda numbers, value, num_rows: np.asarray(numbers))
     with pytest.raises(UnsupportedModel, match="a row's bits depend on the rows beside it"):
         engine_on("second:0", exact="on")
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from moving import PROMPT, SUFFIX, TREE, alone, at_once, bits, drain, in_rounds, make, model, request
+from on_device import BY_COMPANY
 
 from rlhfspec.engine import Completion, Engine, Request
 from rlhfspec.engine.drafting.base import DraftPlan
@@ -118,6 +119,7 @@ def outcome(case: Case, *, keeps: bool, tails: bool) -> tuple[int, dict[str, obj
     return counted.num_run, {name: bits(done) for name, done in counted.done.items()}
 
 
+@pytest.mark.on_the_cpu(BY_COMPANY)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_what_is_kept_is_not_run_again(case: Case) -> None:
     forgotten, without_tails, kept = CASES[case]

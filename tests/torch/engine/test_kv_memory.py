@@ -18,6 +18,7 @@ from rlhfspec.tiny.random_models import large_kv_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is looked at as Linux has it")
 MEGABYTE = 1 << 20
+_on_the_cpu = pytest.mark.on_the_cpu("pages come and go with what is used in main memory alone")
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,7 @@ def resident(engine: Engine) -> int:
     return resident_bytes(engine.state.target.runner.kv)
 
 
+@_on_the_cpu
 def test_the_proof_of_a_model_leaves_nothing_in_memory() -> None:
     config = EngineConfig(max_sequences=4, max_context=256, num_threads=1, speculation="off")
     assert resident(make_engine(large_kv_model(vocab_size=260), config)) == 0
@@ -53,6 +55,7 @@ def new_weights(engine: Engine) -> None:
     engine.load_weights(model.state_dict(), version=engine.weights_version + 1)
 
 
+@_on_the_cpu
 def test_resident_is_what_is_used_and_what_a_step_did_not_use_goes_back(engine: Engine) -> None:
     engine.set_speculation("off")
     pool = engine.state.target.runner.kv.nbytes
@@ -69,6 +72,7 @@ def test_resident_is_what_is_used_and_what_a_step_did_not_use_goes_back(engine: 
     assert abs(resident(engine) - less) < less / 20
 
 
+@_on_the_cpu
 def test_what_was_given_back_is_used_again_with_the_same_bits(engine: Engine) -> None:
     give_back(engine.state.target.runner.kv)
     engine.submit(request("x"))

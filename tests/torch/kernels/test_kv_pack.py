@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rlhfspec.kernels import kv_pack
 from rlhfspec.kernels.kv_pack import (
+    copy_slots,
     pack_into,
     pack_slots,
     pack_slots_reference,
@@ -123,6 +124,25 @@ def test_memory_that_does_not_fit_is_refused_by_name(name: str, slots: list[int]
     with pytest.raises(ValueError, match=f"^{name}: "):
         unpack_from(np.zeros(packed, np.uint8), kv, np.array(slots, np.int32))
     assert not kv.any()
+
+
+def test_a_device_is_waited_for_once_where_something_is_read_and_else_not(second: Any) -> None:
+    """Slots are looked at on the host, where they come from."""
+    kv = torch.randn(6, 2, 2, 16, 2, 8)
+    there = kv.to("second:0")
+    slots, others = np.array([3, 90, 17, 40], np.int32), np.array([5, 6, 7, 8], np.int32)
+    out = np.empty((4, 2 * 2 * 2 * 8 * 4), np.uint8)
+    with second.counted() as reading:
+        pack_into(there, slots, out)
+    with second.counted() as writing:
+        unpack_from(out, there, others)
+    with second.counted() as copying:
+        copy_slots(there, slots, others[::-1].copy())
+    found = [(each.h2d, each.d2h, each.waits) for each in (reading, writing, copying)]
+    assert found == [(1, 1, 1), (2, 0, 0), (2, 0, 0)]
+    packed = pack_slots_reference(kv, torch.from_numpy(slots))
+    assert out.tobytes() == packed.numpy().tobytes()
+    assert torch.equal(pack_slots_reference(there.cpu(), torch.from_numpy(others)), packed.flip(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -52,9 +52,9 @@ def counted(rows: SequenceRows) -> Iterator[list[int]]:
     numbers: list[int] = []
     forward = rows.runner.forward
 
-    def counting(tokens: IntArray, *arguments: Any) -> torch.Tensor:
+    def counting(tokens: IntArray, *arguments: Any, **options: Any) -> torch.Tensor:
         numbers.append(len(tokens))
-        return forward(tokens, *arguments)
+        return forward(tokens, *arguments, **options)
 
     rows.runner.forward = counting  # type: ignore[method-assign]
     try:
@@ -191,10 +191,12 @@ def test_a_forward_that_fails_leaves_nothing_behind() -> None:
         scorer._rows._kept.clear()
         calls = iter(range(9))
 
-        def failing(*arguments: Any, calls: Iterator[int] = calls, fails_at: int = fails_at) -> torch.Tensor:
+        def failing(
+            *arguments: Any, calls: Iterator[int] = calls, fails_at: int = fails_at, **options: Any
+        ) -> torch.Tensor:
             if next(calls) == fails_at:
                 raise RuntimeError("no memory")
-            return forward(*arguments)
+            return forward(*arguments, **options)
 
         scorer._rows.runner.forward = failing  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="no memory"):

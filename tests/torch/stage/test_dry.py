@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,13 @@ class Scorer(TokenScoringService):
         self.is_at: list[str] = []
         self.scored: list[str] = []
 
-    def score(self, sample: Sample) -> list[float]:
+    def score(self, samples: Sequence[Sample]) -> list[list[float]]:
+        [sample] = samples
         self.is_at.append(sample.id)
         assert self.may_go_on.wait(30.0)
         self.is_at.remove(sample.id)
         self.scored.append(sample.id)
-        return [0.5] * len(sample.token_ids)
+        return [[0.5] * len(sample.token_ids)]
 
 
 class Engine(FakeEngine):

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +18,14 @@ from stages import FakeEngine, FakeSources, Stages, ends, prompts_for, until
 
 from rlhfspec.critic.service import CriticService
 from rlhfspec.engine.base import EngineStep
-from rlhfspec.errors import InvalidRequest, WeightsVersionError
+from rlhfspec.errors import InvalidRequest, NumericalError, WeightsVersionError
 from rlhfspec.generator.service import GeneratorService
 from rlhfspec.messages.loop import workers_of
 from rlhfspec.messages.records import DatasetInfo, Prompt, Sample, Score
 from rlhfspec.messages.transport.clock import FakeClock, SystemClock
 from rlhfspec.prompts.lengths import PromptLengths
 from rlhfspec.prompts.service import PromptsService, prompts_of
-from rlhfspec.stage.scoring import TokenScoringService
+from rlhfspec.stage.scoring import _MOST_TOKENS, TokenScoringService, _num_together
 from rlhfspec.stage.supervisor import Supervisor
 from rlhfspec.trainer.collector import example_sample
 
@@ -190,8 +191,10 @@ class Values:
     def load_weights(self, state: Any, *, version: int) -> None:
         self.version = version
 
-    def values(self, prompt: Any, response: Any) -> list[float]:
-        return [0.0] * len(response)
+    at_once = 1
+
+    def values_of(self, pairs: Any) -> list[list[float]]:
+        return [[0.0] * len(response) for _, response in pairs]
 
 
 def _generator_of(stages: Stages, absent: Any) -> Any:
@@ -271,7 +274,7 @@ class Unprepared(TokenScoringService):
         await self.stopping.wait()
         return False
 
-    def score(self, sample: Sample) -> list[float]:
+    def score(self, samples: Sequence[Sample]) -> list[list[float]]:
         raise AssertionError("what it needs never came")
 
 
@@ -287,6 +290,52 @@ def test_a_sample_that_a_stopped_scorer_waited_with_is_handed_back() -> None:
         assert len(await inbox.pull(max_records=9, timeout_seconds=0.0)) == 1
 
     asyncio.run(main())
+
+
+class Together(TokenScoringService):
+    """Scores up to four at once; of a sample of prompt 9 it has no number."""
+
+    def __init__(self, stages: Stages) -> None:
+        super().__init__("critic", 0, stages.vitals, stages.bus.of("critic"), deadline_seconds=9.0, at_once=4)
+        self.together: list[list[str]] = []
+
+    def score(self, samples: Sequence[Sample]) -> list[list[float] | Exception]:
+        self.together.append([sample.id for sample in samples])
+        return [NumericalError("nan") if sample.prompt == 9 else [0.5] * len(sample.token_ids) for sample in samples]
+
+
+def test_samples_of_a_step_are_scored_together_and_what_is_wrong_with_one_is_its_own() -> None:
+    async def main() -> tuple[list[list[str]], list[str], int]:
+        stages = await Stages.open(a_job(), generator=1, critic=1, trainer=1)
+        service = Together(stages)
+        samples = [example_sample(number, 0, step=1 + number // 3) for number in range(5)]
+        await stages.publish("generator", replace(samples[1], finish_reason="error"), *samples[2:5], samples[0])
+        scores = await stages.bus.of("trainer").subscribe(Score)
+        task = asyncio.create_task(service.run())
+        await until(lambda: "critic" not in str(_owed(stages)), "all are scored")
+        await stages.publish("generator", example_sample(9, 0, step=4), example_sample(8, 0, step=4))
+        with pytest.raises(NumericalError):
+            await task
+        found = [each.record for each in await scores.pull(max_records=99, timeout_seconds=0.0)]
+        assert all(score.values for score in found)
+        return service.together, [score.sample_id for score in found], str(_owed(stages)).count("critic")
+
+    together, scored, num_owed = asyncio.run(main())
+    assert together == [["sums/1/2/0"], ["sums/2/3/0", "sums/2/4/0"], ["sums/1/0/0"], ["sums/4/9/0", "sums/4/8/0"]]
+    assert scored == ["sums/1/2/0", "sums/2/3/0", "sums/2/4/0", "sums/1/0/0", "sums/4/8/0"]
+    assert num_owed == 1, "the one without a number comes again"
+
+
+def test_what_was_delivered_before_is_scored_alone() -> None:
+    """Its worker may have died of it."""
+    record = example_sample(0, 0)
+
+    def delivered(*times: int) -> Any:
+        return [SimpleNamespace(record=record, num_deliveries=number) for number in times]
+
+    assert [_num_together(delivered(*times)) for times in ((1, 1, 1), (2, 1), (1, 1, 2), (2, 2))] == [3, 1, 2, 1]
+    long = replace(record, token_ids=tuple(range(_MOST_TOKENS // 2)))
+    assert _num_together([SimpleNamespace(record=long, num_deliveries=1)] * 3) == 1  # type: ignore[list-item]
 
 
 class WantsAnswers(FakeSources):

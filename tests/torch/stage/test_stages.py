@@ -110,11 +110,12 @@ class NoValues:
     """A critic whose weights never come."""
 
     version = 0
+    at_once = 1
 
     def load_weights(self, state: Any, *, version: int) -> None:
         raise AssertionError("none came")
 
-    def values(self, prompt: Any, response: Any) -> list[float]:
+    def values_of(self, pairs: Any) -> list[list[float]]:
         raise AssertionError("a sample must not be scored by the wrong critic")
 
 

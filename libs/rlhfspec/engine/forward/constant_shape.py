@@ -25,31 +25,31 @@ ROWS = 64  # of graphs.ROW_BUCKETS: so that what is captured has this shape too
 
 
 def parts(
-    tokens: IndexArray, positions: IndexArray, meta: AttentionMeta
+    tokens: IndexArray, positions: IndexArray, meta: AttentionMeta, num_rows: int = ROWS
 ) -> Iterator[tuple[IndexArray, IndexArray, AttentionMeta]]:
-    """Arguments of the forwards, one after the other."""
-    for first in range(0, len(tokens), ROWS):
-        part = slice(first, first + ROWS)
+    """Arguments of the forwards, one after the other, each of `num_rows`."""
+    for first in range(0, len(tokens), num_rows):
+        part = slice(first, first + num_rows)
         yield (
-            _filled(tokens[part], 0),
-            _filled(positions[part], 0),
+            _filled(tokens[part], 0, num_rows),
+            _filled(positions[part], 0, num_rows),
             AttentionMeta(
-                slots=_filled(meta.slots[part], -1), table_rows=_filled(meta.table_rows[part], 0),
-                context_lens=_filled(meta.context_lens[part], 0), extra=_filled(meta.extra[part], -1),
-                slot_table=meta.slot_table,
+                slots=_filled(meta.slots[part], -1, num_rows), table_rows=_filled(meta.table_rows[part], 0, num_rows),
+                context_lens=_filled(meta.context_lens[part], 0, num_rows),
+                extra=_filled(meta.extra[part], -1, num_rows), slot_table=meta.slot_table,
             ),
         )  # fmt: skip
 
 
-def rows_of(wanted: IndexArray) -> Iterator[tuple[IndexArray, int]]:
+def rows_of(wanted: IndexArray, num_rows: int = ROWS) -> Iterator[tuple[IndexArray, int]]:
     """Rows whose logits are computed at a time, and how many of them are wanted."""
-    for first in range(0, len(wanted), ROWS):
-        part = wanted[first : first + ROWS]
-        yield _filled(part, 0), len(part)
+    for first in range(0, len(wanted), num_rows):
+        part = wanted[first : first + num_rows]
+        yield _filled(part, 0, num_rows), len(part)
 
 
-def _filled(numbers: IndexArray, value: int) -> IndexArray:
-    shape = (ROWS, *numbers.shape[1:])
+def _filled(numbers: IndexArray, value: int, num_rows: int) -> IndexArray:
+    shape = (num_rows, *numbers.shape[1:])
     filled = (
         numbers.new_full(shape, value) if isinstance(numbers, torch.Tensor) else np.full(shape, value, numbers.dtype)
     )

@@ -76,6 +76,8 @@ class DraftForward:
         return GrownTrees(forest, Expanded(grown.expanded, grown.level_rows))
 
     def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray) -> bool:
+        sequence, _, _, held_at = expanded.nodes  # the places among which entries are swapped, also by the slow twin
+        self._space.table.changes(batch.rows[sequence], held_at)
         return draft.keep(
             expanded.nodes, expanded.level_rows, rows=batch.rows, lengths=batch.lengths, new_lengths=new_lengths,
             tokens=batch.tokens, slot_table=self.slots, cached=self.cached,

@@ -13,6 +13,7 @@ import torch
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.distilling.early_exit import early_exit, learning_names
 from rlhfspec.engine.distilling.student import Student
+from rlhfspec.engine.forward import constant_shape
 from rlhfspec.engine.forward.led import Others, follow
 from rlhfspec.engine.forward.memory import least, sized
 from rlhfspec.engine.forward.runner import ModelRunner, RunnerConfig
@@ -120,6 +121,7 @@ def _config(options: dict[str, Any]) -> EngineConfig:
 def _runner_config(config: EngineConfig, name: str) -> RunnerConfig:
     dtype: torch.dtype = getattr(torch, config.dtype)
     arithmetic = "torch" if dtype == torch.float64 else arithmetic_for(dtype, config.arithmetic, config.device)
+    is_exact = name == "model" and config.exact == "on" and not config.device.startswith("cpu")
     return RunnerConfig(
         name=name,
         dtype=dtype,
@@ -130,7 +132,7 @@ def _runner_config(config: EngineConfig, name: str) -> RunnerConfig:
         block_size=config.block_size,
         attention_split=config.attention_split,
         gpu_memory_fraction=config.gpu_memory_fraction,
-        exact=name == "model" and config.exact == "on" and not config.device.startswith("cpu"),
+        exact_rows=constant_shape.ROWS if is_exact else 0,
     )
 
 

@@ -31,7 +31,7 @@ from rlhfspec.huggingface.fused.casting import Precision, cast, precision_of, ro
 from rlhfspec.huggingface.fused.experts import ExpertLoad
 from rlhfspec.huggingface.fused.fuse import FusedModel, fuse
 from rlhfspec.huggingface.fused.native import native_decoder
-from rlhfspec.huggingface.proof.check import RunnerProof, prove
+from rlhfspec.huggingface.proof.check import OWN_BITS, RunnerProof, prove
 from rlhfspec.huggingface.proof.probes import choose
 from rlhfspec.huggingface.proof.reference import TOLERANCES, Rounding, ask
 from rlhfspec.huggingface.structure.anatomy import examine
@@ -45,7 +45,7 @@ from rlhfspec.huggingface.structure.attention import (
 from rlhfspec.huggingface.structure.causal_lm import CausalLM
 from rlhfspec.kernels.attention_splits import SPLIT
 from rlhfspec.kernels.decoder import NativeDecoder
-from rlhfspec.kernels.kv_pack import pack_slots, unpack_slots
+from rlhfspec.kernels.kv_pack import copy_slots
 from rlhfspec.kernels.tree_attention import AttentionMeta, IndexArray, tree_attention
 from rlhfspec.messages.records.models import ModelReport
 
@@ -67,7 +67,8 @@ class RunnerConfig:
     num_spare_blocks: int = 0  # beyond `num_blocks`, as far as SPARE_BYTES last: for what is only kept to save time
     attention_split: int = SPLIT
     gpu_memory_fraction: float = 1.0  # that weights and KV may take of a device's memory
-    exact: bool = False  # on a device: all forwards have one shape, and a row's bits are its own
+    exact_rows: int = 0  # on a device: all forwards have so many rows, and a row's bits are its own; 0: what comes
+    must_be_exact: bool = True  # a model that is not so is refused; otherwise its forwards have what comes
 
 
 class ModelRunner:
@@ -111,8 +112,13 @@ class ModelRunner:
         tolerances = TOLERANCES if config.device.type == "cpu" else _TOLERANCES_OF_CUDA
         tolerance = tolerances[config.dtype]
         kept_as = str(config.dtype).removeprefix("torch.")
-        proof = RunnerProof(self, anatomy, reference, self.is_row_invariant, tolerance, config.attention_split, kept_as)
+        proof = RunnerProof(
+            self, anatomy, reference, self.is_row_invariant, config.must_be_exact, tolerance, config.attention_split,
+            kept_as,
+        )  # fmt: skip
         self.report: ModelReport = prove(proof, began=began)
+        if self.report.bits != OWN_BITS:
+            self.config = replace(self.config, exact_rows=0)
         give_back(self.kv)
         self.expert_load = ExpertLoad(self.fused.model)
         if can_capture(config.device) and not self.expert_load.rows():  # which experts run is decided on the host
@@ -128,12 +134,12 @@ class ModelRunner:
     @property
     def is_row_invariant(self) -> bool:
         """Is every bit of a row its own, in any company?"""
-        return self.config.exact or (self.config.device.type == "cpu" and self.config.arithmetic != "torch")
+        return bool(self.config.exact_rows) or (self.config.device.type == "cpu" and self.config.arithmetic != "torch")
 
     @cached_property
     def architecture(self) -> str:
         """What of the fingerprint stays when the weights change: shapes, attention, types, arithmetic."""
-        arithmetic = f"{self.config.arithmetic}, exact" if self.config.exact else self.config.arithmetic
+        arithmetic = f"{self.config.arithmetic}, exact" if self.config.exact_rows else self.config.arithmetic
         parts = (self.config.dtype, self.activation_dtype, arithmetic, self.config.attention_split,
                  self.attentions, type(self.fused.model).__name__, self.fused.shapes)  # fmt: skip
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
@@ -163,7 +169,7 @@ class ModelRunner:
     def record(self, slot_table: IndexArray, *, most_rows: int, depth: int) -> None:
         """Capture what steps will replay, before the first of them; nothing where nothing is captured."""
         if self._graphs is not None:
-            rows = (constant_shape.ROWS, constant_shape.ROWS) if self.config.exact else (1, most_rows)
+            rows = (self.config.exact_rows,) * 2 if self.config.exact_rows else (1, most_rows)
             self._graphs.record(slot_table, rows=rows, depth=depth)
 
     def fingerprint(self) -> str:
@@ -207,7 +213,7 @@ class ModelRunner:
         if self.native is not None:
             token_ids, places, wanted = (np.asarray(ids, np.int64) for ids in (tokens, positions, logit_rows))
             return self.native.forward(token_ids, places, meta, wanted)
-        if self.config.exact:
+        if self.config.exact_rows:
             return self._forward_exactly(tokens, positions, meta, logit_rows, graphed)
         return self._logits(self._hidden(tokens, positions, meta, graphed), logit_rows)
 
@@ -225,24 +231,24 @@ class ModelRunner:
     def _forward_exactly(
         self, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta, logit_rows: IndexArray, graphed: bool
     ) -> torch.Tensor:
-        given = constant_shape.parts(tokens, positions, meta)
+        num_rows = self.config.exact_rows
+        given = constant_shape.parts(tokens, positions, meta, num_rows)
         hidden = torch.cat(
             [self._hidden(*part, graphed).clone() for part in given]
         )  # a graph's result is its next one's
-        logits = [self._logits(hidden, rows)[:count] for rows, count in constant_shape.rows_of(logit_rows)]
+        logits = [self._logits(hidden, rows)[:count] for rows, count in constant_shape.rows_of(logit_rows, num_rows)]
         return torch.cat(logits) if logits else self._logits(hidden, logit_rows)
 
     def copy(self, source: IntArray, target: IntArray) -> None:
         """KV of these slots [n] to those."""
         if self.others is not None:
             self.others.copy(source, target)
-        from_slots, to_slots = (torch.from_numpy(slots).to(self.kv.device) for slots in (source, target))
-        unpack_slots(pack_slots(self.kv, from_slots), self.kv, to_slots)
+        copy_slots(self.kv, source, target)
 
     def native_decoder(self) -> NativeDecoder | None:
         """The one-call decoder for a model that it knows; the layers stay as its slow twin."""
         is_cut = cut_of(self.fused.model) is not None
-        if self.config.exact or not self.is_row_invariant or is_cut:
+        if self.config.exact_rows or not self.is_row_invariant or is_cut:
             return None
         return native_decoder(self.parts, self.kv, self.activation_dtype, self.config.attention_split)
 
@@ -274,9 +280,9 @@ class ModelRunner:
 
     def _prepare(self, model: Any, precision: Precision) -> FusedModel:
         fused = fuse(model, precision, arithmetic=self.config.arithmetic, max_context=self.config.max_context)
-        fused.model.to(device=self.config.device)
         computed_in = self.activation_dtype
         cast(fused.model, precision if computed_in == self.config.dtype else Precision(computed_in))
+        fused.model.to(device=self.config.device)  # as it is kept: in float32 it may not fit
         AttentionInterface.register(_ATTENTION_NAME, attend)
         model.set_attn_implementation(_ATTENTION_NAME)
         use_eager_experts(model)

@@ -197,9 +197,13 @@ class SlotTable:
         kept = self.slots[rows, held_at]
         self.slots[rows, held_at] = self.slots[rows, position]
         self.slots[rows, position] = kept
+        self.changes(rows, position)
+        self.changes(rows, held_at)
+
+    def changes(self, rows: IntArray, places: IntArray) -> None:
+        """These entries are others now, or will be before the next `take_changed`."""
         if self._changed is not None:
-            first = rows.astype(np.int64) * self.slots.shape[1]
-            self._changed += [first + position, first + held_at]
+            self._changed.append(rows.astype(np.int64) * self.slots.shape[1] + places)
 
     def take_changed(self) -> tuple[IntArray, IntArray]:
         """Where the flat table changed since the last call, and what is there now; at the first call, all of it."""

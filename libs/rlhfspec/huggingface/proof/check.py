@@ -66,6 +66,7 @@ class RunnerProof:
     anatomy: Anatomy
     reference: Reference
     is_row_invariant: bool
+    must_be: bool  # else a model that is not is proved as one that is not
     tolerance: float  # of the logits, in parts of the largest one
     attention_split: int
     dtype: str  # for the report
@@ -83,9 +84,10 @@ def prove(proof: RunnerProof, *, began: float) -> ModelReport:
             guarded = guard_rows(fused.model, fused.guard, runner.parts, check.a_forward(), name=name)
         alone, together = check.alone(), check.together()
         difference = reference.check(alone, proof.tolerance, whose="the engine's")
-        if proof.is_row_invariant and not same_bits(alone, together):
+        is_invariant = proof.is_row_invariant and same_bits(alone, together)
+        if proof.is_row_invariant and proof.must_be and not is_invariant:
             raise UnsupportedModel(name, kind, "a row's bits depend on the rows beside it")
-        if not proof.is_row_invariant and compare(together, alone, reference.probes)[0] > proof.tolerance:
+        if not is_invariant and compare(together, alone, reference.probes)[0] > proof.tolerance:
             raise UnsupportedModel(name, kind, "a row's logits depend on the rows beside it")
         runner.native = runner.native_decoder()
         if runner.native is not None and not same_bits(check.together(), alone):
@@ -106,7 +108,7 @@ def prove(proof: RunnerProof, *, began: float) -> ModelReport:
         probes=tuple(str(probe) for probe in reference.probes),
         difference=difference,
         noise=reference.noise,
-        bits=OWN_BITS if proof.is_row_invariant else BITS_BY_COMPANY,
+        bits=OWN_BITS if is_invariant else BITS_BY_COMPANY,
         attention_split=proof.attention_split,
         seconds=time.perf_counter() - began,
     )

@@ -53,9 +53,13 @@ class KeptPrompts:
     def keep(self, prompt: IntArray, blocks: list[int]) -> None:
         self._blocks[prompt.tobytes()] = blocks
 
+    def count(self, num_tokens: int) -> int:
+        """Blocks for so many tokens."""
+        return -(-num_tokens // self.block_size)
+
     def take(self, num_tokens: int) -> list[int]:
-        """Blocks for so many tokens. The prompt that was found or kept last stays, as long as both fit."""
-        count = -(-num_tokens // self.block_size)
+        """Blocks for so many tokens. The prompts that were found or kept last stay, as long as they and it fit."""
+        count = self.count(num_tokens)
         while len(self._free) < count:
             assert self._blocks, f"{count} blocks of {self.num_blocks} are wanted, and the others are taken"
             oldest = next(iter(self._blocks))

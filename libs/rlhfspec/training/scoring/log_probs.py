@@ -4,9 +4,13 @@ The sequence runs through the engine's kernels, whose bits depend on the sequenc
 it is asked for, whatever was scored before, in chunks of any size, by any worker, with any number of threads; and where
 the trainer is exactly on-policy and still at version 0, it is the trainer's own number to the bit.
 
-Answers to one prompt run it once: its KV is kept for those that come later (`KeptPrompts`). The prompt and the answer
-are always run apart, so that also where bits depend on the rows of a forward (on a GPU) a prompt that was kept and one
-that was not lead to the same number.
+On a device a forward of one short sequence mostly reads weights: what waits is run together, in forwards of one shape
+(`engine.forward.constant_shape`), in which a row's bits are its own there too. Where the proof at load finds that they
+are not (mixtures of experts), and on the CPU, which gains nothing, sequences run one by one.
+
+Answers to one prompt run it once: its KV is kept for those that come later (`KeptPrompts`). Run one by one, the prompt
+and the answer are always run apart, so that also where bits depend on the rows of a forward a prompt that was kept and
+one that was not lead to the same number.
 
 Example:
     >>> from rlhfspec.tiny import random_model
@@ -20,6 +24,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,14 +39,18 @@ from rlhfspec.kernels.linear import arithmetic_for
 from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.training.scoring.kept_prompts import LEAST_TOKENS, KeptPrompts
 
+Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a prompt and of its response
+Scored = list[float] | InvalidRequest | NumericalError  # a number for each token of a response, or why there are none
+
 _BLOCK_SIZE = 16
 _KEPT_CONTEXTS = 8  # room for prompts that are kept, in sequences of the longest kind; the runner says how many bytes
 _CHUNK_TOKENS = 512  # rows of one forward: enough for the kernels' full speed
+_AT_ONCE = 64  # sequences that are asked for together: what a worker that dies scored in vain
 _LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32
 
 
 class LogProbScorer:
-    """Scores under one model that never changes. One sequence at a time; calls from several threads wait in line.
+    """Scores under one model that never changes. Calls from several threads wait in line.
 
     model: a Hugging Face causal LM; it is swapped in place, so hand over a copy. temperature: of the policy that is
     trained, log_softmax(logits / temperature). dtype and arithmetic: how the engine that generates keeps and adds up
@@ -66,15 +75,19 @@ class LogProbScorer:
             keep_prompts=keep_prompts,
         )  # fmt: skip
         self.report = self._rows.runner.report
+        self.at_once = self._rows.at_once
 
     def log_probs(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
         """Of every response token. Raises NumericalError when the model gives none."""
-        targets = np.asarray(token_ids, np.int32)
+        return one_of(self.log_probs_of([(prompt_token_ids, token_ids)]))
 
-        def of_targets(place: int, logits: torch.Tensor) -> torch.Tensor:
-            return gumbel.token_log_probs(logits, targets[place : place + len(logits)], self.temperature)
+    def log_probs_of(self, pairs: Sequence[Pair]) -> list[Scored]:
+        """Of every token of several responses; best `at_once` of them, which run together. What is wrong with one is
+        its own result."""
+        return self._rows.numbers_of(pairs, self._read, "reference log-prob")
 
-        return self._rows.numbers(prompt_token_ids, token_ids, of_targets, "reference log-prob")
+    def _read(self, logits: torch.Tensor, token_ids: IntArray) -> torch.Tensor:
+        return gumbel.token_log_probs(logits, token_ids, self.temperature)
 
 
 def log_probs_reference(
@@ -102,6 +115,7 @@ class SequenceRows:
         self.max_context = max_context
         self._keep_prompts = keep_prompts
         self._lock = threading.Lock()  # one cache
+        on_cpu = torch.device(device).type == "cpu"
         self.runner = ModelRunner(
             model,
             RunnerConfig(
@@ -111,74 +125,112 @@ class SequenceRows:
                 device=torch.device(device),
                 max_context=max_context,
                 num_blocks=num_blocks,
-                num_spare_blocks=_KEPT_CONTEXTS * num_blocks if keep_prompts else 0,
+                num_spare_blocks=_KEPT_CONTEXTS * num_blocks if keep_prompts or not on_cpu else 0,
                 block_size=_BLOCK_SIZE,
+                exact_rows=0 if on_cpu else _CHUNK_TOKENS,
+                must_be_exact=False,
             ),
         )
         self._kept = KeptPrompts(num_blocks=len(self.runner.kv), block_size=_BLOCK_SIZE)
-        self._slot_table = np.zeros((1, num_blocks * _BLOCK_SIZE), np.int32)
-        self._chunk_tokens = max(1, min(_CHUNK_TOKENS, _LOGITS_AT_A_TIME // self.runner.vocab_size))
+        self.at_once = _AT_ONCE if self.runner.config.exact_rows else 1
+        self._slot_table = np.zeros((self.at_once, num_blocks * _BLOCK_SIZE), np.int32)
+        most = _CHUNK_TOKENS if self.at_once > 1 else _LOGITS_AT_A_TIME // self.runner.vocab_size
+        self._chunk_tokens = max(1, min(_CHUNK_TOKENS, most))
 
     def load_weights(self, state_dict: dict[str, torch.Tensor]) -> None:
         with self._lock:
             self._kept.clear()
             self.runner.load_weights(state_dict)
 
-    def numbers(
-        self,
-        prompt: Sequence[int],
-        response: Sequence[int],
-        read: Callable[[int, torch.Tensor], torch.Tensor],
-        what: str,
-    ) -> list[float]:
-        """read(place in the response of the first, output rows [n, width]) -> [n], over all of the response.
+    def numbers_of(
+        self, pairs: Sequence[Pair], read: Callable[[torch.Tensor, IntArray], torch.Tensor], what: str
+    ) -> list[Scored]:
+        """read(output rows [n, width], the tokens [n] that they predict) -> [n], over each of the responses.
 
-        Raises NumericalError when one of them is none; `what` they are.
+        NumericalError for one whose numbers, which are `what`, are none.
         """
-        tokens = self._checked(prompt, response)
-        with self._lock, ExitStack() as undo:
+        results: list[Scored] = [[] for _ in pairs]
+        asked = []
+        for place, pair in enumerate(pairs):
+            try:
+                asked.append(_Asked(place, *self._checked(*pair)))
+            except InvalidRequest as error:
+                results[place] = error
+        with self._lock:
+            for together in self._batches(asked):
+                for each, numbers in zip(together, self._run(together, read), strict=True):
+                    results[each.place] = finite(numbers, what)
+                if any(isinstance(results[each.place], NumericalError) for each in together):
+                    self._kept.clear()  # nobody knows whose prompt it was
+        return results
+
+    def _batches(self, asked: list[_Asked]) -> Iterator[list[_Asked]]:
+        """As many at a time as there are blocks for, in order; a prompt that several begin with counts once."""
+        together: list[_Asked] = []
+        left, prompts = 0, set[bytes]()
+        for each in asked:
+            border = self._border(each)
+            prompt = each.tokens[:border].tobytes()
+            own, shared = self._kept.count(len(each.tokens) - border), self._kept.count(border)
+            if len(together) == self.at_once or own + shared * (prompt not in prompts) > left:
+                if together:
+                    yield together
+                together, left, prompts = [], self._kept.num_blocks, set()
+            left -= own + shared * (prompt not in prompts)
+            prompts.add(prompt)
+            together.append(each)
+        if together:
+            yield together
+
+    def _border(self, each: _Asked) -> int:
+        """Where a sequence's own part begins: behind what is kept of its prompt."""
+        return each.first if self._keep_prompts and each.first >= LEAST_TOKENS else 0
+
+    def _run(
+        self, together: list[_Asked], read: Callable[[torch.Tensor, IntArray], torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Of each, one number a token of its response, on the host."""
+        with ExitStack() as undo:
             undo.callback(self._kept.clear)  # after an error nobody knows what its blocks hold
-            numbers = finite(self._run(tokens, len(prompt) - 1, read), what)
+            owned, pieces = [], list[_Piece]()
+            for row, each in enumerate(together):
+                border = self._border(each)
+                if border:
+                    pieces += self._prompt(row, each.tokens[:border])
+                owned.append(self._kept.take(len(each.tokens) - border))
+                self._place(row, border, owned[-1])
+                pieces.append(_Piece.of(row, each.tokens, border, each.targets))
+            parts = [read(*part) for piece in self._cut(pieces) if (part := self._forward(piece)) is not None]
+            numbers = torch.cat(parts).cpu()
+            for own in owned:
+                self._kept.give_back(own)
             undo.pop_all()
-        return numbers
+        return torch.split(numbers, [len(each.tokens) - each.first for each in together])
 
-    def _run(self, tokens: IntArray, first: int, read: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Outputs are read from row `first` on: of the prompt's last token, which is run with its answer."""
-        border = first if self._keep_prompts and first >= LEAST_TOKENS else 0
-        if border:
-            self._run_prompt(tokens[:border])
-        own = self._kept.take(len(tokens) - border)
-        self._place(border, own)
-        parts = []
-        for start, stop in self._chunks(border, len(tokens)):
-            rows = np.arange(max(start, first), stop, dtype=np.int32)
-            output = self._forward(tokens, start, stop, rows - start)
-            if len(rows):
-                parts.append(read(int(rows[0]) - first, output))
-        self._kept.give_back(own)
-        return torch.cat(parts)
-
-    def _run_prompt(self, prompt: IntArray) -> None:
-        """Nothing of it is read; afterwards its KV is in the slots that the table says."""
+    def _prompt(self, row: int, prompt: IntArray) -> list[_Piece]:
+        """What is to be run of it; then its KV is in the slots that the table says."""
         held = self._kept.find(prompt)
         blocks = self._kept.take(len(prompt)) if held is None else held
-        self._place(0, blocks)
-        if held is None:
-            for start, stop in self._chunks(0, len(prompt)):
-                self._forward(prompt, start, stop, np.empty(0, np.int32))
-            self._kept.keep(prompt, blocks)
+        self._place(row, 0, blocks)
+        if held is not None:
+            return []
+        self._kept.keep(prompt, blocks)
+        return [_Piece.of(row, prompt, 0, np.full_like(prompt, -1))]
 
-    def _chunks(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        for start in range(begin, end, self._chunk_tokens):
-            yield start, min(end, start + self._chunk_tokens)
+    def _cut(self, pieces: list[_Piece]) -> Iterator[_Piece]:
+        """What is run at a time: of one piece, or of all as if they were one, where a row's bits are its own."""
+        for piece in [_Piece.joined(pieces)] if self.at_once > 1 else pieces:
+            for start in range(0, len(piece.tokens), self._chunk_tokens):
+                yield piece.part(start, start + self._chunk_tokens)
 
-    def _place(self, position: int, blocks: list[int]) -> None:
+    def _place(self, row: int, position: int, blocks: list[int]) -> None:
         """What stands at `position` and behind it goes into these blocks."""
         slots = self._kept.slots(blocks)[: self._slot_table.shape[1] - position]
-        self._slot_table[0, position : position + len(slots)] = slots
+        self._slot_table[row, position : position + len(slots)] = slots
 
-    def _checked(self, prompt: Sequence[int], response: Sequence[int]) -> IntArray:
-        """The tokens that are run: the last one of the response predicts nothing."""
+    def _checked(self, prompt: Sequence[int], response: Sequence[int]) -> tuple[IntArray, IntArray, int]:
+        """The tokens that are run (the last one of the response predicts nothing), what each predicts, and from where
+        on that is read: the prompt's last token, which is run with its answer. Before it, -1."""
         if not prompt or not response:
             raise InvalidRequest("token_ids", [list(prompt), list(response)], "prompt and response must not be empty")
         size = len(prompt) + len(response)
@@ -188,23 +240,71 @@ class SequenceRows:
         wrong = tokens[(tokens < 0) | (tokens >= self.runner.num_token_ids)]
         if len(wrong):
             raise InvalidRequest("token_ids", int(wrong[0]), f"must be in [0, {self.runner.num_token_ids})")
-        return tokens[:-1]
+        first, targets = len(prompt) - 1, tokens[1:].copy()
+        targets[:first] = -1
+        return tokens[:-1], targets, first
 
-    def _forward(self, tokens: IntArray, start: int, stop: int, rows: IntArray) -> torch.Tensor:
-        positions = np.arange(start, stop, dtype=np.int32)
+    def _forward(self, piece: _Piece) -> tuple[torch.Tensor, IntArray] | None:
+        """Output rows, and the tokens that they predict; None where nothing is read."""
         meta = AttentionMeta(
-            slots=self._slot_table[0, start:stop].copy(),
-            table_rows=np.zeros(len(positions), np.int32),
-            context_lens=positions + np.int32(1),
-            extra=np.empty((len(positions), 0), np.int32),
-            slot_table=self._slot_table,
+            slots=self._slot_table[piece.rows, piece.positions],
+            table_rows=piece.rows,
+            context_lens=piece.positions + np.int32(1),
+            extra=np.empty((len(piece.rows), 0), np.int32),
+            slot_table=self._slot_table[: piece.rows.max() + 1],
         )
-        return self.runner.forward(tokens[start:stop], positions, meta, rows)
+        read = np.flatnonzero(piece.targets >= 0).astype(np.int32)
+        output = self.runner.forward(piece.tokens, piece.positions, meta, read, graphed=False)
+        return (output, piece.targets[read]) if len(read) else None
 
 
-def finite(numbers: torch.Tensor, what: str) -> list[float]:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    place: int  # among what was asked for
+    tokens: IntArray  # that are run
+    targets: IntArray  # and what each predicts
+    first: int  # whose prediction is read
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Tokens that are run one behind the other."""
+
+    tokens: IntArray
+    positions: IntArray
+    rows: IntArray  # of the slot table
+    targets: IntArray  # -1: its output is not read
+
+    @classmethod
+    def of(cls, row: int, tokens: IntArray, start: int, targets: IntArray) -> _Piece:
+        """A sequence from `start` on."""
+        positions = np.arange(start, len(tokens), dtype=np.int32)
+        return cls(tokens[start:], positions, np.full_like(positions, row), targets[start:])
+
+    @classmethod
+    def joined(cls, pieces: list[_Piece]) -> _Piece:
+        return cls(*(np.concatenate(each) for each in zip(*(piece._arrays for piece in pieces), strict=True)))
+
+    def part(self, start: int, stop: int) -> _Piece:
+        return _Piece(*(each[start:stop] for each in self._arrays))
+
+    @property
+    def _arrays(self) -> tuple[IntArray, ...]:
+        return self.tokens, self.positions, self.rows, self.targets
+
+
+def one_of(scored: list[Scored]) -> list[float]:
+    """The only one. Raises what is wrong with it."""
+    [numbers] = scored
+    if not isinstance(numbers, list):
+        raise numbers
+    return numbers
+
+
+def finite(numbers: torch.Tensor, what: str) -> list[float] | NumericalError:
     """The numbers [t], unless one is none."""
     wrong = (~numbers.isfinite()).nonzero().flatten().tolist()
     if wrong:
-        raise NumericalError(f"{what}: {numbers[wrong[0]].item()} at response token {wrong[0]}")
-    return numbers.tolist()
+        return NumericalError(f"{what}: {numbers[wrong[0]].item()} at response token {wrong[0]}")
+    found: list[float] = numbers.tolist()
+    return found

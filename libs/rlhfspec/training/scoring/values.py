@@ -1,7 +1,7 @@
 """The critic's values of a response, each a pure function of the sample and the critic's weights.
 
 The critic runs on the engine's kernels as a model whose head has one output, so what `log_probs` promises holds here
-too: no batch, chunk, worker or number of threads changes a bit.
+too: no batch, chunk, worker or number of threads changes a bit, and on a device what waits is run together.
 
 Example:
     >>> from rlhfspec.training.modeling.loading import prepared
@@ -25,11 +25,11 @@ from rlhfspec.errors import WeightsVersionError
 from rlhfspec.huggingface.structure.causal_lm import hidden_of
 from rlhfspec.training.modeling.critic import Critic
 from rlhfspec.training.modeling.packed import pack_sequences
-from rlhfspec.training.scoring.log_probs import SequenceRows
+from rlhfspec.training.scoring.log_probs import Pair, Scored, SequenceRows, one_of
 
 
 class ValueScorer:
-    """Scores under the critic's present weights. One sequence at a time; calls from several threads wait in line.
+    """Scores under the critic's present weights. Calls from several threads wait in line.
 
     The critic itself is left alone; the scorer keeps weights of its own. max_context, keep_prompts: as LogProbScorer.
     """
@@ -53,10 +53,15 @@ class ValueScorer:
         )  # fmt: skip
         self._rows.load_weights(critic.state_dict())
         self.report = self._rows.runner.report
+        self.at_once = self._rows.at_once
 
     def values(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
         """Of the state before every response token. Raises NumericalError when the critic gives none."""
-        return self._rows.numbers(prompt_token_ids, token_ids, lambda _, output: output[:, 0], "critic value")
+        return one_of(self.values_of([(prompt_token_ids, token_ids)]))
+
+    def values_of(self, pairs: Sequence[Pair]) -> list[Scored]:
+        """Of several; best `at_once` of them, which run together. What is wrong with one is its own result."""
+        return self._rows.numbers_of(pairs, lambda output, _: output[:, 0], "critic value")
 
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> None:
         """The trained critic's `state_dict()`. Versions never go back."""
