@@ -9,13 +9,14 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +30,7 @@ from rlhfspec.job import Spec
 from rlhfspec.training.learning import distributed
 from rlhfspec.training.learning.distributed import Ranks
 from rlhfspec.training.learning.optim import make_optimizer
-from rlhfspec.training.modeling import packed
+from rlhfspec.training.modeling import packed, tensor_parallel
 from rlhfspec.training.modeling.log_probs import TorchForward
 from rlhfspec.training.modeling.recomputed import recompute
 
@@ -87,16 +88,18 @@ def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any)
 
 def peak_of_step(config: Any, spec: Spec, num_tokens: int, *, again: bool) -> int:
     """Of the second step, with two micro-batches: optimizer and gradients are there. Of several ranks, rank 0's."""
-    dtype, ranks = getattr(torch, spec.model.dtype), Ranks(num_ranks=spec.roles.trainer.ranks)
+    dtype, trainer = getattr(torch, spec.model.dtype), spec.roles.trainer
+    ranks = Ranks(num_ranks=trainer.ranks)
     with ExitStack() as leaving:
         patch = leaving.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(packed, "_sdpa", _fused)
         if ranks.num_ranks > 1:
-            leaving.enter_context(_others(ranks.num_ranks, patch))
+            ranks = leaving.enter_context(_others(ranks, trainer.tensor_parallel, patch))
         leaving.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         with DEVICE:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         forward = TorchForward(_prepared(model), 1.0)
+        tensor_parallel.cut(model, ranks.tensor, field="model")
         if again:
             recompute(forward.parts.trunk)
         computes_in = torch.bfloat16 if spec.training.autocast == "bfloat16" else torch.float32
@@ -122,14 +125,20 @@ def peak_of_step(config: Any, spec: Spec, num_tokens: int, *, again: bool) -> in
 
 
 @contextmanager
-def _others(num_ranks: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
+def _others(ranks: Ranks, parts: int, patch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     """A group whose other ranks do not exist. Their mesh is made of numbers that can be read."""
-    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=ranks.num_ranks, store=FakeStore())
     try:
-        mesh = init_device_mesh(DEVICE.type, (num_ranks,))
-        patch.setattr(distributed, "init_device_mesh", lambda *_: mesh)
+        if parts == 1:
+            mesh = init_device_mesh(DEVICE.type, (ranks.num_ranks,))
+        else:
+            columns, row = list(range(0, ranks.num_ranks, parts)), list(range(parts))
+            data, tensor = (Ranks(num_ranks=len(of), device=dist.new_group(of)) for of in (columns, row))
+            mesh = DeviceMesh.from_group(data.device, DEVICE.type)
+            ranks = replace(ranks, data=data, tensor=tensor)
+        patch.setattr(Ranks, "_mesh", lambda *_: mesh)
         patch.setattr(distributed, "_take", lambda *_: None)  # all is there
-        yield
+        yield ranks
     finally:
         dist.destroy_process_group()
 

@@ -207,6 +207,11 @@ BY_HAND = [
     ),
     Wrong({"training.exactOnPolicy": True, "roles.trainer.nodes": 2}, "spec.roles.trainer.nodes"),
     Wrong({"training.exactOnPolicy": True, "roles.trainer.ranksPerNode": 2}, "spec.roles.trainer.ranksPerNode"),
+    Wrong({"roles.trainer": {"ranksPerNode": 3, "tensorParallel": 2}}, "spec.roles.trainer.tensorParallel"),
+    Wrong(
+        {"roles.trainer": {"ranksPerNode": 2, "tensorParallel": 2}, "model.lora": {}},
+        "spec.roles.trainer.tensorParallel",
+    ),
     Wrong({"model.lora": {"targetModules": []}}, "spec.model.lora.targetModules", "checks"),
     Wrong({"model.lora": {"targetModules": 3}}, "spec.model.lora.targetModules", "checks"),
     Wrong({"roles.scorer": {}}, "spec.roles.scorer"),

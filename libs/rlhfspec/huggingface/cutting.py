@@ -31,9 +31,9 @@ from rlhfspec.huggingface.fused.audit import not_audited
 from rlhfspec.huggingface.loading import LOAD_ERRORS, load_model
 
 _ATTRIBUTE = "rlhfspec_cut"
-_COLUMNS, _ROWS, _JOINED, _LOOKED_UP = "colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"
-_WHOLE = ("replicate", "replicated_with_grad_allreduce")
-_STYLES = (_COLUMNS, _ROWS, _JOINED, _LOOKED_UP, *_WHOLE)
+BY_COLUMNS, BY_ROWS, JOINED, LOOKED_UP = "colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"
+HEADS_APART = "replicated_with_grad_allreduce"  # a norm of heads
+_STYLES = (BY_COLUMNS, BY_ROWS, JOINED, LOOKED_UP, "replicate", HEADS_APART)
 
 
 class Group(Protocol):
@@ -48,6 +48,11 @@ class Group(Protocol):
     @property
     def host(self) -> Any:
         """The process group for tensors of the host."""
+        ...
+
+    @property
+    def device(self) -> Any:
+        """The one for tensors of a device; None: of all processes."""
         ...
 
     @property
@@ -74,28 +79,31 @@ class Cut:
         first, count = share(weight.shape[axis], self.group.rank, self.group.num_ranks)
         return weight.narrow(axis, first, count).contiguous()
 
-    def added(self, part: Tensor) -> Tensor:
-        """The sum over all ranks, in their order: what another row is beside changes no bit."""
-        if not part.is_cpu:
-            dist.all_reduce(part)
-            return part
-        with not_audited():
-            first, *others = self._of_all(part)
-            for other in others:
-                first = first + other
-        return first
 
-    def joined(self, part: Tensor, width: int) -> Tensor:
-        """[..., width of the part] of all ranks, one behind the other."""
-        most, _ = share(width, 1, self.group.num_ranks)
-        with not_audited():
-            parts = self._of_all(functional.pad(part, (0, most - part.shape[-1])))
-            return torch.cat(parts, -1)[..., :width].contiguous()
+def added(part: Tensor, group: Group) -> Tensor:
+    """The sum over all ranks, in their order: what another row is beside changes no bit."""
+    if not part.is_cpu:
+        dist.all_reduce(part, group=group.device)
+        return part
+    with not_audited():
+        first, *others = _of_all(part, group)
+        for other in others:
+            first = first + other
+    return first
 
-    def _of_all(self, part: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.group.num_ranks)]
-        dist.all_gather(parts, part.contiguous(), group=self.group.host if part.is_cpu else None)
-        return parts
+
+def joined(part: Tensor, width: int, group: Group) -> Tensor:
+    """[..., width of the part] of all ranks, one behind the other."""
+    most, _ = share(width, 1, group.num_ranks)
+    with not_audited():
+        parts = _of_all(functional.pad(part, (0, most - part.shape[-1])), group)
+        return torch.cat(parts, -1)[..., :width].contiguous()
+
+
+def _of_all(part: Tensor, group: Group) -> list[Tensor]:
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.num_ranks)]
+    dist.all_gather(parts, part.contiguous(), group=group.host if part.is_cpu else group.device)
+    return parts
 
 
 def cut_of(model: Any) -> Cut | None:
@@ -120,7 +128,7 @@ def load_part(path: str | Path, group: Group, *, field: str = "path") -> Any:
     Raises InvalidRequest, before weights are read, for a model that cannot be cut so.
     """
     whole = _without_weights(path, field)
-    styles = _planned(whole, path, group.num_ranks, field)
+    styles = planned(whole, path, group.num_ranks, field)
     with _on_its_only_device():
         model = load_model(path, field=field, num_ranks=group.num_ranks)
     parameters = {name: parameter.shape for name, parameter in whole.state_dict().items()}
@@ -144,7 +152,7 @@ def _without_weights(path: str | Path, field: str) -> Any:
         return load_model(path, field=field)  # says what is wrong with it
 
 
-def _planned(model: Any, path: str | Path, num_ranks: int, field: str) -> dict[str, str]:
+def planned(model: Any, path: str | Path, num_ranks: int, field: str) -> dict[str, str]:
     """How each module is cut. Raises InvalidRequest for one that cannot be."""
 
     def refuse(problem: str) -> InvalidRequest:
@@ -167,9 +175,9 @@ def _planned(model: Any, path: str | Path, num_ranks: int, field: str) -> dict[s
         if style is None:
             continue
         styles[name] = style
-        size = {_COLUMNS: "out_features", _ROWS: "in_features", _JOINED: "out_features"}.get(style)
+        size = {BY_COLUMNS: "out_features", BY_ROWS: "in_features", JOINED: "out_features"}.get(style)
         width = getattr(module, size or "num_embeddings", num_ranks)
-        is_even = style in (_JOINED, _LOOKED_UP)
+        is_even = style in (JOINED, LOOKED_UP)
         if (width % num_ranks and not is_even) or share(width, num_ranks - 1, num_ranks)[1] < 1:
             raise refuse(f"{name} is {width} wide")
     return styles
@@ -179,9 +187,9 @@ def _axes(model: Any, styles: Mapping[str, str]) -> Iterator[tuple[str, int | No
     for path, style in styles.items():
         for leaf in model.get_submodule(path)._parameters:
             name = f"{path}.{leaf}"
-            if style in (_COLUMNS, _JOINED, _LOOKED_UP):
+            if style in (BY_COLUMNS, JOINED, LOOKED_UP):
                 yield name, 0
-            elif style == _ROWS:
+            elif style == BY_ROWS:
                 yield name, 1 if leaf == "weight" else None
 
 
@@ -205,24 +213,27 @@ def _make_plain(model: Any, path: str, cut: Cut, made: dict[int, nn.Parameter]) 
 def _hook(model: Any, path: str, style: str, cut: Cut) -> None:
     """What the module does with the parts of the others."""
     module = model.get_submodule(path)
-    if style == _ROWS:
-        module.register_forward_hook(lambda module, args, output: cut.added(output))
-    elif style == _JOINED:
+    if style == BY_ROWS:
+        module.register_forward_hook(lambda module, args, output: added(output, cut.group))
+    elif style == JOINED:
         width = cut.shapes[f"{path}.weight"][0]
-        module.register_forward_hook(lambda module, args, output: cut.joined(output, width))
-    elif style == _LOOKED_UP:
+        module.register_forward_hook(lambda module, args, output: joined(output, width, cut.group))
+    elif style == LOOKED_UP:
         module.padding_idx = None  # says nothing but where gradients are 0
-        module.forward = _looked_up(module, module.forward, cut)
+        module.forward = looked_up(module, module.forward, cut.group)
 
 
-def _looked_up(module: Any, plain: Callable[[Tensor], Tensor], cut: Cut) -> Callable[[Tensor], Tensor]:
-    first, count = share(module.num_embeddings, cut.group.rank, cut.group.num_ranks)
+def looked_up(
+    module: Any, plain: Callable[[Tensor], Tensor], group: Group, add: Callable[[Tensor, Group], Tensor] = added
+) -> Callable[[Tensor], Tensor]:
+    """An embedding's forward, of which this process has some rows."""
+    first, count = share(module.num_embeddings, group.rank, group.num_ranks)
 
     def forward(token_ids: Tensor) -> Tensor:
         places = token_ids - first
         is_here = (places >= 0) & (places < count)
         rows = plain(places.masked_fill(~is_here, 0))
-        return cut.added(rows.masked_fill(~is_here[..., None], 0.0))
+        return add(rows.masked_fill(~is_here[..., None], 0.0), group)
 
     return forward
 

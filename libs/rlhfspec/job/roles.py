@@ -46,6 +46,12 @@ class Trainer(Workers):
         1, description="Number of processes of a node; those of all nodes share the training with FSDP2."
     )
 
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="Number of processes of a node that hold each layer together, each a part of its heads and hidden "
+        "units, for layers larger than a GPU takes; FSDP2 shares what is cut over the rest. It divides ranksPerNode.",
+    )
+
     @property
     def ranks(self) -> int:
         """Return their number on all nodes."""

@@ -28,7 +28,7 @@ def build(job: RLHFJob, context: Context) -> TrainerService:
     context.say("loading the policy")
     with ExitStack() as leaving:
         device = device_of(job.spec)
-        ranks = leaving.enter_context(joined(**patience(job), device=device))
+        ranks = leaving.enter_context(joined(**_meeting(job), device=device))
         learner = Learner.from_spec(job.spec, ranks=ranks, device=device)
         leader = Leader(learner, ranks, write_learner)
         leaving.callback(leader.close)
@@ -91,13 +91,18 @@ def follow(job: RLHFJob) -> None:
     from rlhfspec.training.learning.learner import Learner
 
     device = device_of(job.spec)
-    with distributed.joined(**patience(job), device=device) as ranks:
+    with distributed.joined(**_meeting(job), device=device) as ranks:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # rank 0's business, once it is there
         distributed.follow(Learner.from_spec(job.spec, ranks=ranks, device=device), ranks, write_learner)
 
 
-def patience(job: RLHFJob) -> dict[str, Any]:
-    """Rank 0 is silent for as long as the other stages take for a step."""
-    deadline = job.spec.roles.trainer.deadline_seconds
-    return {"timeout_seconds": deadline, "silence_seconds": deadline + job.spec.roles.generator.deadline_seconds}
+def _meeting(job: RLHFJob) -> dict[str, Any]:
+    """How ranks meet. Rank 0 is silent for as long as the other stages take for a step."""
+    roles = job.spec.roles
+    deadline = roles.trainer.deadline_seconds
+    return {
+        "timeout_seconds": deadline,
+        "silence_seconds": deadline + roles.generator.deadline_seconds,
+        "tensor_parallel": roles.trainer.tensor_parallel,
+    }

@@ -166,8 +166,7 @@ def test_a_run_of_two_nodes_that_was_stopped_goes_on_with_one_rank(
 def test_a_rank_that_is_none_is_refused_by_the_new_name(job_file: Path) -> None:
     for field, said in (
         ("ranks", "it is called ranksPerNode, and there are nodes beside it"),
-        ("tensorParallel", "does not exist yet: ranks share all layers alike, by FSDP2; remove it"),
-        ("contextParallel", "does not exist yet: ranks share all layers alike, by FSDP2; remove it"),
+        ("contextParallel", "does not exist yet: a sequence is one rank's, or those of one layer's"),
     ):
         result = invoke(job_file, "out", f"roles.trainer.{field}=2")
         assert result.exit_code == 2

@@ -49,9 +49,10 @@ def spec_of(*arguments: Any, **options: Any) -> Any:
     return settled(spec(*arguments, **options), "cpu")
 
 
-def of_ranks(ranks: int, settings: Any) -> Any:
+def of_ranks(ranks: int, settings: Any, parts: int = 1) -> Any:
     given = settings.model_dump(by_alias=True)
-    return type(settings).model_validate(given | {"roles": {"trainer": {"ranksPerNode": ranks}}})
+    trainer = {"ranksPerNode": ranks, "tensorParallel": parts}
+    return type(settings).model_validate(given | {"roles": {"trainer": trainer}})
 
 
 def fake_peak(size: str, settings: Any, again: bool) -> float:
@@ -65,16 +66,16 @@ def fake_peak(size: str, settings: Any, again: bool) -> float:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.sweep(parts=9)
-@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.sweep(parts=12)
+@pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (8, 1), (8, 2), (8, 8)])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", CONFIGS)
 def test_the_trainers_peak_is_within_a_tenth_of_faketensors(
-    second: ModuleType, size: str, mode: str, again: bool, ranks: int
+    second: ModuleType, size: str, mode: str, again: bool, ranks: int, parts: int
 ) -> None:
     recomputed = {"activationCheckpointing": "on" if again else "off"}
-    settings = of_ranks(ranks, spec_of(tokensPerMicroBatch=TOKENS, **recomputed, **MODES[mode]))
+    settings = of_ranks(ranks, spec_of(tokensPerMicroBatch=TOKENS, **recomputed, **MODES[mode]), parts)
     planned = trainer(settings, {"path": shape_of(config_of(size), name=size)}, 80 * 10**9)
     found = fake_peak(size, settings, again)
     assert abs(planned.total - found) < 0.1 * found

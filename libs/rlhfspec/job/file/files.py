@@ -123,15 +123,18 @@ def _check_sizes(job: RLHFJob, base: Path) -> Iterator[Finding]:
 
 def _check_parts(job: RLHFJob, base: Path) -> Iterator[Finding]:
     """What else stands in the way of cutting a model, loading says."""
-    count, config = job.spec.roles.generator.tensor_parallel, _text_config(job.spec.model.path, base)
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = config.get(name)
-        if isinstance(heads, int) and heads % count:
-            yield Finding(
-                field="spec.roles.generator.tensorParallel", value=count,
-                problem=f"must divide the model's {name} ({heads})", depends_on=("spec.model.path",),
-            )  # fmt: skip
-            return
+    config = _text_config(job.spec.model.path, base)
+    for role, count in (
+        ("generator", job.spec.roles.generator.tensor_parallel), ("trainer", job.spec.roles.trainer.tensor_parallel),
+    ):  # fmt: skip
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            heads = config.get(name)
+            if isinstance(heads, int) and heads % count:
+                yield Finding(
+                    field=f"spec.roles.{role}.tensorParallel", value=count,
+                    problem=f"must divide the model's {name} ({heads})", depends_on=("spec.model.path",),
+                )  # fmt: skip
+                break
 
 
 def _check_lora(job: RLHFJob, base: Path) -> Iterator[Finding]:

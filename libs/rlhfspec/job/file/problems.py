@@ -32,11 +32,10 @@ _BOUNDS = {"greater_than_equal": ">=", "greater_than": ">", "less_than_equal": "
 _PATTERNS: dict[Path_, str] = {
     ("metadata", "name"): "must be at most 52 small letters, digits and dashes, not at the ends, such as my-run-1",
 }
-_NOT_YET = "does not exist yet: ranks share all layers alike, by FSDP2; remove it"
 _TOLD: dict[Path_, str] = {
     ("spec", "roles", "trainer", "ranks"): "it is called ranksPerNode, and there are nodes beside it",
-    ("spec", "roles", "trainer", "contextParallel"): _NOT_YET,
-    ("spec", "roles", "trainer", "tensorParallel"): _NOT_YET,
+    ("spec", "roles", "trainer", "contextParallel"): "does not exist yet: a sequence is one rank's, or those of one "
+    "layer's (tensorParallel); remove it",
 }
 _SOURCES: Path_ = ("spec", "rewards", "sources")
 

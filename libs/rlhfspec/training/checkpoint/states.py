@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.training.modeling.stored import PartOf
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, torch.Tensor | PartOf]
 
 
 @dataclass
@@ -28,7 +29,7 @@ class _Packer:
             return value
         if isinstance(value, float):
             return value if math.isfinite(value) else {"$float": str(value)}
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, (torch.Tensor, PartOf)):
             return {"$tensor": self._named(path, value)}
         if isinstance(value, bytes):
             return {"$bytes": base64.b64encode(value).decode()}
@@ -48,7 +49,7 @@ class _Packer:
             return dict(packed)
         return {"$items": [list(pair) for pair in packed]}
 
-    def _named(self, path: str, tensor: torch.Tensor) -> str:
+    def _named(self, path: str, tensor: torch.Tensor | PartOf) -> str:
         """The path, unless two paths read the same (a key may hold a dot)."""
         name, number = path or "value", 2
         while name in self.tensors:

@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rlhfspec.common.ranks import RankTold, rank_told
@@ -46,17 +46,34 @@ class Ranks:
     silence_seconds: float = 0.0  # how long rank 0 may say nothing
     commands: Any = None  # the process group that commands travel in, for its longer patience
     host: Any = None  # the one for objects and for tensors of the host: that of a GPU takes neither
+    device: Any = None  # the one for tensors of the device; None: that of all processes
+    tensor: Ranks | None = None  # those that hold parts of one layer, and run the same micro-batches
+    data: Ranks | None = None  # those with the same part of it, who share it by FSDP2, and the micro-batches
+
+    @property
+    def sharing(self) -> Ranks:
+        """Those that share weights and micro-batches: all, where no layer is cut."""
+        return self.data or self
+
+    @property
+    def has_the_whole_layer(self) -> bool:
+        """Whether it is this rank's to keep what ranks of one layer have alike."""
+        return self.tensor is None or self.tensor.rank == 0
 
     def mine(self, micro_batches: list[list[int]]) -> list[list[int]]:
-        """This rank's share of micro-batches whose number is a multiple of the ranks'."""
-        return micro_batches[self.rank :: self.num_ranks]
+        """This rank's share of micro-batches whose number is a multiple of those that share."""
+        return micro_batches[self.sharing.rank :: self.sharing.num_ranks]
 
     def add(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks."""
-        if self.num_ranks > 1:
+        """The sum over those that share."""
+        if self.sharing.num_ranks > 1:
             tensor = tensor.clone()
-            dist.all_reduce(tensor, group=self.host)
+            dist.all_reduce(tensor, group=self.sharing.host)
         return tensor
+
+    def gathered_of_micro_batches(self, thing: Any) -> list[Any]:
+        """Of each that shares, in order: ranks of one layer have said the same."""
+        return self.gathered(thing)[:: self.tensor.num_ranks if self.tensor else 1]
 
     def gathered(self, thing: Any) -> list[Any]:
         """Everybody's, by rank."""
@@ -90,6 +107,12 @@ class Ranks:
         dist.broadcast(sent, src=rank, group=self.host)
         return sent.view(tensor.dtype).reshape(tensor.shape)
 
+    def _mesh(self, device: torch.device) -> DeviceMesh:
+        """Of those that share."""
+        if self.data is None:
+            return init_device_mesh(device.type, (self.num_ranks,))
+        return DeviceMesh.from_group(self.data.device, device.type)
+
     def shard(
         self, module: nn.Module, trunk: Any, device: torch.device, computes_in: torch.dtype = torch.float32
     ) -> None:
@@ -98,9 +121,9 @@ class Ranks:
         The module comes from the host: a block goes to the device, and is cut there before the next one comes.
         computes_in: on a device a block is gathered in this type, and its gradients are added in float32.
         """
-        if self.num_ranks == 1:
+        if self.sharing.num_ranks == 1:
             return
-        mesh = init_device_mesh(device.type, (self.num_ranks,))
+        mesh = self._mesh(device)
         for part in (*_blocks(trunk), module):
             _take(part, device)
             policy = MixedPrecisionPolicy()
@@ -134,12 +157,14 @@ def joined(
     device: str = "cpu",
     stage: str = "trainer",
     tell_seconds: float = _TELL_SECONDS,
+    tensor_parallel: int = 1,
 ) -> Iterator[Ranks]:
     """The ranks that torchrun started, or this process alone.
 
     `timeout_seconds` are for one exchange while all work; `silence_seconds` for rank 0 to say something at all: it is
     busy with the other stages for most of a step. device: this rank's own. stage: whose ranks they are.
-    tell_seconds: for which all may be missing and nothing is said.
+    tell_seconds: for which all may be missing and nothing is said. tensor_parallel: of so many neighbours each holds a
+    part of every layer.
     """
     told = rank_told(os.environ)
     if told.num_ranks == 1:
@@ -148,15 +173,37 @@ def joined(
     _meet(told, timeout_seconds, torch.device(device), stage, tell_seconds)
     try:
         patient, usual = (timedelta(seconds=seconds) for seconds in (silence_seconds, timeout_seconds))
-        yield Ranks(
+        ranks = Ranks(
             rank=told.rank,
             num_ranks=told.num_ranks,
             silence_seconds=silence_seconds,
             commands=dist.new_group(timeout=patient, backend="gloo"),
             host=dist.new_group(timeout=usual, backend="gloo"),
         )
+        if tensor_parallel > 1:
+            ranks = _cutting(ranks, tensor_parallel, usual, torch.device(device))
+        yield ranks
     finally:
         dist.destroy_process_group()
+
+
+def _cutting(ranks: Ranks, tensor_parallel: int, timeout: timedelta, device: torch.device) -> Ranks:
+    """In rows of so many ranks that cut layers, and columns that share what is cut."""
+    rows = torch.arange(ranks.num_ranks).reshape(-1, tensor_parallel)
+
+    def group_of(sets: list[list[int]]) -> Ranks:
+        """The one of this rank; all of them make all."""
+        found = None
+        for members in sets:
+            host = dist.new_group(members, timeout=timeout, backend="gloo")
+            there = host if device.type == "cpu" else dist.new_group(members, timeout=timeout)
+            if ranks.rank in members:
+                place = members.index(ranks.rank)
+                found = Ranks(rank=place, num_ranks=len(members), host=host, device=there)
+        assert found is not None
+        return found
+
+    return replace(ranks, tensor=group_of(rows.tolist()), data=group_of(rows.T.tolist()))
 
 
 def _meet(told: RankTold, timeout_seconds: float, device: torch.device, stage: str, tell_seconds: float) -> None:

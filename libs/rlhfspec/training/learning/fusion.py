@@ -154,7 +154,7 @@ def chains_of(spec: job.Spec, ranks: Ranks, num_threads: int, device: torch.devi
     """Fused where that pays. The chains would only take turns on one thread, and on one GPU, whose kernels fill it."""
     critic = "critic" in scoring_stages(spec.algorithm)
     if critic and spec.training.fuse == "auto":
-        if ranks.num_ranks == len(_MODELS):
+        if ranks.num_ranks == len(_MODELS) and ranks.tensor is None:
             return OnRanks(ranks, num_threads)
         if ranks.num_ranks == 1 and num_threads >= len(_MODELS) and device.type == "cpu":
             return InThreads(num_threads)

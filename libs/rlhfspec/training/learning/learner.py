@@ -54,7 +54,7 @@ from rlhfspec.training.learning.network import Network, State
 from rlhfspec.training.learning.packing import pack, pack_groups, split_evenly
 from rlhfspec.training.learning.rollouts import Rollouts
 from rlhfspec.training.learning.tally import Tally
-from rlhfspec.training.modeling import lora
+from rlhfspec.training.modeling import lora, tensor_parallel
 from rlhfspec.training.modeling.critic import Critic, load_critic
 from rlhfspec.training.modeling.loading import load_policy
 from rlhfspec.training.modeling.log_probs import PolicyForward, TorchForward
@@ -106,16 +106,24 @@ class Learner:
         self._share_prompts = training.share_prompts and not self._lora_dropout
         if training.share_prompts and self._lora_dropout and self._ranks.rank == 0:
             log.info("every sample runs its own copy of the prompt: model.lora.dropout is drawn for each of them")
+        if "policy" in self._chains.models:
+            tensor_parallel.cut(policy, self._ranks.tensor, field="spec.model.path")
+        if "critic" in self._chains.models and critic is not None:
+            tensor_parallel.cut(critic.trunk, self._ranks.tensor, field="spec.model.critic")
         trunks = _trunks(self._chains.models, policy, critic)
         room = ActivationRoom(spec, trunks, self._device, self._computes_in)
         if "policy" in self._chains.models:
             self._forward = _policy_forward(spec, self._unshared(policy), self._ranks, self._device, self._computes_in)
-            self._networks["policy"] = Network(policy, training.optimizer, training, field="spec.training.optimizer")
+            self._networks["policy"] = Network(
+                policy, training.optimizer, training, field="spec.training.optimizer", ranks=self._ranks
+            )
         if "critic" in self._chains.models:
             assert critic is not None, "this algorithm trains a critic"
             self._ranks.shard(self._unshared(critic), critic.trunk, self._device, self._computes_in)
             settings = training.critic_optimizer
-            self._networks["critic"] = Network(critic, settings, training, field="spec.training.criticOptimizer")
+            self._networks["critic"] = Network(
+                critic, settings, training, field="spec.training.criticOptimizer", ranks=self._ranks
+            )
         room.settle((each for network in self._networks.values() for each in network.parameters), self._ranks)
 
     @classmethod
@@ -134,7 +142,7 @@ class Learner:
 
     def _unshared(self, module: Any) -> Any:
         """On the device; where ranks share it, it is taken there block by block."""
-        return module.to(self._device) if self._ranks.num_ranks == 1 else module
+        return module.to(self._device) if self._ranks.sharing.num_ranks == 1 else module
 
     @property
     def policy(self) -> Any:
@@ -191,7 +199,7 @@ class Learner:
         return minis
 
     def _pack(self, prompts: Sequence[tuple[int, ...]], answers: Sequence[int]) -> list[list[int]]:
-        budget, ranks = self._spec.training.tokens_per_micro_batch, self._ranks.num_ranks
+        budget, ranks = self._spec.training.tokens_per_micro_batch, self._ranks.sharing.num_ranks
         if self._share_prompts:
             return pack_groups(prompts, answers, budget, multiple_of=ranks)
         lengths = [len(prompt) + answer for prompt, answer in zip(prompts, answers, strict=True)]

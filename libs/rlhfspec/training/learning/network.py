@@ -1,6 +1,7 @@
 """A module that is trained: its optimizer, its schedule, its state under names that outlive the process.
 
-Policy and critic are one `Network` each. Where ranks share it, its state is that of this rank: its own shares.
+Policy and critic are one `Network` each. Where ranks share it, its state is that of this rank: its own shares. Where
+they cut its layers (`modeling.tensor_parallel`), what belongs to a cut weight is a `PartOf` it.
 
 Example:
     >>> module = torch.nn.Linear(2, 1)
@@ -13,7 +14,8 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +25,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlhfspec import job
 from rlhfspec.errors import StorageError
+from rlhfspec.huggingface.cutting import joined
+from rlhfspec.training.learning.distributed import Ranks
 from rlhfspec.training.learning.optim import make_optimizer, make_schedule
-from rlhfspec.training.modeling.stored import StoredTensor
+from rlhfspec.training.modeling.stored import PartOf, Share, StoredTensor, whole_shape
+from rlhfspec.training.modeling.tensor_parallel import shares_of
 
 State = dict[str, Any]
+Given = Tensor | StoredTensor | PartOf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +42,35 @@ class Update:
 
 
 class Network:
-    def __init__(self, module: nn.Module, settings: job.Optimizer, training: job.Training, *, field: str) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: job.Optimizer,
+        training: job.Training,
+        *,
+        field: str,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.module = module
+        self._group = ranks.tensor if ranks else None  # that cuts its layers
+        self._shares = shares_of(module) if self._group else {}
         self.num_updates = 0
         self._training = training
-        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.parameters = list(trained.values())
+        self._shares_by_place = [self._shares.get(name) for name in trained]
         self._optimizer = make_optimizer(self.parameters, settings, field=field)
         self._schedule = self._fresh_schedule()
 
     def grad_norm(self) -> float:
         """Over all gradients gathered so far; infinite or NaN when one of them is."""
-        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if self._group is None:
+            return _norm(self.parameters)
+        cut: list[nn.Parameter] = []
+        whole: list[nn.Parameter] = []
+        for parameter, share in zip(self.parameters, self._shares_by_place, strict=True):
+            (whole if share is None else cut).append(parameter)
+        return math.hypot(_norm(whole), *self._group.gathered(_norm(cut)))
 
     def update(self, norm: float) -> Update:
         """One optimizer step with the gradients gathered since the last one, whose norm this is."""
@@ -65,29 +88,36 @@ class Network:
     def weights(self) -> dict[str, Tensor]:
         """Every weight once, by its first name in the module, and whole. Shares memory with the module; where ranks
         hold shares, the first of them has it on its host, and the others do not."""
-        return _whole(self.own_weights())
+        return _whole(self.own_weights(), self._group)
 
-    def own_weights(self) -> dict[str, Tensor]:
+    def own_weights(self) -> dict[str, Tensor | PartOf]:
         """The same as this rank keeps it: where ranks hold shares, its own."""
         by_name = self.module.state_dict(keep_vars=True)
         first_names = {id(tensor): name for name, tensor in reversed(by_name.items())}  # tied weights have several
-        return {name: tensor.detach() for name, tensor in by_name.items() if first_names[id(tensor)] == name}
+        return {
+            name: _part(tensor.detach(), self._shares.get(name))
+            for name, tensor in by_name.items()
+            if first_names[id(tensor)] == name
+        }
 
-    def load_weights(self, weights: Mapping[str, Tensor | StoredTensor]) -> None:
+    def load_weights(self, weights: Mapping[str, Given]) -> None:
         """Of exactly these names and shapes; a module may be given a part of its weights (its adapters)."""
         own = self.module.state_dict()
         for name, tensor in weights.items():
-            if name not in own or own[name].shape != torch.Size(tensor.shape):
+            if name not in own or whole_shape(own[name].shape, self._shares.get(name)) != torch.Size(tensor.shape):
                 raise StorageError("checkpoint", f"its weight {name} {list(tensor.shape)} is none of this job's model")
         with torch.no_grad():
             for name, tensor in weights.items():
-                own[name].copy_(_like(own[name], tensor))
+                own[name].copy_(_like(own[name], tensor, self._shares.get(name)))
 
     def optimizer_state(self) -> State:
         """Nested dictionaries of names, tensors and numbers; a parameter is known by its place. Shares memory too, and
         is this rank's."""
         state = self._optimizer.state_dict()
-        of_parameters = {str(place): dict(of) for place, of in state["state"].items()}
+        of_parameters = {
+            str(place): {name: self._kept(place, value) for name, value in of.items()}
+            for place, of in state["state"].items()
+        }
         return {"state": of_parameters, "param_groups": state["param_groups"], "num_updates": self.num_updates}
 
     def load_optimizer_state(self, state: State) -> None:
@@ -102,12 +132,17 @@ class Network:
             raise StorageError("checkpoint", "its optimizer state is not of this job's model")
         self._optimizer.load_state_dict({"state": of_parameters, "param_groups": groups})
 
+    def _kept(self, place: int, value: Any) -> Any:
+        """Of the parameter at this place."""
+        is_like_it = isinstance(value, Tensor) and value.shape == self.parameters[place].shape
+        return _part(value, self._shares_by_place[place]) if is_like_it else value
+
     def _placed(self, place: int, value: Any) -> Any:
         """As the parameter is kept: torch's own loading does not cut a whole tensor into shares."""
-        parameter = self.parameters[place]
-        if isinstance(value, (Tensor, StoredTensor)):
-            same = torch.Size(value.shape) == parameter.shape
-            return (_like(parameter, value) if same else _read(value)).clone()
+        parameter, share = self.parameters[place], self._shares_by_place[place]
+        if isinstance(value, (Tensor, StoredTensor, PartOf)):
+            same = torch.Size(value.shape) == whole_shape(parameter.shape, share)
+            return (_like(parameter, value, share) if same else _read(value)).clone()
         return value
 
     def _fresh_schedule(self) -> torch.optim.lr_scheduler.LRScheduler:
@@ -121,30 +156,50 @@ class Network:
         return schedule
 
 
-def _whole(values: Mapping[str, Any]) -> dict[str, Any]:
+def _norm(parameters: Sequence[nn.Parameter]) -> float:
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _part(tensor: Tensor, share: Share | None) -> Tensor | PartOf:
+    return tensor if share is None else PartOf(tensor, share)
+
+
+def _whole(values: Mapping[str, Any], group: Ranks | None = None) -> dict[str, Any]:
     """With all of the tensors of which ranks hold shares, one after the other, on the host of the first rank; on the
-    others without them. Every rank has to ask."""
+    others without them. Every rank has to ask. group: who cuts layers with this one."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if not isinstance(value, DTensor):
-            found[name] = value
-            continue
-        gathered = value.full_tensor()
-        if value.device_mesh.get_local_rank() == 0:
-            found[name] = gathered.cpu()
+        tensor, share = (value.tensor, value.share) if isinstance(value, PartOf) else (value, None)
+        if isinstance(tensor, DTensor):
+            is_first = tensor.device_mesh.get_local_rank() == 0
+            tensor = tensor.full_tensor()
+            if not is_first:
+                continue
+            tensor = tensor.cpu()
+        if share is not None and group is not None:
+            tensor = joined(tensor.cpu().movedim(share.dim, -1), share.size, group).movedim(-1, share.dim).contiguous()
+        found[name] = tensor
     return found
 
 
-def _like(kept: Tensor, given: Tensor | StoredTensor) -> Tensor:
+def _like(kept: Tensor, given: Given, share: Share | None) -> Tensor:
     """This rank's share of what is given: read, cut out of what every rank has whole, or cut already."""
-    if not isinstance(kept, DTensor) or isinstance(given, DTensor):
-        return _read(given)
+    if isinstance(given, PartOf):
+        return given.tensor
     if isinstance(given, StoredTensor):
-        return given.share_for(kept)
-    return distribute_tensor(given, kept.device_mesh, kept.placements, src_data_rank=None)
+        return given.part_for(kept, share)
+    if isinstance(given, DTensor):
+        return given
+    if share is not None:
+        given = given.narrow(share.dim, share.start, share.stop - share.start)
+    if not isinstance(kept, DTensor):
+        return given
+    return distribute_tensor(given.contiguous(), kept.device_mesh, kept.placements, src_data_rank=None)
 
 
-def _read(given: Tensor | StoredTensor) -> Tensor:
+def _read(given: Given) -> Tensor:
+    assert not isinstance(given, PartOf), "it has its parameter's shape"
     return given.whole() if isinstance(given, StoredTensor) else given
 
 

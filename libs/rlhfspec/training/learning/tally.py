@@ -89,7 +89,7 @@ class Tally:
     def metrics(self, rollouts: Rollouts, ranks: Ranks, *, epochs: int) -> dict[str, float]:
         """Means over the step's updates, and over its tokens."""
         num_updates = len(next(iter(self._updates.values())))
-        losses, sums = _added(ranks.gathered(self._losses)), _added(ranks.gathered(self._sums))
+        losses, sums = (_added(ranks.gathered_of_micro_batches(each)) for each in (self._losses, self._sums))
         metrics = {name: total / num_updates for name, total in losses.items()}
         metrics |= {name: total / (self._num_tokens * epochs) for name, total in sums.items()}
         metrics["clip_fraction"] = metrics["clip_fraction_low"] + metrics["clip_fraction_high"]

@@ -6,16 +6,21 @@ Example:
     >>> folder = Path(tempfile.mkdtemp())
     >>> for rank, rows in enumerate(torch.arange(6.0).reshape(3, 2).split([2, 1])):
     ...     write_tensors(folder / str(rank), {"weight": rows})
-    >>> pieces = (Piece(path=folder / "0", start=0, stop=2), Piece(path=folder / "1", start=2, stop=3))
-    >>> weight = StoredTensor(name="weight", shape=(3, 2), dim=0, pieces=pieces)
-    >>> weight.cut(0, 1, 3)
+    >>> pieces = tuple(
+    ...     Piece(path=folder / str(rank), start=(2 * rank, 0), shape=(2 - rank, 2)) for rank in (0, 1)
+    ... )
+    >>> weight = StoredTensor(name="weight", shape=(3, 2), pieces=pieces)
+    >>> weight.cut((1, 0), (2, 2))
     tensor([[2., 3.],
             [4., 5.]])
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -26,10 +31,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rlhfspec.errors import StorageError
 
+Place = tuple[int, ...]  # a number for each dimension
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Where a rank's part of a tensor begins and ends along the one dimension that is cut."""
+    """Where a rank's part of a tensor begins and ends along the dimension by which layers are cut."""
 
     dim: int
     start: int
@@ -37,69 +44,126 @@ class Share:
     size: int  # of the whole
 
 
+@dataclass(frozen=True, slots=True)
+class PartOf:
+    """A rank's part of a weight of which others have the rest, or of what its optimizer keeps for it."""
+
+    tensor: Tensor
+    share: Share
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the whole's."""
+        return whole_shape(self.tensor.shape, self.share)
+
+
+def whole_shape(shape: Place, share: Share | None) -> torch.Size:
+    """Of what this is a part of.
+
+    >>> whole_shape((2, 3), Share(dim=1, start=3, stop=6, size=9))
+    torch.Size([2, 9])
+    """
+    if share is None:
+        return torch.Size(shape)
+    return torch.Size([*shape[: share.dim], share.size, *shape[share.dim + 1 :]])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A part of a stored tensor, from `start` to `stop`, in a file."""
+    """A part of a stored tensor in a file: where it begins in the whole, and its own shape."""
 
     path: Path
-    start: int
-    stop: int
+    start: Place
+    shape: Place
+
+    def has(self, place: Place) -> bool:
+        """Whether this place is in it."""
+        return all(s <= p < s + n for s, p, n in zip(self.start, place, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Cut along `dim` into pieces, which follow each other without a gap."""
+    """In pieces that fill it."""
 
     name: str  # in each of the files
-    shape: tuple[int, ...]
-    dim: int
+    shape: Place
     pieces: tuple[Piece, ...]
 
-    def whole(self) -> Tensor:
-        return self.cut(self.dim, 0, self.shape[self.dim])
-
-    def cut(self, dim: int, start: int, stop: int) -> Tensor:
-        """From `start` to `stop` along `dim`, on the host; of files with nothing of it nothing is read."""
-        if dim != self.dim:
-            return torch.cat([self._read(piece, dim, start, stop) for piece in self.pieces], self.dim)
-        parts = [
-            self._read(piece, dim, max(start, piece.start) - piece.start, min(stop, piece.stop) - piece.start)
-            for piece in self.pieces
-            if max(start, piece.start) < min(stop, piece.stop)
+    def missing(self) -> Place | None:
+        """A place that is in no piece."""
+        if sum(math.prod(piece.shape) for piece in self.pieces) == math.prod(self.shape):
+            return None  # no two ranks write the same
+        borders = [
+            sorted({0} | {piece.start[dim] + piece.shape[dim] for piece in self.pieces} - {size})
+            for dim, size in enumerate(self.shape)
         ]
-        if not parts:
-            return self._read(self.pieces[0], dim, 0, 0)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return next((place for place in product(*borders) if not any(piece.has(place) for piece in self.pieces)), None)
 
-    def share_for(self, kept: DTensor) -> DTensor:
-        """This rank's part, cut as `kept` is."""
-        shape, offset = compute_local_shape_and_global_offset(kept.shape, kept.device_mesh, kept.placements)
-        dim = dim_of(kept) or 0
-        local = self.cut(dim, offset[dim], offset[dim] + shape[dim]).to(kept.to_local().device)
-        return DTensor.from_local(
-            local, kept.device_mesh, kept.placements, run_check=False, shape=kept.shape, stride=kept.stride()
+    def whole(self) -> Tensor:
+        return self.cut((0,) * len(self.shape), self.shape)
+
+    def cut(self, start: Place, shape: Place) -> Tensor:
+        """So much from there on, on the host; of files with nothing of it nothing is read."""
+        result: Tensor | None = None
+        for piece, within, at, size in self._overlaps(start, shape):
+            part = self._read(piece, within, size)
+            if size == tuple(shape):
+                return part
+            result = part.new_empty(shape) if result is None else result
+            result[tuple(slice(a, a + n) for a, n in zip(at, size, strict=True))] = part
+        return (
+            self._read(self.pieces[0], (0,) * len(shape), (0,) * len(shape)).reshape(shape)
+            if result is None
+            else result
         )
 
-    def _read(self, piece: Piece, dim: int, start: int, stop: int) -> Tensor:
+    def _overlaps(self, start: Place, shape: Place) -> Iterator[tuple[Piece, Place, Place, Place]]:
+        """Each piece with something of it: where that begins in the piece and in the result, and its shape."""
+        for piece in self.pieces:
+            first = tuple(map(max, start, piece.start))
+            size = tuple(
+                min(s + n, ps + pn) - f
+                for s, n, ps, pn, f in zip(start, shape, piece.start, piece.shape, first, strict=True)
+            )
+            if min(size) > 0:
+                within, at = (
+                    tuple(f - o for f, o in zip(first, origin, strict=True)) for origin in (piece.start, start)
+                )
+                yield piece, within, at, size
+
+    def part_for(self, kept: Tensor, share: Share | None) -> Tensor:
+        """This rank's part, cut as `kept` is."""
+        start, shape = place_of(kept, share)
+        local = self.cut(start, shape)
+        if not isinstance(kept, DTensor):
+            return local
+        return DTensor.from_local(
+            local.to(kept.to_local().device), kept.device_mesh, kept.placements, run_check=False, shape=kept.shape,
+            stride=kept.stride(),
+        )  # fmt: skip
+
+    def _read(self, piece: Piece, start: Place, shape: Place) -> Tensor:
         try:
             with safe_open(piece.path, framework="pt") as file:
-                part: Tensor = file.get_slice(self.name)[(slice(None),) * dim + (slice(start, stop),)]
+                where = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
+                part: Tensor = file.get_slice(self.name)[where]
                 return part
         except (OSError, SafetensorError) as error:
             raise StorageError(piece.path, f"{self.name} cannot be read: {error}") from error
 
 
-def dim_of(tensor: DTensor) -> int | None:
-    """The dimension along which ranks share a tensor; None: each has all of it."""
+def is_shared(tensor: DTensor) -> bool:
+    """Whether ranks have a share each; else each has all of it."""
     assert len(tensor.placements) == 1, "ranks are one row"
-    placement = tensor.placements[0]
-    return placement.dim if isinstance(placement, Shard) else None
+    return isinstance(tensor.placements[0], Shard)
 
 
-def share_of(tensor: DTensor) -> Share | None:
-    """What this rank holds of it; None: all of it."""
-    dim = dim_of(tensor)
-    if dim is None:
-        return None
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Share(dim=dim, start=offset[dim], stop=offset[dim] + shape[dim], size=tensor.shape[dim])
+def place_of(tensor: Tensor, share: Share | None = None) -> tuple[Place, Place]:
+    """Where in the whole begins what this rank holds, and its shape."""
+    shape, start = tuple(tensor.shape), (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        found = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        shape, start = (tuple(map(int, each)) for each in found)
+    if share is not None:
+        start = (*start[: share.dim], start[share.dim] + share.start, *start[share.dim + 1 :])
+    return start, shape

@@ -1,6 +1,7 @@
 """Bytes that a process of a role takes of its GPU, by formulas that a test holds to what torch's FakeTensor finds.
 
-    trainer    (weights + gradients + optimizer) / ranks + gathered + activations
+    trainer    (weights + gradients + optimizer) / ranks + gathered + activations; of a layer that tensorParallel ranks
+               cut, all but what stands between layers (h) is a part
     generator  weights + KV + 2 forwards, as `engine/forward/memory.py` measures them
     scorer     weights + KV of prompts that are kept + a forward
 
@@ -61,13 +62,14 @@ def needs_of(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, work
 
 def trainer(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int) -> Needs:
     """A rank's: of the policy, and of the critic where there is one."""
-    policy, critic = shapes["path"], shapes.get("critic", shapes["path"])
-    ranks, size = spec.roles.trainer.ranks, BYTES[spec.model.dtype]
+    parallel = spec.roles.trainer.tensor_parallel
+    policy, critic = (shapes.get(name, shapes["path"]).part(parallel) for name in ("path", "critic"))
+    ranks, size = spec.roles.trainer.ranks // parallel, BYTES[spec.model.dtype]
     models = [
         (policy, spec.training.optimizer),
         *([(critic, spec.training.critic_optimizer)] if _has_critic(spec) else []),
     ]
-    if len(models) == 2 and spec.training.fuse == "auto" and ranks == 2:  # one of the two on each
+    if len(models) == 2 and spec.training.fuse == "auto" and ranks == 2 and parallel == 1:  # one of the two on each
         models, ranks = models[:1], 1
     parts = dict.fromkeys(("weights", "gradients", "optimizer", "gathered"), 0)
     trained = 0
@@ -108,7 +110,7 @@ def _gathered(spec: job.Spec, shape: ModelShape, size: int) -> int:
 
 def activations(spec: job.Spec, shape: ModelShape, num_tokens: int, *, again: bool) -> int:
     """At the height of a backward pass. Several ranks gather mixed layers in bfloat16, with nothing left to cast."""
-    is_cast = _is_mixed(spec) and spec.roles.trainer.ranks > 1
+    is_cast = _is_mixed(spec) and spec.roles.trainer.ranks > spec.roles.trainer.tensor_parallel
     mixed, size = _is_mixed(spec) and not is_cast, 2 if is_cast else BYTES[spec.model.dtype]
     computes = 2 if mixed else size
     a_layer = num_tokens * layer_bytes_a_token(shape, computes, mixed=mixed)

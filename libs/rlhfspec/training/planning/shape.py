@@ -11,7 +11,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,12 @@ class ModelShape:
     def head_parameters(self) -> int:
         """Return those of the output head, whoever else has them too."""
         return self.vocab_size * self.hidden
+
+    def part(self, count: int) -> ModelShape:
+        """Return what one of so many ranks has that cut each layer (`modeling.tensor_parallel`)."""
+        cut = ("num_parameters", "block_parameters", "normed_width", "inner", "num_heads", "query_width", "kv_width")
+        parts = {name: getattr(self, name) // count for name in (*cut, "vocab_size")}
+        return replace(self, **parts)
 
     def lora_parameters(self, rank: int, targets: Sequence[str] | str) -> int:
         """Return those of a low-rank update."""

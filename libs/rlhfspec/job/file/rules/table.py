@@ -230,6 +230,22 @@ def _exact() -> list[JobRule]:
     ]
 
 
+def _ranks() -> list[JobRule]:
+    ranks, parallel = "roles.trainer.ranksPerNode", "roles.trainer.tensorParallel"
+    return [
+        JobRule(
+            field=parallel,
+            holds=(field(ranks) % field(parallel)).equals(0),
+            problem=f"must divide ranksPerNode ({{{ranks}}})",
+        ),
+        JobRule(
+            field=parallel,
+            holds=field(parallel).equals(1) | ~is_set("model.lora"),
+            problem="updates of low rank are not cut: must be 1 with model.lora",
+        ),
+    ]
+
+
 def _generators() -> list[JobRule]:
     replicas, workers = "roles.generator.replicas", "roles.generator.workers"
     parallel = "roles.generator.tensorParallel"
@@ -308,6 +324,6 @@ def _cluster() -> list[JobRule]:
 
 
 RULES: tuple[JobRule, ...] = (
-    *_data(), *_algorithm(), *_critic(), *_choices(), *_generation(), *_training(), *_exact(), *_generators(),
-    *_cluster(),
+    *_data(), *_algorithm(), *_critic(), *_choices(), *_generation(), *_training(), *_exact(), *_ranks(),
+    *_generators(), *_cluster(),
 )  # fmt: skip

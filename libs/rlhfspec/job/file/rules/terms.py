@@ -81,6 +81,9 @@ class Term:
     def __mul__(self, other: Term) -> Term:
         return self._with(other, "*", Binds.ADDED, lambda spec: self.value(spec) * other.value(spec))
 
+    def __mod__(self, other: Term) -> Term:
+        return self._with(other, "%", Binds.ADDED, lambda spec: self.value(spec) % other.value(spec))
+
     def matches(self, pattern: re.Pattern[str]) -> Term:
         return self._calls(f"matches({json.dumps(pattern.pattern)})", lambda text: pattern.match(text) is not None)
 

@@ -1,0 +1,100 @@
+"""Run by test_tensor_parallel.py, once a rank. argv: a folder, what to do, ranks that cut a layer, more of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from learners import critic, rollouts, spec
+from torch.distributed.tensor import DTensor
+
+from rlhfspec.tiny import random_model
+from rlhfspec.training.checkpoint import CheckpointStore
+from rlhfspec.training.checkpoint.shares import LEARNER, write_learner
+from rlhfspec.training.learning.distributed import Leader, Ranks, follow, joined
+from rlhfspec.training.learning.learner import Learner
+from rlhfspec.training.modeling.digest import digest
+from rlhfspec.training.modeling.loading import prepared
+
+KINDS = ("llama", "qwen3", "phi", "gpt-neox")  # plain; norms of heads; biases; products of queries, keys, values in one
+NUM_STEPS = 3
+
+
+def learner_of(kind: str, ranks: Ranks | None = None) -> Learner:
+    """A critic beside the first of them, and layers that are computed again in the second."""
+    with_critic = kind == KINDS[0]
+    again = {"activationCheckpointing": "on"} if kind == KINDS[1] else {}
+    settings = spec("ppo" if with_critic else "grpo", tokensPerMicroBatch=40, **again)
+    policy = prepared(random_model(kind, seed=1))
+    return Learner(settings, policy, critic() if with_critic else None, ranks=ranks, num_threads=1)
+
+
+def own_share(learner: Learner) -> float:
+    """Of all parameters of the policy."""
+    whole = sum(parameter.numel() for parameter in random_model("llama", seed=1).parameters())
+    own = [
+        parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        for parameter in learner.policy.parameters()
+    ]
+    return sum(part.numel() for part in own) / whole
+
+
+def trained(ranks: Ranks, folder: Path) -> None:
+    """What three steps make of each kind; the first one's weights are digested by every rank for itself."""
+    for kind in KINDS:
+        learner = learner_of(kind, ranks)
+        if kind == KINDS[0]:
+            shares = ranks.gathered(own_share(learner))
+        reports = [learner.learn(rollouts(step)) for step in range(NUM_STEPS)]
+        found: dict[str, Any] = {
+            "metrics": [report.metrics for report in reports], "log_probs": [report.log_probs for report in reports],
+            "policy": learner.policy_state(), "replicas": ranks.gathered(replicas(learner)),
+        }  # fmt: skip
+        if kind == KINDS[0]:
+            found |= {"critic": learner.critic_state(), "shares": shares}
+        if ranks.rank == 0:
+            torch.save(found, folder / f"{kind}.pt")
+
+
+def replicas(learner: Learner) -> str:
+    """Of what ranks of one layer have alike."""
+    weights = learner._networks["policy"].own_weights()
+    return digest({
+        name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in weights.items() if isinstance(tensor, torch.Tensor)
+    })  # fmt: skip
+
+
+def resumed(ranks: Ranks, folder: Path) -> None:
+    """Go on from the checkpoint before this step's; write it again, train a step, and say what came of it."""
+    step = int(sys.argv[4])
+    learner = learner_of(KINDS[0], ranks)
+    if ranks.rank > 0:
+        follow(learner, ranks, write_learner)
+        return
+    leader = Leader(learner, ranks, write_learner)
+    with CheckpointStore(folder / "checkpoints", keep=9) as store:
+        if step == 1:
+            leader.learn(rollouts(0))
+        else:
+            leader.load_state(store.open(step - 1)[LEARNER])
+        store.save(step, {LEARNER: leader.state()})
+        leader.learn(rollouts(1))
+        torch.save({"policy": leader.policy_state(), "critic": leader.critic_state()}, folder / f"next-{step}.pt")
+    leader.close()
+
+
+TASKS: dict[str, Callable[[Ranks, Path], None]] = {"trained": trained, "resumed": resumed}
+
+
+def main() -> None:
+    folder, task, parts = Path(sys.argv[1]), TASKS[sys.argv[2]], int(sys.argv[3])
+    with joined(timeout_seconds=60.0, silence_seconds=60.0, tensor_parallel=parts) as ranks:
+        task(ranks, folder)
+
+
+if __name__ == "__main__":
+    main()
