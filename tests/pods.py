@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any, Self
 
 import warmed
 import yaml
+from faults.processes import environment_of, of_run, send
 from shared_servers import SharedServers
 
 from rlhfspec.cluster import names
@@ -73,6 +75,9 @@ class Job:
         for pod in self.pods:
             pod.process.kill()
             pod.process.wait()
+        for pid in of_run(self.uid):  # ranks of a pod that was killed; another test may have a run of this name
+            if environment_of(pid).get("RLHFSPEC_HOST", "").startswith(f"{NETWORK}."):
+                send(pid, signal.SIGKILL)
 
     @property
     def uid(self) -> str:

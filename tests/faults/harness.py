@@ -51,19 +51,14 @@ class FaultyRun:
         self.back_seconds: list[float] = []  # from the end of each hold to the next step
         self.gone_seconds: list[float] = []  # after each death of the supervisor
 
-    def run(self, faults: Sequence[Fault]) -> None:
-        """Until it is completed. Raises `Disturbed` when it fails, hangs or leaves something behind."""
-        with self.started():
-            for fault in faults:
-                self.wait_and_strike(fault)
-
     def wait_and_strike(self, fault: Fault) -> None:
         self._wait_for(fault)
         self._strike(fault)
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Completed, or interrupted, and gone at the end of the block."""
+        """Completed, or interrupted, and gone at the end of the block. Raises `Disturbed` when it fails, hangs, or
+        leaves something behind."""
         try:
             self._start()
             yield

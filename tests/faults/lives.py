@@ -23,6 +23,7 @@ from typing import Any, Literal
 import warmed
 import yaml
 from runs import train
+from started import hold_rewards
 
 from faults import processes
 from faults.harness import LOOK_SECONDS, Disturbed, FaultyRun
@@ -91,13 +92,16 @@ class StruckRun(FaultyRun):
         self.environment = {"TMPDIR": str(self.out.parent / "tmp"), warmed.DRAWS: "1"}  # its end is struck too
 
     def live(self, strikes: Sequence[Strike]) -> bool:
-        """One life. True: the run is completed."""
+        """One life. True: the run is completed. Nothing is scored until all strikes at its start are done."""
+        hold = self.out.parent / "hold"
         self._start()
         began = time.monotonic()
         self._interrupted = self._unguarded = False
         for strike in strikes:
+            hold.touch() if strike.moment == "start" else hold.unlink(missing_ok=True)
             if not self._await_moment(strike, began) or not self._hit(strike):
                 break
+        hold.unlink(missing_ok=True)
         while self._ended() is None:
             self._look(began)
             time.sleep(LOOK_SECONDS)
@@ -219,4 +223,5 @@ def a_job(folder: Path) -> Path:
     content = yaml.safe_load(job.read_text())
     content["spec"]["evaluation"] = {"everySteps": EVALUATE_EVERY, "path": "data.jsonl"}
     job.write_text(yaml.safe_dump(content))
+    hold_rewards(job).unlink()
     return job

@@ -117,9 +117,15 @@ class MovingRun(FaultyRun):
             return len(found) > 1
 
         self.until(are_there, "there are two generators")
-        end = time.monotonic() + NO_MOVE_SECONDS
-        self.until(lambda: self._fresh_move() or time.monotonic() > end, "a move is advised")
-        fresh = self._fresh_move()
+        end, fresh = time.monotonic() + NO_MOVE_SECONDS, None
+
+        def is_advised() -> bool:
+            """Looked at once: a moment later it may be told of, and over."""
+            nonlocal fresh
+            fresh = self._fresh_move()
+            return fresh is not None or time.monotonic() > end
+
+        self.until(is_advised, "a move is advised")
         worker = self._draw.choice(sorted(found))
         if fresh is not None:
             id, ends = fresh

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runs import curve_of, train, write_data, write_job, write_models
+from started import hold_rewards
 
 from faults.harness import Disturbed, FaultyRun
 from faults.joining import Joined
@@ -26,7 +27,7 @@ OVERRIDES = (
     "failurePolicy.backoffSeconds=0.1",
     "failurePolicy.maxBackoffSeconds=1.0",
 )
-STEPS_AFTER = 60  # the last wave begins, which takes some seconds; a step of these models, a tenth of one
+STEPS_HELD, STEPS_AFTER = 10, 20  # the last wave begins: so many are trained until it is over, and so many in all
 
 
 def trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], *, held_seconds: float) -> FaultyRun:
@@ -66,9 +67,13 @@ def _trial(folder: Path, faults: Sequence[Fault], say: Callable[[str], None]) ->
     """PPO: every stage runs."""
     job = written(folder, name="ppo", samplesPerPrompt=2)
     overrides = [*OVERRIDES, f"training.steps={faults[-1].after_step + STEPS_AFTER}"]
+    hold = hold_rewards(job, f"{faults[-1].after_step + STEPS_HELD} faults")
     undisturbed = train(job, "undisturbed", *overrides)
     run = FaultyRun(job, folder / "faults", overrides, say)
-    run.run(faults)
+    with run.started():
+        for fault in faults:
+            run.wait_and_strike(fault)
+        hold.unlink()
     check(job, undisturbed)
     return run
 

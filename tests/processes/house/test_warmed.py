@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,3 +104,15 @@ def test_it_ends_by_a_signal() -> None:
 def test_what_imports_read_makes_it_a_process_as_usual(variable: str) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | {variable: "0" if variable != "LC_ALL" else "C.UTF-8"}
     assert not about([sys.executable, "-c", ABOUT], env=environment)["is warm"]
+
+
+def test_a_nursery_that_does_not_answer_in_time_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer would be taken for that to the next one who asks; a test that is run again has another nursery."""
+    forgotten: list[bool] = []
+    monkeypatch.setattr(warmed, "own_nursery", SimpleNamespace(cache_clear=lambda: forgotten.append(True)))
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, its:
+        ours.settimeout(0.01)
+        with pytest.raises(TimeoutError):
+            warmed.Nursery(ours, {}, nests=False).start([sys.executable, "-c", ""], {}, "/", {0: 0})
+        assert (ours.fileno(), forgotten) == (-1, [True])
