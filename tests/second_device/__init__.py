@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -116,7 +117,17 @@ def without_kernels() -> Iterator[None]:
         patch.setattr(kernels, "_load", lambda: (None, "switched off by a test"))
         patch.setattr(gumbel, "_native", lambda *_: None)
         patch.setattr(kv_pack, "_kernel", lambda: None)
+        _ask_anew()
         yield
+    _ask_anew()
+
+
+def _ask_anew() -> None:
+    """What modules of kernels found in the library, or did not, they keep for the rest of the process."""
+    names = [name for name in sys.modules if name.startswith("rlhfspec.kernels.") and not name.endswith(".build")]
+    for each in (each for name in names for each in vars(sys.modules[name]).values()):
+        if hasattr(each, "cache_clear"):
+            each.cache_clear()
 
 
 def opened(tensor: torch.Tensor) -> torch.Tensor:

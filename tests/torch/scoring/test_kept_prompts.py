@@ -165,6 +165,7 @@ def test_new_weights_of_the_critic_forget_what_was_run_with_the_old_ones(asked: 
             assert keeping.values(prompt, answer) == whole.values(prompt, answer)
 
 
+@pytest.mark.on_the_cpu("forwards of one shape leave no neighbours to depend on")
 def test_where_bits_depend_on_the_rows_of_a_forward_a_kept_prompt_leads_to_the_same_ones() -> None:
     """As on a GPU: all must be cut alike."""
     scorer = row_sensitive_scorer(CONTEXT)
@@ -227,6 +228,7 @@ def test_a_prompt_is_run_once_for_its_answers_also_when_those_of_others_come_bet
     assert tokens_run(alone, pairs) == sum(len(prompt) + 2 for prompt, _ in pairs)
 
 
+@pytest.mark.on_the_cpu("elsewhere there is room for what runs together too")
 def test_what_is_kept_takes_so_many_bytes_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sequence always fits; what of the prompts is kept goes by what is left."""
     sizes = {}

@@ -107,6 +107,7 @@ def test_workers_and_threads_at_once_give_the_same_scores() -> None:
     assert found == [expected[place] for _, place in calls]
 
 
+@pytest.mark.on_the_cpu("forwards of one shape leave no neighbours to depend on")
 def test_a_score_that_depends_on_its_neighbours_would_be_noticed() -> None:
     """The comparison can fail."""
     scorer = row_sensitive_scorer(CONTEXT)

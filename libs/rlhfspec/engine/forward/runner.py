@@ -237,6 +237,8 @@ class ModelRunner:
             [self._hidden(*part, graphed).clone() for part in given]
         )  # a graph's result is its next one's
         logits = [self._logits(hidden, rows)[:count] for rows, count in constant_shape.rows_of(logit_rows, num_rows)]
+        if len(logits) == 1:
+            return logits[0]  # not twice in memory
         return torch.cat(logits) if logits else self._logits(hidden, logit_rows)
 
     def copy(self, source: IntArray, target: IntArray) -> None:
