@@ -79,6 +79,11 @@ class Started:
         """Of a worker's process, as the system has it."""
         return named(self.connections["uid"], f"{stage}-{worker}")[0]
 
+    def ranks(self) -> dict[int, int]:
+        """Return processes of the trainer's newest set by rank."""
+        lines = map(json.loads, (self.folder / "logs" / "trainer-0.jsonl").read_text().splitlines())
+        return {line["rank"]: line["pid"] for line in lines if "rank" in line and "pid" in line}
+
     def curve(self) -> list[dict[str, Any]]:
         return curve_of(self.job_file, self.out)
 
