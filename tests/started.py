@@ -92,6 +92,11 @@ class Started:
         for pid in (self.process.pid, *guardians):
             os.kill(pid, signal.SIGKILL)
 
+    def ranks(self) -> dict[int, int]:
+        """Return processes of the trainer's newest set by rank."""
+        lines = map(json.loads, (self.folder / "logs" / "trainer-0.jsonl").read_text().splitlines())
+        return {line["rank"]: line["pid"] for line in lines if "rank" in line and "pid" in line}
+
     def curve(self) -> list[dict[str, Any]]:
         return curve_of(self.job_file, self.out)
 

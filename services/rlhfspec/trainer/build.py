@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfspec.job import RLHFJob
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 def build(job: RLHFJob, context: Context) -> TrainerService:
     from rlhfspec.huggingface.devices import device_of, settled
     from rlhfspec.runs.folder.trackers import check_packages
+    from rlhfspec.training.checkpoint.folders import verify
     from rlhfspec.training.checkpoint.shares import write_learner
     from rlhfspec.training.learning.distributed import Leader, joined
     from rlhfspec.training.learning.learner import Learner
@@ -32,7 +35,7 @@ def build(job: RLHFJob, context: Context) -> TrainerService:
         learner = Learner.from_spec(job.spec, ranks=ranks, device=device)
         leader = Leader(learner, ranks, write_learner)
         leaving.callback(leader.close)
-        service = _service(job, context, leader, learner.policy)
+        service = _service(job, context, leader, learner.policy, partial(leader.on_each, verify))
         if settled(job.spec, device).training.autocast == "bfloat16":
             report = service.models["trainer"]
             service.models = {"trainer": replace(report, dtype=f"{report.dtype}, computed in bfloat16")}
@@ -40,7 +43,9 @@ def build(job: RLHFJob, context: Context) -> TrainerService:
         return service
 
 
-def _service(job: RLHFJob, context: Context, learner: Learns, policy: Any) -> TrainerService:
+def _service(
+    job: RLHFJob, context: Context, learner: Learns, policy: Any, verify: Callable[[Path], None]
+) -> TrainerService:
     from rlhfspec.huggingface.proof.check import report_of
     from rlhfspec.runs.folder.run_folder import RunFolder
     from rlhfspec.trainer.recorder import RunRecorder
@@ -64,7 +69,7 @@ def _service(job: RLHFJob, context: Context, learner: Learns, policy: Any) -> Tr
         job=job,
         learner=learner,
         weights=context.weights,
-        recorder=RunRecorder(job, folder, export=export, say=context.say, mirror=context.run.mirror),
+        recorder=RunRecorder(job, folder, export=export, verify=verify, say=context.say, mirror=context.run.mirror),
     )
     service.models = {"trainer": report_of(policy)}
     if kept is not None:

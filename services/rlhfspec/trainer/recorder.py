@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlhfspec.job import RLHFJob
@@ -17,7 +18,7 @@ from rlhfspec.runs.view.equal_rewards import equal_reward_groups
 from rlhfspec.trainer.collector import Collector
 from rlhfspec.trainer.service import StepTime, Trained
 from rlhfspec.training.checkpoint import CheckpointStore
-from rlhfspec.training.checkpoint.folders import Writes
+from rlhfspec.training.checkpoint.folders import Writes, verify
 from rlhfspec.training.checkpoint.shares import LEARNER
 from rlhfspec.worker.mirror import Mirror
 
@@ -25,7 +26,8 @@ Export = Callable[[dict[str, Any]], object]
 
 
 class RunRecorder:
-    """Implements rlhfspec.trainer.service.Recorder. `export` writes the policy where others can load it."""
+    """Implements rlhfspec.trainer.service.Recorder. `export` writes the policy where others can load it, `verify` is
+    that of `CheckpointStore`."""
 
     def __init__(
         self,
@@ -33,12 +35,14 @@ class RunRecorder:
         folder: RunFolder,
         *,
         export: Export,
+        verify: Callable[[Path], None] = verify,
         say: Callable[[str], None],
         mirror: Mirror | None = None,
     ) -> None:
         self._job = job
         self._folder = folder
         self._export = export
+        self._verify = verify
         self._say = say
         self._mirror = mirror
         self._checkpoints: CheckpointStore | None = None
@@ -46,7 +50,9 @@ class RunRecorder:
         self._evaluations: list[Evaluation] = []
 
     def restore(self) -> dict[str, Any] | None:
-        self._checkpoints = CheckpointStore(self._folder.checkpoints, keep=self._job.spec.checkpoint.keep)
+        self._checkpoints = CheckpointStore(
+            self._folder.checkpoints, keep=self._job.spec.checkpoint.keep, verify=self._verify
+        )
         step = self._checkpoints.latest() or 0
         opening = self._folder.go_on_after(step)
         for line in opening.told() if opening.resumed else ():

@@ -119,6 +119,21 @@ def test_a_lost_or_damaged_share_is_named(copied: Path, caplog: pytest.LogCaptur
     assert "learner-00001-of-00002.safetensors is missing" in caplog.text
 
 
+def test_each_rank_reads_its_own_share_and_names_what_is_wrong_with_it(copied: Path, tmp_path: Path) -> None:
+    damaged = copied / "step-00000004" / "learner-00001-of-00002.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    run_ranks("verifying_ranks", 2, str(copied), str(tmp_path))
+    first, second = (json.loads((tmp_path / f"read-{rank}").read_text()) for rank in (0, 1))
+    assert first == [
+        "4/learner-00000-of-00002.safetensors", "4/learner.safetensors", "3/learner.safetensors",
+    ]  # fmt: skip
+    assert second == ["4/learner-00001-of-00002.safetensors", "3/state.json"], "nothing after what is wrong"
+    said = (tmp_path / "said").read_text()
+    assert "step-00000004: rank 1: learner-00001-of-00002.safetensors is damaged" in said
+
+
 def test_a_share_that_the_manifest_does_not_know_of_is_missed_by_its_tensor(copied: Path) -> None:
     folder = copied / "step-00000001"
     manifest = json.loads((folder / "manifest.json").read_text())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -106,12 +105,6 @@ LEARNING = ("training.steps=6", "training.optimizer.learningRate=1e-4", "checkpo
 NODES = ("roles.trainer.nodes=2", "roles.trainer.ranksPerNode=2")
 
 
-def ranks_of(run: Started) -> dict[int, int]:
-    """Processes of the newest set by rank."""
-    lines = map(json.loads, (run.folder / "logs" / "trainer-0.jsonl").read_text().splitlines())
-    return {line["rank"]: line["pid"] for line in lines if "rank" in line and "pid" in line}
-
-
 def assert_learned_alike(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
     assert len(one) == len(other)
     for ours, theirs in zip(one, other, strict=True):
@@ -129,13 +122,13 @@ def test_two_nodes_of_two_ranks_learn_what_one_process_learns_though_one_is_kill
     alone = train(job_file, "alone", *LEARNING)
     run = starting("nodes", *LEARNING, *NODES)
     run.until(" 1/6 ")
-    first, generator = ranks_of(run), run.pid_of("generator")
+    first, generator = run.ranks(), run.pid_of("generator")
     assert first.keys() == {0, 1, 2, 3}
     os.kill(first[rank], signal.SIGKILL)
     assert f"(rank {rank} of 4 on node {rank // 2})" in run.until("trainer 0: killed by SIGKILL")
     run.until("resuming after step")
     assert run.pid_of("generator") == generator, "no other worker is started again"
-    assert not set(ranks_of(run).values()) & set(first.values()), "the set is whole"
+    assert not set(run.ranks().values()) & set(first.values()), "the set is whole"
     hold.unlink()
     code, output = run.ended()
     assert code == 0, output

@@ -13,6 +13,7 @@ import torch
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.training.checkpoint.shares import Written, fingerprint, merged, stored_tensors, write_part
 from rlhfspec.training.checkpoint.states import unpack
+from rlhfspec.training.learning.distributed import Ranks
 from rlhfspec.training.modeling.stored import StoredTensor
 from rlhfspec.training.modeling.tensor_files import sync
 
@@ -40,9 +41,11 @@ def write_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> None:
     sync(folder)
 
 
-def open_checkpoint(folder: Path) -> Any:
+def open_checkpoint(folder: Path, *, is_verified: bool = False) -> Any:
     """The state, after every digest has been checked; each tensor is a `StoredTensor`, read when it is needed."""
-    names = [name for name in verify(folder) if name.endswith(".safetensors")]
+    if not is_verified:
+        verify(folder)
+    names = [name for name in manifest_of(folder)["files"] if name.endswith(".safetensors")]
     tensors = stored_tensors([folder / name for name in names])
     return unpack(json.loads((folder / STRUCTURE).read_text()), tensors)
 
@@ -63,16 +66,16 @@ def read_checkpoint(folder: Path) -> Any:
     return whole(open_checkpoint(folder))
 
 
-def verify(folder: Path) -> list[str]:
-    """The names of the checkpoint's files; StorageError when one is missing, or not as it was written."""
-    files = manifest_of(folder)["files"]
-    for name, expected in files.items():
-        path = folder / name
+def verify(folder: Path, ranks: Ranks | None = None) -> None:
+    """StorageError when a file of the checkpoint is missing, or not as it was written. Of several ranks each reads its
+    own share, where as many ranks wrote it, and all of them every file once."""
+    ranks, files = ranks or Ranks(), manifest_of(folder)["files"]
+    for name in sorted(files)[ranks.rank :: ranks.num_ranks]:  # shares come first, by rank
+        path, expected = folder / name, files[name]
         if not path.is_file():
             raise StorageError(folder, f"{name} is missing")
         if fingerprint(path) != expected:
             raise StorageError(folder, f"{name} is damaged: its digest is not the manifest's")
-    return list(files)
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:

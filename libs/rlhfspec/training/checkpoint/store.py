@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,10 +43,13 @@ class CheckpointStore:
         ([2, 3], 3, {'trainer': {'step': 3, 'betas': (0.9, 0.99)}})
     """
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
+    def __init__(self, folder: Path, *, keep: int, verify: Callable[[Path], None] = verify) -> None:
+        """verify: how `latest` looks at a checkpoint; several ranks share its files (`folders.verify`)."""
         assert keep >= 1
         self._folder = folder.absolute()
         self._keep = keep
+        self._verify = verify
+        self._verified: int | None = None  # the step that `latest` found
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(self._folder / LOCK)
@@ -93,10 +96,11 @@ class CheckpointStore:
         steps = self.steps()
         for step in reversed(steps):
             try:
-                verify(self._path(step))
+                self._verify(self._path(step))
             except StorageError as error:
                 log.warning("checkpoint passed over: %s", error)
             else:
+                self._verified = step
                 return step
         if steps:
             problem = f"all {len(steps)} checkpoints are damaged; remove the folder to begin from the first step"
@@ -108,8 +112,10 @@ class CheckpointStore:
         return read_checkpoint(self._path(step))
 
     def open(self, step: int) -> Any:
-        """The same with each tensor a `StoredTensor`, which any rank reads for itself as far as it needs it."""
-        return open_checkpoint(self._path(step))
+        """The same with each tensor a `StoredTensor`, which any rank reads for itself as far as it needs it. What
+        `latest` has just found is not looked at again."""
+        verified, self._verified = self._verified, None
+        return open_checkpoint(self._path(step), is_verified=step == verified)
 
     def discard_after(self, step: int) -> list[int]:
         """On resuming at `step`: later checkpoints (damaged, or of another continuation) make way. Which they were."""

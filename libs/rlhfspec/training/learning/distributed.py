@@ -288,6 +288,11 @@ class Leader:
         self._command("load_state")
         self._learner.load_state(self._ranks.told_by(0, state))
 
+    def on_each(self, work: Callable[[Path, Ranks], None], folder: Path) -> None:
+        """Have every rank call a function of a module. StorageError names the first of them that raised one."""
+        self._command("work", work, folder)
+        _said_by_each(self._ranks, work, folder, self._ranks)
+
     def close(self) -> None:
         self._command("stop")
 
@@ -310,17 +315,26 @@ def follow(learner: Follows, ranks: Ranks, write: Write) -> None:
         if name == "write":
             with suppress(StorageError):  # rank 0 says it
                 _written(learner, ranks, write, *arguments)
+        elif name == "work":
+            with suppress(StorageError):  # likewise
+                _said_by_each(ranks, *arguments, ranks)
         else:
             getattr(learner, name)(*arguments if name != "load_state" else (ranks.told_by(0, {}),))
 
 
 def _written(learner: Follows, ranks: Ranks, write: Write, folder: Path) -> list[Any]:
-    """What each rank wrote, by rank. StorageError on all when one could not."""
+    """What each rank wrote, by rank."""
+    return _said_by_each(ranks, lambda folder: write(folder, learner.state(), ranks, learner.leads), folder)
+
+
+def _said_by_each(ranks: Ranks, work: Callable[..., Any], folder: Path, *others: Any) -> list[Any]:
+    """What it returned on each rank, in order. StorageError on all when one could not."""
     said, problem = None, ""
     try:
-        said = write(folder, learner.state(), ranks, learner.leads)
+        said = work(folder, *others)
     except (OSError, StorageError) as error:
-        problem = f"rank {ranks.rank}: {error}"
+        why = error.problem if isinstance(error, StorageError) and error.place == str(folder) else str(error)
+        problem = f"rank {ranks.rank}: {why}" if ranks.num_ranks > 1 else why
     told = ranks.gathered((said, problem))
     for _, why in told:
         if why:

@@ -1,0 +1,83 @@
+"""Ranks of a trainer, two nodes of two that hold layers together, are killed one after the other while they learn."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from started import PATIENCE_SECONDS, Started, eventually
+
+GRID = ("roles.trainer.nodes=2", "roles.trainer.ranksPerNode=2", "roles.trainer.tensorParallel=2")
+QUICKLY = ("failurePolicy.backoffSeconds=0.05", "failurePolicy.maxBackoffSeconds=0.05")
+
+
+def at_once(run: Started, ranks: dict[int, int], rank: int) -> None:
+    """While a step is written down, or the next one is generated."""
+
+
+def in_a_checkpoint(run: Started, ranks: dict[int, int], rank: int) -> None:
+    """Its folder is there, and is not whole."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not list((run.folder / "checkpoints").glob(".writing-*")):  # it is there for a few milliseconds
+        assert time.monotonic() < end, "no checkpoint was begun"
+
+
+def in_an_exchange(run: Started, ranks: dict[int, int], rank: int) -> None:
+    """All others wait for one that does not come: for the one that is killed, or with it."""
+    missing = rank or 1
+    os.kill(ranks[missing], signal.SIGSTOP)
+    before: list[str] = []
+
+    def all_wait() -> bool:
+        nonlocal before
+        time.sleep(0.2)
+        now = [seconds_of(pid) for other, pid in ranks.items() if other != missing]
+        before, last = now, before
+        return now == last
+
+    eventually(all_wait, "ranks waited for another")
+
+
+def seconds_of(pid: int) -> str:
+    """Of processor time, as the system counts it."""
+    return " ".join(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])
+
+
+Moment = Callable[[Started, dict[int, int], int], None]
+STRIKES: tuple[tuple[tuple[int, Moment], ...], ...] = (
+    ((0, in_a_checkpoint), (3, in_an_exchange), (2, in_a_checkpoint), (1, at_once), (0, in_an_exchange)),
+    ((3, in_a_checkpoint), (1, in_an_exchange), (0, at_once), (2, in_an_exchange), (1, in_a_checkpoint)),
+)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.sweep(parts=2)
+@pytest.mark.parametrize("strikes", STRIKES)
+def test_ranks_killed_one_after_the_other_leave_the_curve_of_a_run_without(
+    job_file: Path, starting: Callable[..., Started], strikes: tuple[tuple[int, Moment], ...]
+) -> None:
+    num_steps = len(strikes) + 4  # the run goes on while a moment is looked for
+    learning = (f"training.steps={num_steps}", "training.optimizer.learningRate=1e-4", "checkpoint.everySteps=1")
+    whole = starting("whole", *learning, *GRID)
+    run = starting("struck", *learning, *GRID, *QUICKLY)
+    run.until(f" 1/{num_steps} ")
+    generator = run.pid_of("generator")
+    for step, (rank, moment) in enumerate(strikes, start=1):
+        if step > 1:
+            run.until(f" {step}/{num_steps} ")
+        struck = run.ranks()
+        assert struck.keys() == {0, 1, 2, 3}
+        moment(run, struck, rank)
+        os.kill(struck[rank], signal.SIGKILL)
+        assert f"(rank {rank} of 4 on node {rank // 2})" in run.until("trainer 0: killed by SIGKILL")
+        assert run.pid_of("generator") == generator
+    code, output = run.ended()
+    assert code == 0, output
+    assert output.count("it is started again") == len(strikes), "nothing else was"
+    code, output = whole.ended()
+    assert code == 0, output
+    assert run.curve() == whole.curve()

@@ -1,0 +1,42 @@
+"""Run by test_shares.py, once a rank: looks for the newest sound checkpoint. argv: its folder, one for what it says."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlhfspec.training.checkpoint import CheckpointStore, folders
+from rlhfspec.training.checkpoint.shares import write_learner
+from rlhfspec.training.learning.distributed import Leader, follow, joined
+
+
+def main() -> None:
+    place, found = Path(sys.argv[1]), Path(sys.argv[2])
+    read: list[str] = []
+    fingerprint = folders.fingerprint
+
+    def noted(path: Path) -> dict[str, Any]:
+        read.append(f"{int(path.parent.name.removeprefix('step-'))}/{path.name}")
+        return fingerprint(path)
+
+    folders.fingerprint = noted
+    with joined(timeout_seconds=60.0, silence_seconds=60.0) as ranks:
+        nothing: Any = None
+        if ranks.rank > 0:
+            follow(nothing, ranks, write_learner)
+        else:
+            logging.basicConfig(filename=found / "said", level=logging.WARNING)
+            leader = Leader(nothing, ranks, write_learner)
+            with CheckpointStore(place, keep=9, verify=partial(leader.on_each, folders.verify)) as store:
+                assert store.latest() == 3
+                store.open(3)
+            leader.close()
+        (found / f"read-{ranks.rank}").write_text(json.dumps(read))
+
+
+if __name__ == "__main__":
+    main()
