@@ -1,10 +1,12 @@
 """Weights of one trainer for several receivers, each a process: `python bench/weights.py`.
 
 Ways: `file`, a store on /dev/shm; `grpc`, passed on from receiver to receiver; `direct`, gRPC without passing on;
-`tls`, `grpc` with certificates on both sides. Ways take turns; medians over turns, after two of each that are not
-counted, because memory is used again only then. `seconds` are from the record's coming to the last receiver's having
-checked tensors. `each` is what one receiver takes in a second (the median one), `all` what all of them take together,
-`link` what leaves the trainer meanwhile.
+`tls`, `grpc` with certificates on both sides; `group`, a process group (gloo) while the version is put for gRPC. Ways
+take turns; medians over turns, after two of each that are not counted, because memory is used again only then.
+`seconds` are from the record's coming to the last receiver's having checked tensors. `each` is what one receiver takes
+in a second (the median one), `all` what all of them take together, `link` what leaves the trainer meanwhile. `whole` is
+from the beginning of the put to the last receiver's having checked tensors: with `group` the put sends, too. A `peak`
+is what a process took beside what it had when the turn began, the most of all turns, cold ones too.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 
 from rlhfspec.kernels.malloc import tune_malloc
 
-WAYS = ("file", "grpc", "direct", "tls")
+WAYS = ("file", "grpc", "direct", "tls", "group")
 NUM_TENSORS = 100
 NUM_COLD = 2
 KEEP = 1  # all ways are in memory at once: 4 GB for each of gRPC
@@ -38,10 +40,12 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="rlhfspec-bench-", dir="/dev/shm"))
     try:
         turns: dict[str, list[dict[str, float]]] = {way: [] for way in args.ways}
+        most: dict[str, list[dict[str, float]]] = {way: [] for way in args.ways}
         with workers(args, folder) as by_way:
             for turn in range(NUM_COLD + args.turns):
                 for way, (trainer, receivers) in by_way.items():
                     found = one_turn(trainer, receivers, version=turn + 1, num_bytes=args.megabytes * 10**6)
+                    most[way].append({name: value for name, value in found.items() if "peak" in name})
                     if turn >= NUM_COLD:
                         turns[way].append(found)
     finally:
@@ -50,6 +54,8 @@ def main() -> None:
         way: {name: statistics.median(turn[name] for turn in found) for name in found[0]}
         for way, found in turns.items()
     }
+    for way, found in most.items():
+        medians[way] |= {name: max(turn[name] for turn in found) for name in found[0]}
     print(json.dumps({"megabytes": args.megabytes, "receivers": args.receivers, "turns": args.turns, "ways": medians}))
     print("\n" + table(medians))
 
@@ -72,6 +78,8 @@ def table(medians: dict[str, dict[str, float]]) -> str:
 
 def one_turn(trainer: Connection, receivers: list[Connection], *, version: int, num_bytes: int) -> dict[str, float]:
     gigabytes = num_bytes / 1e9
+    for process in (trainer, *receivers):
+        ask(process, "peak", True)
     put = ask(trainer, "put", version)
     before = ask(trainer, "used", None)
     began = time.perf_counter()
@@ -85,12 +93,15 @@ def one_turn(trainer: Connection, receivers: list[Connection], *, version: int, 
         "put, GB/s": gigabytes / put["seconds"],
         "put, CPU s/GB": put["cpu"] / gigabytes,
         "seconds": seconds,
+        "whole, s": put["seconds"] + seconds,
         "each, GB/s": gigabytes / statistics.median(one["seconds"] for one in got),
         "all, GB/s": gigabytes * len(receivers) / seconds,
         "link, GB/s": sent / seconds,
         "link, GB": sent,
         "trainer, CPU s": after["cpu"] - before["cpu"],
         "receivers, CPU s/GB": sum(one["cpu"] for one in got) / gigabytes / len(receivers),
+        "trainer's peak, MB": ask(trainer, "peak", False)["peak"] / 1e6,
+        "a receiver's peak, MB": max(ask(receiver, "peak", False)["peak"] for receiver in receivers) / 1e6,
     }
 
 
@@ -143,6 +154,7 @@ def work(orders: Connection, settings: dict[str, Any]) -> None:
     store, address, end = make_store(**settings)
     size = settings["size"] * 10**6 // 4 // NUM_TENSORS
     state = {f"{index:03}": torch.randn(size) for index in range(NUM_TENSORS)} if settings["stage"] == "trainer" else {}
+    rss = 0
     while (order := orders.recv())[0] != "end":
         began, cpu_began = time.perf_counter(), time.process_time()
         reply: dict[str, Any] = {}
@@ -152,11 +164,58 @@ def work(orders: Connection, settings: dict[str, Any]) -> None:
             reply["record"] = store.put("bench", "policy", order[1], state)
         elif order[0] == "get":
             assert len(store.get(order[1])) == NUM_TENSORS
+        elif order[0] == "meet":
+            store.meet(order[1])
+        elif order[0] == "peak":
+            reply["peak"] = peak_bytes(begin=order[1], before=rss)
+            rss = reply["peak"] if order[1] else rss
         elif order[0] == "used":
             reply |= {"sent": sum(getattr(store, "sent", {}).values())}
         cpu = time.process_time() if order[0] == "used" else time.process_time() - cpu_began
         orders.send(reply | {"seconds": time.perf_counter() - began, "cpu": cpu} if order[0] != "address" else address)
     end()
+
+
+def peak_bytes(*, begin: bool, before: int) -> int:
+    """What is resident now; or, not at the beginning, the most that it was since then beyond `before`."""
+    if begin:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmRSS" if begin else "VmHWM"].split()[0]) * 1024 - (0 if begin else before)
+
+
+class ByGroup:
+    """What a run does: versions go to the group while they are put into the store."""
+
+    def __init__(self, store: Any, stage: str, server: Any) -> None:
+        from rlhfspec.training.weights.group.messages import Wish
+        from rlhfspec.training.weights.group.receiver import GroupReceiver
+        from rlhfspec.training.weights.group.ways import Ways
+
+        self._store = store
+        self._sender: Any = None
+        if stage != "trainer":
+            self._receiver = GroupReceiver(Wish(wants=True), Ways("group"))
+            self._receiver.add_to(server)
+
+    def meet(self, addresses: list[str]) -> None:
+        from rlhfspec.training.weights.group.sender import GroupSender
+
+        self._sender = GroupSender("bench", host=HOST, peers=lambda: addresses)
+        while len(self._sender.members) < len(addresses):
+            time.sleep(0.1)
+
+    def put(self, job: str, role: Any, version: int, state: Any) -> Any:
+        sending = self._sender.begin(role, version, state)
+        record = self._store.put(job, role, version, state)
+        problem = sending.end(record.digest)
+        assert not problem, problem
+        return record
+
+    def get(self, record: Any) -> Any:
+        tensors = self._receiver.take(record)
+        assert tensors is not None
+        return tensors
 
 
 def make_store(*, stage: str, way: str, folder: Path, trainer: str | None, size: int) -> Any:
@@ -178,13 +237,17 @@ def make_store(*, stage: str, way: str, folder: Path, trainer: str | None, size:
         port = server.add_secure_port(f"{HOST}:0", mutual)
     else:
         port = server.add_insecure_port(f"{HOST}:0")
-    store = GrpcWeightStore(
+    store: Any = GrpcWeightStore(
         keep=KEEP,
         trainer_address=None if stage == "trainer" else lambda: trainer,
         credentials=channel_credentials(files, stage) if way == "tls" else None,
     )
     if stage == "trainer" or way != "direct":
         store.add_to(server, f"{HOST}:{port}")
+    if way == "group":
+        store = ByGroup(store, stage, server)
+        server.start()
+        return store, f"{HOST}:{port}", lambda: server.stop(None).wait()
     server.start()
     return store, f"{HOST}:{port}", lambda: (store.close(), server.stop(None).wait())
 

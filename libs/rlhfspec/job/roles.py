@@ -80,6 +80,11 @@ class GeneratorWorkers(Workers):
     link: LinkName = Field(
         "auto", description="How the KV cache of a moved sample is transferred; auto: shm within a host, else tcp."
     )
+    weights: Literal["auto", "group", "store"] = Field(
+        "auto",
+        description="How new weights come, where each worker is a process: group, from the trainer's ranks by a "
+        "process group (NCCL or gloo); store, by file or gRPC; auto: on GPUs, whichever was quicker, else store.",
+    )
 
 
 class Roles(Block):

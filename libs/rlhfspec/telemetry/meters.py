@@ -81,6 +81,7 @@ class Meters:
         self._gauges: dict[tuple[str, Labels], float] = {}
         self._counts: dict[tuple[str, Labels], float] = defaultdict(float)
         self._pauses: dict[Labels, Times] = defaultdict(Times)
+        self._weights: dict[Labels, Times] = defaultdict(Times)
         # What others count: told from the beginning, for in what begins at 1 Prometheus sees no rise.
         self._elsewhere: dict[tuple[str, Labels], Callable[[], int]] = {}
 
@@ -126,6 +127,10 @@ class Meters:
     def worked(self, stage: str, worker: int, what: str, seconds: float) -> None:
         """For `Vitals.told`."""
         self._work[_labels(WorkerPlace(stage, worker), work=kind_of_work(what))].add(seconds)
+
+    def took_weights(self, stage: str, worker: int, way: str, seconds: float) -> None:
+        """`way`: `group` or `store` (docs/weights.md)."""
+        self._weights[_labels(WorkerPlace(stage, worker), way=way)].add(seconds)
 
     def reconnects(self, server: str, count: Callable[[], int]) -> None:
         """`count`: how often the connection to `nats` or `redis` was lost and came back."""
@@ -193,6 +198,8 @@ class Meters:
         yield Metric("work_seconds", "Seconds of one piece of work", "times", list(self._work.items()))
         pauses: list[tuple[Labels, float | Times]] = [*self._pauses.items()]
         yield Metric("move_pause_seconds", "Seconds for which a sample that moved stood still", "times", pauses)
+        weights: list[tuple[Labels, float | Times]] = [*self._weights.items()]
+        yield Metric("weights_seconds", "Seconds until a version of weights was here, by way", "times", weights)
         yield from _by_name(self._gauges, "gauge")
         yield from _by_name(self._counts, "counter")
         yield from _by_name({key: count() for key, count in list(self._elsewhere.items())}, "counter")

@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -93,6 +94,7 @@ class StageWorker:
             try:
                 bus = await self._connect(self._stage, self._worker)
                 weights = WorkerWeights(connections, self._job, bus.of(self._stage, self._worker), health)
+                weights.told = partial(watched.meters.took_weights, self._stage, self._worker)
                 leaving.enter_context(health)
                 beating = asyncio.create_task(_beat(health))
                 leaving.callback(beating.cancel)

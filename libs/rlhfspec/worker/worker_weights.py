@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from rlhfspec.job import RLHFJob
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
 
     from rlhfspec.training.weights import StateDict, WeightStore
     from rlhfspec.training.weights.grpc import GrpcWeightStore
+    from rlhfspec.worker.weight_group import WeightGroup
 
 READERS = ("generator", "critic")
 
 
 class WorkerWeights:
-    """Implements rlhfspec.training.weights.WeightStore, by the one that the run names (`choices.weight_stores`). Those
-    which serve versions to each other are known by what each worker says of itself."""
+    """Implements rlhfspec.training.weights.WeightStore by the one that the run names (`choices.weight_stores`), and
+    SentByRanks. Stores which serve versions to each other are known by what each worker says of itself."""
 
     def __init__(self, connections: Connections, job: RLHFJob, bus: StageBus, health: Health) -> None:
         """Before the gRPC server of `health` starts."""
@@ -42,15 +44,34 @@ class WorkerWeights:
         if WEIGHT_STORES[connections.weights].is_served and self._stage in ("trainer", *READERS):
             self._store = self._served = self._make()
             self._served.add_to(health.server, health.grpc_address)
+        self.told: Callable[[str, float], None] = lambda *_: None  # a version's way, and its seconds
+        self.group: WeightGroup | None = None
+        if self._stage in ("trainer", "generator") and job.spec.roles.generator.weights != "store":
+            from rlhfspec.worker.weight_group import WeightGroup
+
+            self.group = WeightGroup.of(
+                connections, job, self._stage, health, self._generator_addresses, lambda *took: self.told(*took)
+            )
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
-        return self._made().put(job, role, version, state_dict)
+        if self.group is None or role != "policy":
+            return self._made().put(job, role, version, state_dict)
+        with self.group.sending(role, version, state_dict) as announce:
+            record = self._made().put(job, role, version, state_dict)
+            announce(record)
+        return record
 
     def get(self, record: Weights) -> dict[str, torch.Tensor]:
-        return self._made().get(record)
+        if self.group is None:
+            return self._made().get(record)
+        return self.group.get(record, self._made().get)
+
+    def sent_by(self, num_ranks: int, send: Callable[[Any], list[list[str]]] | None, policy: Any) -> None:
+        if self.group is not None:
+            self.group.sent_by(num_ranks, send, policy)
 
     async def __aenter__(self) -> Self:
-        if self._served is not None:
+        if self._served is not None or (self.group is not None and self._stage == "trainer"):
             self._hearing = asyncio.create_task(self._hear())
         return self
 
@@ -59,6 +80,8 @@ class WorkerWeights:
             self._hearing.cancel()
         if self._served is not None:
             self._served.close()
+        if self.group is not None:
+            self.group.close()
 
     def _made(self) -> WeightStore:
         with self._lock:
@@ -88,6 +111,9 @@ class WorkerWeights:
 
     def _peer_addresses(self) -> list[str]:
         return [info.grpc_address for info in list(self._infos.values()) if info.stage in READERS]
+
+    def _generator_addresses(self) -> list[str]:
+        return [info.grpc_address for info in list(self._infos.values()) if info.stage == "generator"]
 
     async def _hear(self) -> None:
         inbox = await self._bus.subscribe(WorkerInfo)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.stage.context import Context
+from rlhfspec.worker.worker import host_told
 
 if TYPE_CHECKING:
     from rlhfspec.runs.folder.run_folder import RunFolder
@@ -26,6 +28,8 @@ def build(job: RLHFJob, context: Context) -> TrainerService:
     from rlhfspec.training.checkpoint.shares import write_learner
     from rlhfspec.training.learning.distributed import Leader, joined
     from rlhfspec.training.learning.learner import Learner
+    from rlhfspec.training.weights.base import SentByRanks
+    from rlhfspec.training.weights.group.shares import Shares
 
     check_packages(job)
     context.say("loading the policy")
@@ -35,6 +39,9 @@ def build(job: RLHFJob, context: Context) -> TrainerService:
         learner = Learner.from_spec(job.spec, ranks=ranks, device=device)
         leader = Leader(learner, ranks, write_learner)
         leaving.callback(leader.close)
+        if isinstance(context.weights, SentByRanks):
+            send = partial(leader.send, Shares().send) if leader.num_sharing > 1 else None
+            context.weights.sent_by(leader.num_sharing, send, learner.policy)
         service = _service(job, context, leader, learner.policy, partial(leader.on_each, verify))
         if settled(job.spec, device).training.autocast == "bfloat16":
             report = service.models["trainer"]
@@ -94,12 +101,19 @@ def follow(job: RLHFJob) -> None:
     from rlhfspec.training.checkpoint.shares import write_learner
     from rlhfspec.training.learning import distributed
     from rlhfspec.training.learning.learner import Learner
+    from rlhfspec.training.weights.group.shares import Shares
 
     device = device_of(job.spec)
+    shares, host = Shares(), host_told(os.environ)
+
+    def send(told: Any, weights: dict[str, Any], rank: int) -> list[str]:
+        own = {"device": device} if told.place.backend == "nccl" else {}
+        return shares.send(told, weights, rank, host=host, **own)
+
     with distributed.joined(**_meeting(job), device=device) as ranks:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # rank 0's business, once it is there
-        distributed.follow(Learner.from_spec(job.spec, ranks=ranks, device=device), ranks, write_learner)
+        distributed.follow(Learner.from_spec(job.spec, ranks=ranks, device=device), ranks, write_learner, send)
 
 
 def _meeting(job: RLHFJob) -> dict[str, Any]:

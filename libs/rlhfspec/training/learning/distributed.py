@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from rlhfspec.common.ranks import RankTold, rank_told
 from rlhfspec.errors import StageStalled, StorageError
@@ -246,6 +247,7 @@ class Follows(Protocol):
     def learn(self, rollouts: Rollouts) -> Any: ...
     def policy_state(self) -> dict[str, Tensor]: ...
     def critic_state(self) -> dict[str, Tensor]: ...
+    def own_policy(self) -> dict[str, Tensor]: ...
     def state(self) -> dict[str, Any]: ...
     def load_state(self, state: dict[str, Any]) -> None: ...
     @property
@@ -254,6 +256,9 @@ class Follows(Protocol):
 
 # Writes what one rank has of a state into files of a folder, and returns what is to be known of them.
 Write = Callable[[Path, dict[str, Any], "Ranks", bool], Any]
+
+# Sends what one rank has of the policy to others; the digests of what it sent. RuntimeError when that cannot be.
+Send = Callable[[Any, dict[str, Tensor], int], list[str]]
 
 
 class Leader:
@@ -284,6 +289,20 @@ class Leader:
         self._command("write", folder)
         return _written(self._learner, self._ranks, self._write, folder)
 
+    def send(self, send: Send, told: Any) -> list[list[str]]:
+        """Each rank its own share of the policy, as it is `told`; digests by rank. RuntimeError when one could not."""
+        self._command("send", told)
+        return _sent(self._learner, self._ranks, send, told)
+
+    @property
+    def num_sharing(self) -> int:
+        """How many ranks send a share of the policy's weights each; 1: this one sends them whole, also where ranks hold
+        parts of a layer."""
+        shared = self._ranks.tensor is None and any(
+            isinstance(tensor, DTensor) for tensor in self._learner.own_policy().values()
+        )
+        return self._ranks.num_ranks if shared else 1
+
     def load_state(self, state: dict[str, Any]) -> None:
         self._command("load_state")
         self._learner.load_state(self._ranks.told_by(0, state))
@@ -305,8 +324,9 @@ class Leader:
             dist.broadcast_object_list([(name, arguments)], src=0, group=self._ranks.commands)
 
 
-def follow(learner: Follows, ranks: Ranks, write: Write) -> None:
-    """Ranks other than 0: do what rank 0 does until it says stop. StageStalled when it says nothing for too long."""
+def follow(learner: Follows, ranks: Ranks, write: Write, send: Send | None = None) -> None:
+    """Ranks other than 0: do what rank 0 does until it says stop. StageStalled when it says nothing for too long.
+    `send`: that of `Leader.send`."""
     assert ranks.rank > 0, "rank 0 leads"
     while True:
         name, arguments = _next_command(ranks)
@@ -318,6 +338,10 @@ def follow(learner: Follows, ranks: Ranks, write: Write) -> None:
         elif name == "work":
             with suppress(StorageError):  # likewise
                 _said_by_each(ranks, *arguments, ranks)
+        elif name == "send":
+            assert send is not None, "rank 0 has weights sent"
+            with suppress(RuntimeError):  # likewise
+                _sent(learner, ranks, send, *arguments)
         else:
             getattr(learner, name)(*arguments if name != "load_state" else (ranks.told_by(0, {}),))
 
@@ -340,6 +364,20 @@ def _said_by_each(ranks: Ranks, work: Callable[..., Any], folder: Path, *others:
         if why:
             raise StorageError(folder, why)
     return [said for said, _ in told]
+
+
+def _sent(learner: Follows, ranks: Ranks, send: Send, told: Any) -> list[list[str]]:
+    digests: list[str] = []
+    problem = ""
+    try:
+        digests = send(told, learner.own_policy(), ranks.rank)
+    except RuntimeError as error:
+        problem = f"rank {ranks.rank}: {error}"
+    found = ranks.gathered((digests, problem))
+    for _, why in found:
+        if why:
+            raise RuntimeError(why)
+    return [digests for digests, _ in found]
 
 
 def _next_command(ranks: Ranks) -> tuple[str, tuple[Any, ...]]:

@@ -346,6 +346,12 @@ class Learner:
         update = self._spec.model.lora
         return weights if update is None else lora.merged_state(weights, update.alpha / update.rank)
 
+    def own_policy(self) -> dict[str, Tensor]:
+        """The same as this rank keeps it: where ranks share the weights, its own; {} where they are not what the policy
+        is (LoRA)."""
+        of_policy = self._networks.get("policy")
+        return of_policy.own_weights() if of_policy is not None and self._spec.model.lora is None else {}
+
     def critic_state(self) -> dict[str, Tensor]:
         """The critic under the names of `modeling.critic.Critic`. Shares memory likewise."""
         if not self._trains_critic:

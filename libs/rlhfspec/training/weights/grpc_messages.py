@@ -30,11 +30,11 @@ def _host_and_port(address: str) -> str:
 Address = Annotated[str, AfterValidator(_host_and_port)]
 
 
-class _Message(BaseModel):
+class WeightsMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class WeightsRequest(_Message):
+class WeightsRequest(WeightsMessage):
     job: str = Field(max_length=253)
     role: Role
     version: int = Field(ge=0)
@@ -45,7 +45,7 @@ class WeightsRequest(_Message):
     only_whole: bool = False  # do not let me wait for what you wait for
 
 
-class WeightsAnswer(_Message):
+class WeightsAnswer(WeightsMessage):
     """`ask`: take it from `peer`. `missing`: the newest here is `have`. `busy`: feeding as many as it may."""
 
     kind: Literal["weights", "ask", "missing", "busy"]
@@ -53,7 +53,7 @@ class WeightsAnswer(_Message):
     have: int = 0
 
 
-_M = TypeVar("_M", bound=_Message)
+_M = TypeVar("_M", bound=WeightsMessage)
 
 
 def parse(kind: type[_M], content: bytes) -> _M:

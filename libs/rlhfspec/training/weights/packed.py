@@ -164,8 +164,8 @@ class GrowingDigest:
             self._at = place.begin
 
 
-def pack(job: str, role: Role, version: int, state_dict: StateDict, buffers: Buffers) -> PackedWeights:
-    """A copy, hashed tensor by tensor while it is in the caches."""
+def described_tensors(what: str, state_dict: StateDict) -> tuple[list[tuple[str, str, list[int]]], dict[str, str]]:
+    """For a header: name, type and shape of each, in order; and of tied ones the other names."""
     stored: list[tuple[str, str, list[int]]] = []
     same_as: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
@@ -178,8 +178,14 @@ def pack(job: str, role: Role, version: int, state_dict: StateDict, buffers: Buf
         first[key] = name
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
-            raise StorageError(f"{role}/{version}", f"tensor {name!r} is of type {dtype}, which cannot be handed out")
+            raise StorageError(what, f"tensor {name!r} is of type {dtype}, which cannot be handed out")
         stored.append((name, dtype, list(tensor.shape)))
+    return stored, same_as
+
+
+def pack(job: str, role: Role, version: int, state_dict: StateDict, buffers: Buffers) -> PackedWeights:
+    """A copy, hashed tensor by tensor while it is in the caches."""
+    stored, same_as = described_tensors(f"{role}/{version}", state_dict)
     header = WeightsHeader.model_construct(
         job=job, role=role, version=version, digest="", num_bytes=0, tensors=stored, same_as=same_as
     )

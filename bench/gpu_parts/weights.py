@@ -1,0 +1,82 @@
+"""Weights to another process: what a bucket costs on the device, and how fast NCCL carries it to another GPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from gpu_parts.measure import Day
+from rlhfspec.training.weights.group.plan import bucket_digest, buckets, described, fill
+from rlhfspec.training.weights.group.sender import GroupSender
+
+HOST = "127.0.0.1"
+
+
+def weights(day: Day) -> None:
+    """A layer of float32 is cast into a bucket of bfloat16 and hashed there; then versions go to another GPU."""
+    rows = 1 << 15 if day.is_real else 1 << 6
+    state = {str(layer): torch.randn(rows, 4096, device=day.device) for layer in range(4 if day.is_real else 2)}
+    header = described("day", "policy", 1, state, lambda _: torch.bfloat16)
+    plan = buckets(header, 0, 1)
+    buffer = torch.zeros(max(bucket.num_bytes for bucket in plan), dtype=torch.uint8, device=day.device)
+    for what, act, bar in (
+        ("cast into a bucket", lambda: fill(plan[0], buffer, state, 0, 1), ">= 300"),
+        ("digest of a bucket", lambda: bucket_digest(buffer[: plan[0].num_bytes], "day"), ">= 50"),
+    ):
+        act()
+        day.wait()
+        began = time.perf_counter()
+        act()
+        day.wait()
+        day.tell("weights", what, plan[0].num_bytes / (time.perf_counter() - began) / 1e9, "GB/s", bar)
+    if day.device.type != "cuda" or torch.cuda.device_count() < 2:
+        day.tell("weights", "not run: NCCL goes from one GPU to another, and there is one", 0)
+        return
+    between_gpus(day, state, header.num_bytes)
+
+
+def between_gpus(day: Day, state: dict[str, torch.Tensor], num_bytes: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    other = context.Process(target=receive, args=(theirs,), daemon=True)
+    other.start()
+    address = ours.recv()
+    sender = GroupSender("day", host=HOST, peers=lambda: [address], device=str(day.device))
+    sender.kept_as = lambda _: lambda _: torch.bfloat16
+    while not sender.members:
+        time.sleep(0.05)
+    for version in range(1, 4):
+        began = time.perf_counter()
+        sending = sender.begin("policy", version, state)
+        problem = "nobody is in" if sending is None else sending.end("ab" * 32)
+        seconds = time.perf_counter() - began
+        day.tell("weights", f"version {version} by NCCL: {problem or 'came'}", int(not problem), "", "= 1")
+    day.tell("weights", "a version by NCCL, digests and all", num_bytes / seconds / 1e9, "GB/s", ">= 20")
+    other.kill()
+    began = time.perf_counter()
+    sending = sender.begin("policy", 4, state)
+    is_given_up = sending is None or bool(sending.end("ab" * 32))
+    day.tell("weights", "a group whose receiver is gone is given up", int(is_given_up), "", "= 1")
+    day.tell("weights", "which takes", time.perf_counter() - began, "s", "<= 40")
+    sender.close()
+
+
+def receive(orders: Any) -> None:
+    """The other process, on the second GPU."""
+    import grpc
+
+    from rlhfspec.training.weights.group.messages import Wish
+    from rlhfspec.training.weights.group.receiver import GroupReceiver
+    from rlhfspec.training.weights.group.ways import Ways
+
+    torch.cuda.set_device(1)
+    server = grpc.server(ThreadPoolExecutor(4))
+    GroupReceiver(Wish(wants=True, dtype="bfloat16", device="cuda:1"), Ways("group")).add_to(server)
+    port = server.add_insecure_port(f"{HOST}:0")
+    server.start()
+    orders.send(f"{HOST}:{port}")
+    server.wait_for_termination()

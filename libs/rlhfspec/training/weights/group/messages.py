@@ -1,0 +1,60 @@
+"""What trainer and generators say to each other about a group: `/rlhfspec.WeightsGroup/GroupAsk`, `GroupBegin` and
+`GroupCommit`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlhfspec.messages.records import Role
+from rlhfspec.training.weights.grpc_messages import Address, WeightsMessage
+
+GROUP_SERVICE = "rlhfspec.WeightsGroup"
+MAX_BYTES = 3 << 20  # of a message; gRPC takes 4 MB
+MAX_MEMBERS = 1024
+
+
+class GroupAsk(WeightsMessage):
+    job: str = Field(max_length=253)
+
+
+class Wish(WeightsMessage):
+    """`wants`: to have the next version by the group. `dtype`: in which it keeps weights; empty: as they are."""
+
+    wants: bool
+    dtype: Literal["", "bfloat16", "float32"] = ""
+    device: str = Field("cpu", max_length=20)  # type of the device that it receives on
+    host: str = Field("127.0.0.1", max_length=100)
+
+
+class GroupBegin(WeightsMessage):
+    """`epoch`: of a membership; whoever has it already has its groups. `rank`: of the receiver in each of the groups,
+    one for each rank of the trainer, which is its rank 0. `header`: of the version, in JSON."""
+
+    job: str = Field(max_length=253)
+    role: Role
+    version: int = Field(ge=0)
+    transfer: str = Field(pattern="^[0-9a-f]{16}$")  # this one
+    epoch: str = Field(pattern="^[0-9a-f]{16}$")
+    meeting: Address
+    rank: int = Field(ge=1, le=MAX_MEMBERS)
+    size: int = Field(ge=2, le=MAX_MEMBERS)
+    num_senders: int = Field(ge=1, le=MAX_MEMBERS)
+    bucket_bytes: int = Field(ge=64, le=256 << 20)
+    backend: Literal["gloo", "nccl"]
+    header: str
+
+
+class GroupCommit(WeightsMessage):
+    """`digests`: of the buckets, by rank of the trainer. `digest`: of the version, as its record says."""
+
+    transfer: str = Field(pattern="^[0-9a-f]{16}$")
+    digest: str = Field(pattern="^[0-9a-f]{64}$")
+    digests: list[list[str]]
+
+
+class GroupSaid(WeightsMessage):
+    """Empty: it is as it should be; else why not."""
+
+    problem: str = Field("", max_length=1000)

@@ -1,0 +1,138 @@
+"""What is sent in which bucket: a function of the header and of how many ranks share the weights.
+
+Example (two ranks, each with half of the rows):
+    >>> header = described("sums", "policy", 1, {"a": torch.zeros(4, 8), "b": torch.zeros(3)}, lambda _: torch.bfloat16)
+    >>> header.num_bytes, [bucket.num_bytes for bucket in buckets(header, 0, 1)]
+    (70, [70])
+    >>> [[(piece.name, piece.first, piece.last) for piece in buckets(header, rank, 2)[0].pieces] for rank in (0, 1)]
+    [[('a', 0, 16), ('b', 0, 2)], [('a', 16, 32), ('b', 2, 3)]]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rlhfspec.engine.forward.checksums import checksums
+from rlhfspec.messages.records import Role
+from rlhfspec.training.weights.packed import ALIGNMENT, DTYPES, TensorPlace, WeightsHeader, described_tensors, end_of
+
+BUCKET_BYTES = 256 << 20
+KeptAs = Callable[[str], torch.dtype | None]  # of a name: as what a receiver keeps it; None: as it is
+
+
+class BucketPiece(NamedTuple):
+    """Elements of one tensor. `at`: the byte in the bucket; `begin`: the byte in the version."""
+
+    name: str
+    dtype: torch.dtype
+    first: int
+    last: int
+    at: int
+    begin: int
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.last - self.first) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    pieces: tuple[BucketPiece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.pieces[-1].at + self.pieces[-1].num_bytes
+
+    @property
+    def begin(self) -> int | None:
+        """Where in the version it lies as it is; None: its pieces lie apart."""
+        first = self.pieces[0].begin
+        return first if all(piece.begin - piece.at == first for piece in self.pieces) else None
+
+
+def described(
+    job: str, role: Role, version: int, state_dict: Mapping[str, Tensor], kept_as: KeptAs = lambda _: None
+) -> WeightsHeader:
+    """What is sent of whole tensors, or of shares of them; the digest is not known yet."""
+    local = {name: local_of(tensor) for name, tensor in state_dict.items()}
+    stored, same_as = described_tensors(f"{role}/{version}", local)
+    tensors = [
+        (name, str(kept_as(name) or state_dict[name].dtype).removeprefix("torch."), list(state_dict[name].shape))
+        for name, _, _ in stored
+    ]
+    header = WeightsHeader.model_construct(
+        job=job, role=role, version=version, digest="0" * 64, num_bytes=0, tensors=tensors, same_as=same_as
+    )
+    return header.model_copy(update={"num_bytes": end_of(header.places())})
+
+
+def buckets(header: WeightsHeader, rank: int, num_ranks: int, most: int = BUCKET_BYTES) -> list[Bucket]:
+    """Those of one rank, in the order of the tensors' names. Rows are shared out as FSDP2 does."""
+    found: list[Bucket] = []
+    pieces: list[BucketPiece] = []
+    at = 0
+    for place in header.places():
+        dtype = DTYPES[place.dtype]
+        first, last = share(place, rank, num_ranks)
+        while first < last:
+            at = -(-at // ALIGNMENT) * ALIGNMENT
+            room = (most - at) // ALIGNMENT * ALIGNMENT // dtype.itemsize
+            if room <= 0:
+                found.append(Bucket(tuple(pieces)))
+                pieces, at = [], 0
+                continue
+            upto = min(last, first + room)
+            pieces.append(BucketPiece(place.name, dtype, first, upto, at, place.begin + first * dtype.itemsize))
+            at += pieces[-1].num_bytes
+            first = upto
+    return [*found, Bucket(tuple(pieces))] if pieces else found
+
+
+def share(place: TensorPlace, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Its first element, and the one after its last.
+
+    >>> [share(TensorPlace("a", "int8", (5, 2), 0, 10), rank, 4) for rank in range(4)]
+    [(0, 4), (4, 8), (8, 10), (10, 10)]
+    """
+    rows, size = (place.shape[0], math.prod(place.shape[1:])) if place.shape else (1, 1)
+    each = -(-rows // num_ranks)
+    return min(rank * each, rows) * size, min((rank + 1) * each, rows) * size
+
+
+def fill(bucket: Bucket, buffer: Tensor, weights: Mapping[str, Tensor], rank: int, num_ranks: int) -> Tensor:
+    """Of what this rank has, in the types of the pieces."""
+    for piece in bucket.pieces:
+        tensor = weights[piece.name].detach()
+        offset = 0
+        if isinstance(tensor, DTensor):
+            place = TensorPlace(piece.name, "", tuple(tensor.shape), 0, 0)
+            offset = share(place, rank, num_ranks)[0]
+        flat = local_of(tensor).reshape(-1)[piece.first - offset : piece.last - offset]
+        buffer[piece.at : piece.at + piece.num_bytes].view(piece.dtype).copy_(flat)
+    return buffer[: bucket.num_bytes]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def bucket_digest(content: Tensor, what: str) -> str:
+    """Of a bucket's bytes and of what it is said to be, so that no bucket passes for another: xxh3_128 on a host, the
+    sum of mixed words of `engine.forward.checksums` on a device.
+
+    >>> bucket_digest(torch.zeros(2, dtype=torch.uint8), "sums/policy/1/0/0")
+    '7e4cdd8e8b6e3a4b5f8f5e8a0c1c3a52'
+    """
+    if content.device.type == "cpu":
+        found = xxhash.xxh3_128(what.encode())
+        found.update(content.numpy().data)
+        return found.hexdigest()
+    return f"{what}:{checksums([content])[0].hex()}"

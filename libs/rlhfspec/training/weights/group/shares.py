@@ -1,0 +1,59 @@
+"""A rank of the trainer sends its share of a version, whoever else sends another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from rlhfspec.training.weights.group.channel import BUCKET_SECONDS, Channels, Place, TwoBuffers, name_of
+from rlhfspec.training.weights.group.plan import bucket_digest, buckets, fill
+from rlhfspec.training.weights.packed import WeightsHeader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What every rank has to know: the place is that of rank 0."""
+
+    place: Place
+    header: WeightsHeader
+    num_senders: int
+    bucket_bytes: int
+    deadline_seconds: float  # for all of it
+
+
+class Shares:
+    """Keeps its channel from version to version, as long as the epoch is the same."""
+
+    def __init__(self) -> None:
+        self._channels = Channels()
+
+    def send(self, told: Told, weights: Mapping[str, Tensor], rank: int = 0, **own: str) -> list[str]:
+        """Digests of the buckets. RuntimeError when a receiver did not take part in time: then the group is no more.
+        `own`: what of the place is another than rank 0's (host, device)."""
+        place = replace(told.place, sender=rank, **own)  # type: ignore[arg-type]
+        self._channels.keep_only(place.epoch)
+        try:
+            return self._sent(told, place, weights)
+        except RuntimeError:
+            self._channels.close()
+            raise
+
+    def _sent(self, told: Told, place: Place, weights: Mapping[str, Tensor]) -> list[str]:
+        deadline = time.monotonic() + told.deadline_seconds
+        channel, rank = self._channels.of(place), place.sender
+        plan = buckets(told.header, rank, told.num_senders, told.bucket_bytes)
+        spare, digests = TwoBuffers(plan, place.device), []
+        under_way: Callable[[float], None] = lambda _: None  # noqa: E731
+        for number, bucket in enumerate(plan):
+            content = fill(bucket, spare[number], weights, rank, told.num_senders)
+            digests.append(bucket_digest(content, name_of(told.header, rank, number)))
+            under_way(min(BUCKET_SECONDS, deadline - time.monotonic()))
+            under_way = channel.broadcast(content)
+        under_way(min(BUCKET_SECONDS, deadline - time.monotonic()))
+        return digests
+
+    def close(self) -> None:
+        self._channels.close()

@@ -1,0 +1,53 @@
+"""Run by test_weight_groups_killed.py: a generator's receiver, or a trainer's sender, each in a process of its own."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from weight_groups import LOOPBACK, GroupNode, record_of, weights
+
+from rlhfspec.training.weights.group import shares
+from rlhfspec.training.weights.group.sender import GroupSender
+
+MEGABYTE = 1 << 20
+NUM_BYTES = 32 * MEGABYTE
+MIDDLE = 12  # buckets, of 32
+
+
+def state(version: int) -> Any:
+    return weights(version, num_bytes=NUM_BYTES)
+
+
+def receive() -> None:
+    """Says where it is, and for each number that it is told whether it has that version, whole."""
+    node = GroupNode()
+    print(node.address, flush=True)
+    for line in sys.stdin:
+        print("has" if node.has(int(line), state(int(line))) else "has not", flush=True)
+
+
+def send(address: str) -> None:
+    """Half of a version."""
+    fill = shares.fill
+
+    def filled(bucket: Any, *arguments: Any) -> Any:
+        filled.count += 1  # type: ignore[attr-defined]
+        if filled.count == MIDDLE:  # type: ignore[attr-defined]
+            print("half of it is sent", flush=True)
+            time.sleep(600)
+        return fill(bucket, *arguments)
+
+    filled.count = 0  # type: ignore[attr-defined]
+    shares.fill = filled
+    sender = GroupSender("sums", host=LOOPBACK, peers=lambda: [address], bucket_bytes=MEGABYTE)
+    while not sender.members:
+        time.sleep(0.01)
+    sending = sender.begin("policy", 1, state(1))
+    assert sending is not None
+    sending.end(record_of(1, state(1)).digest)
+
+
+if __name__ == "__main__":
+    receive() if len(sys.argv) == 1 else send(sys.argv[1])

@@ -1,0 +1,138 @@
+"""Members of a group that die, stop and come while a version is half sent: nobody has half of it, nobody waits long."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import warmed
+from group_member import MEGABYTE, MIDDLE, NUM_BYTES, state
+from weight_groups import LOOPBACK, GroupNode, eventually, record_of
+
+from rlhfspec.training.weights.group import shares
+from rlhfspec.training.weights.group.sender import GroupSender, hold_up_seconds
+
+START = f"import sys, runpy; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); import group_member as g; "
+
+
+class Member:
+    """A process of group_member.py."""
+
+    def __init__(self, leaving: ExitStack, call: str) -> None:
+        self.process: Any = warmed.Popen(
+            [sys.executable, "-c", START + call], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        leaving.callback(self.end)
+        self.said = self.process.stdout.readline().strip()
+
+    def has(self, version: int) -> bool:
+        self.process.stdin.write(f"{version}\n")
+        self.process.stdin.flush()
+        return bool(self.process.stdout.readline() == "has\n")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def leaving() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def half_way(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """What happens, once each, when half of a version is sent."""
+    events: list[Callable[[], None]] = []
+    fill = shares.fill
+    count = 0
+
+    def filled(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count % (NUM_BYTES // MEGABYTE) == MIDDLE and events:
+            events.pop(0)()
+        return fill(*arguments)
+
+    monkeypatch.setattr(shares, "fill", filled)
+    return events
+
+
+def sent(sender: GroupSender, version: int) -> str:
+    """What went wrong; within the written time."""
+    began = time.monotonic()
+    sending = sender.begin("policy", version, state(version))
+    assert sending is not None
+    problem = sending.end(record_of(version, state(version)).digest)
+    assert time.monotonic() - began < hold_up_seconds(NUM_BYTES)
+    return problem
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_generator_that_is_killed_or_stopped_half_way(
+    number: signal.Signals, leaving: ExitStack, half_way: list[Callable[[], None]]
+) -> None:
+    members = [Member(leaving, "g.receive()") for _ in range(2)]
+    addresses = [member.said for member in members]
+    sender = GroupSender("sums", host=LOOPBACK, peers=lambda: addresses, bucket_bytes=MEGABYTE)
+    leaving.callback(sender.close)
+    eventually(lambda: len(sender.members) == 2)
+    assert sent(sender, 1) == ""
+    half_way.append(lambda: members[1].process.send_signal(number))
+    assert sent(sender, 2), "not all have it"
+    assert members[0].has(1)
+    assert not members[0].has(2), "it takes that version by the store"
+    eventually(lambda: sender.members == {addresses[0]})
+    assert sent(sender, 3) == "", "of those who live"
+    assert members[0].has(3)
+    if number == signal.SIGSTOP:
+        members[1].process.send_signal(signal.SIGCONT)
+        eventually(lambda: len(sender.members) == 2)
+        assert not members[1].has(2)
+        assert sent(sender, 4) == ""
+        assert all(member.has(4) for member in members)
+
+
+def test_a_generator_that_comes_half_way_is_in_from_the_next_version_on(
+    leaving: ExitStack, half_way: list[Callable[[], None]]
+) -> None:
+    members = [Member(leaving, "g.receive()") for _ in range(2)]
+    addresses = [members[0].said]
+    sender = GroupSender("sums", host=LOOPBACK, peers=lambda: list(addresses), bucket_bytes=MEGABYTE)
+    leaving.callback(sender.close)
+    eventually(lambda: len(sender.members) == 1)
+
+    def come() -> None:
+        addresses.append(members[1].said)
+        eventually(lambda: len(sender.members) == 2)
+
+    half_way.append(come)
+    assert sent(sender, 1) == ""
+    assert [member.has(1) for member in members] == [True, False]
+    assert sent(sender, 2) == ""
+    assert [member.has(2) for member in members] == [True, True]
+
+
+def test_a_trainer_that_is_killed_half_way_leaves_nothing_and_its_next_start_brings_the_version(
+    leaving: ExitStack,
+) -> None:
+    node = GroupNode()
+    leaving.callback(node.close)
+    trainer = Member(leaving, f"g.send({node.address!r})")
+    assert trainer.said == "half of it is sent"
+    trainer.process.kill()
+    trainer.process.wait()
+    assert not node.has(1, state(1))
+    sender = GroupSender("sums", host=LOOPBACK, peers=lambda: [node.address], bucket_bytes=MEGABYTE)
+    leaving.callback(sender.close)
+    eventually(lambda: len(sender.members) == 1)
+    assert sent(sender, 1) == ""
+    assert node.has(1, state(1))

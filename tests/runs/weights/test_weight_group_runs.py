@@ -1,0 +1,71 @@
+"""Weights by a process group in whole runs: the curve and samples of the store's way, whatever happens to a member."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from runs import train
+from started import TWO, Started, eventually, hold_rewards
+
+GROUP = "roles.generator.weights=group"
+
+
+def told(run: Started, stage: str, words: str) -> int:
+    """How often the logs of a stage's workers say it."""
+    lines = [line for log in (run.folder / "logs").glob(f"{stage}-*.jsonl") for line in log.read_text().splitlines()]
+    return sum(words in json.loads(line)["message"] for line in lines)
+
+
+def same_samples(job_file: Path) -> bool:
+    return len({(job_file.parent / out / "samples.jsonl").read_bytes() for out in ("one", "many")}) == 1
+
+
+def test_two_generators_have_curve_and_samples_of_the_store(job_file: Path, starting: Callable[..., Started]) -> None:
+    hold, steps = hold_rewards(job_file), "training.steps=4"
+    hold.unlink()
+    whole = train(job_file, "one", steps)
+    hold.touch()
+    run = starting("many", steps, *TWO, GROUP)
+    run.until("(8 of 8)")
+    eventually(lambda: told(run, "trainer", "2 generators want them by group"), "both are in")
+    hold.unlink()
+    code, output = run.ended()
+    assert code == 0, output
+    assert run.curve() == whole
+    assert same_samples(job_file)
+    assert told(run, "trainer", "to 2 by group") >= 4
+    assert told(run, "generator", "by the group") >= 8
+
+
+def test_the_store_is_the_way_where_the_job_says_so(job_file: Path, starting: Callable[..., Started]) -> None:
+    run = starting("many", "training.steps=2", "roles.generator.weights=auto")
+    code, output = run.ended()
+    assert code == 0, output
+    assert not told(run, "trainer", "by group"), "on a CPU files are quicker"
+
+
+def test_two_ranks_send_their_shares_while_generators_are_killed_and_stopped(
+    job_file: Path, starting: Callable[..., Started]
+) -> None:
+    hold, steps = hold_rewards(job_file), "training.steps=4"
+    ranks = "roles.trainer.ranksPerNode=2"
+    stores = starting("one", steps, *TWO, ranks)
+    hold.unlink()
+    assert stores.ended()[0] == 0
+    hold.touch()
+    run = starting("many", steps, *TWO, ranks, GROUP)
+    run.until("(8 of 8)")
+    eventually(lambda: told(run, "trainer", "2 generators want them by group"), "both are in")
+    stopped = run.pid_of("generator", 1)
+    os.kill(stopped, signal.SIGSTOP)
+    hold.unlink()
+    eventually(lambda: told(run, "trainer", "1 goes by the store"), "whoever is stopped holds nobody up for long")
+    os.kill(stopped, signal.SIGKILL)
+    code, output = run.ended()
+    assert code == 0, output
+    assert run.curve() == stores.curve()
+    assert same_samples(job_file)

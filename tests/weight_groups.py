@@ -1,0 +1,87 @@
+"""What tests of weights by process groups share: a trainer's sender and generators' receivers within one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import grpc
+import torch
+from torch import Tensor
+
+from rlhfspec.messages.records import Weights
+from rlhfspec.training.modeling.digest import digest
+from rlhfspec.training.weights.base import weights_record
+from rlhfspec.training.weights.group.messages import Wish
+from rlhfspec.training.weights.group.receiver import GroupReceiver
+from rlhfspec.training.weights.group.sender import GroupSender
+from rlhfspec.training.weights.group.ways import Ways
+
+LOOPBACK = "127.0.0.1"
+
+
+def weights(version: int, *, num_layers: int = 8, num_bytes: int = 1 << 20) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(version)
+    size = num_bytes // num_layers // 4 // 64
+    return {f"layers.{layer}": torch.randn(size, 64, generator=draw) for layer in range(num_layers)}
+
+
+def record_of(version: int, state: dict[str, Tensor]) -> Weights:
+    return weights_record("sums", "policy", version, uri=f"grpc:policy/{version}", digest=digest(state))
+
+
+class GroupNode:
+    """A generator's receiver, at an address."""
+
+    def __init__(self, *, dtype: Any = "", **settings: Any) -> None:
+        self.receiver = GroupReceiver(Wish(wants=True, dtype=dtype), Ways("group"), **settings)
+        self.server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
+        self.address = f"{LOOPBACK}:{self.server.add_insecure_port(f'{LOOPBACK}:0')}"
+        self.receiver.add_to(self.server)
+        self.server.start()
+
+    def has(self, version: int, state: dict[str, Tensor]) -> bool:
+        """Nothing, or every bit."""
+        found = self.receiver.take(record_of(version, state))
+        assert found is None or digest(found) == digest(state)
+        return found is not None
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.server.stop(None).wait()
+
+
+class GroupOfNodes:
+    def __init__(self, leaving: ExitStack, num_nodes: int, **settings: Any) -> None:
+        self.nodes = [GroupNode(**settings) for _ in range(num_nodes)]
+        self.addresses = [node.address for node in self.nodes]
+        for node in self.nodes:
+            leaving.callback(node.close)
+        self.sender = GroupSender("sums", host=LOOPBACK, peers=lambda: list(self.addresses), bucket_bytes=1 << 16)
+        leaving.callback(self.sender.close)
+        self.until_members(num_nodes)
+
+    def until_members(self, count: int) -> None:
+        eventually(lambda: len(self.sender.members) == count)
+
+    def sent(self, version: int, state: dict[str, Tensor]) -> str:
+        """What went wrong."""
+        sending = self.sender.begin("policy", version, state)
+        assert sending is not None, "nobody wants it"
+        return sending.end(digest(state))
+
+
+@contextmanager
+def group_of(num_nodes: int, **settings: Any) -> Iterator[GroupOfNodes]:
+    with ExitStack() as leaving:
+        yield GroupOfNodes(leaving, num_nodes, **settings)
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "never"
+        time.sleep(0.01)
