@@ -23,6 +23,7 @@ _MOST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}  # of logits, in parts of 
 FIELD_OF = {
     "max_model_len": "dataset.maxPromptTokens", "num_gpu_blocks_override": "generation.kvCacheTokens",
     "dtype": "generation.dtype", "speculative": "generation.speculation.mode",
+    "tensor_parallel_size": "roles.generator.tensorParallel",
 }  # fmt: skip
 
 
@@ -84,6 +85,7 @@ def _arguments(job: RLHFJob, device: str, context: int, max_sequences: int) -> d
         "max_num_seqs": max_sequences,
         "block_size": block_size,
         "num_gpu_blocks_override": None if blocks is None else blocks + 1,  # one is vLLM's own
+        "tensor_parallel_size": spec.roles.generator.tensor_parallel,
         "gpu_memory_utilization": spec.generation.gpu_memory_fraction,
         "enforce_eager": on_cpu,
         "worker_cls": "rlhfspec.engine.vllm.inside.worker.LawWorker",
