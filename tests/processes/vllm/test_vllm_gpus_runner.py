@@ -14,11 +14,10 @@ from rlhfspec.engine.loading import make_engine
 from rlhfspec.testing.engine import PROMPTS, reference, request, run
 from rlhfspec.tiny import perturbed
 
+pytestmark = pytest.mark.timeout(900)  # a child is 12 s of a processor until it is there
 INTERPRETED = """
 import os, types
 import triton.backends
-
-pytestmark = pytest.mark.timeout(900)  # a child is 12 s of a processor until it is there
 
 class Driver:
     @staticmethod

@@ -50,6 +50,8 @@ class VllmEngine:
     so long the child goes on decoding before it tells of it, that messages cost little beside short steps.
     """
 
+    weights_version: int = 0
+
     def __init__(
         self,
         child: VllmProcess,
@@ -71,7 +73,6 @@ class VllmEngine:
         self._strategy = strategy
         self._tokenizer = tokenizer
         self._weights = WeightsFile()
-        self.weights_version = 0
         self._sequences: dict[str, VllmSequence] = {}  # by name in the child; waiting or running there
         self._by_id: dict[str, str] = {}
         self._away: dict[str, VllmSequence] = {}  # by id; exported, and neither cancelled nor back

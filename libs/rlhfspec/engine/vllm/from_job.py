@@ -11,7 +11,7 @@ from rlhfspec.engine.vllm.client import VllmEngine
 from rlhfspec.engine.vllm.finding import INSTALL_VLLM, find_python
 from rlhfspec.engine.vllm.process import VllmEnded, VllmProcess
 from rlhfspec.errors import EngineFailed, InvalidRequest
-from rlhfspec.huggingface.devices import device_of
+from rlhfspec.huggingface.devices import device_of, settled
 from rlhfspec.huggingface.structure.positions import max_context
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.drafters import ADAPTIVE, OFF
@@ -28,14 +28,16 @@ FIELD_OF = {
 
 
 def make(job: RLHFJob, load_tokenizer: Callable[[], Any]) -> VllmEngine:
-    spec = job.spec
+    device = device_of(job.spec)
+    spec = settled(job.spec, device)  # to vLLM auto would be the checkpoint's dtype, in 16 bits
+    job = job.model_copy(update={"spec": spec})
     given = dict(spec.generation.engine.arguments)
     python = find_python(given.pop(PYTHON, None))
     if python is None:
         raise InvalidRequest("spec.generation.engine", "vllm", INSTALL_VLLM)
     strategy, speculation = speculative_config(job, given.pop(NUM_DRAFT_TOKENS, _NUM_DRAFT_TOKENS))
     environment = _environment(spec.model.path, batch_invariant=given.pop(BATCH_INVARIANT, False))
-    device, context = device_of(spec), max_context(job)
+    context = max_context(job)
     max_sequences = min(spec.generation.max_sequences, spec.samples_in_flight)
     arguments = _arguments(job, device, context, max_sequences) | {"speculative_config": speculation} | given
     orders: dict[str, dict[str, Any]] = {
