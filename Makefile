@@ -21,7 +21,7 @@ ON_DEVICE ?= $(addprefix tests/torch/,checkpoint learning/test_learner.py scorin
   engine/test_graphs.py engine/test_kept_blocks.py engine/test_kv_contents.py)
 ON_DEVICE_DAILY := $(addprefix tests/torch/,checkpoint learning/test_learner.py engine/test_engine_requests.py engine/test_kv_contents.py)
 
-.PHONY: help chart setup setup-vllm setup-trl check test test-whole test-second-device test-fast e2e-tools e2e e2e-ci faults bench protos demo clean
+.PHONY: help chart setup setup-vllm setup-trl check test test-whole test-second-device test-fast e2e-tools e2e e2e-ci faults faults-vllm bench protos demo clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,6 +90,9 @@ faults: $(INSTALLED)  ## 700 kills over whole runs, 300 of them among moves, 200
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults --kills 200 --trials 5 --seed $(SEED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults --lives --kills 200 --seed $(SEED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults --moves --kills 300 --trials 6 --seed $(SEED)
+
+faults-vllm: $(INSTALLED) $(VLLM_VENV)/.installed  ## 40 kills over runs of the engine vllm: generators, and children of theirs
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults --vllm --kills 40 --trials 8 --seed $(SEED)
 
 bench: $(INSTALLED)  ## The benchmark, quick: at most 3 minutes (all of it: rlhfspec bench generate)
 	$(BIN)/rlhfspec bench generate --quick

@@ -12,20 +12,19 @@ import argparse
 import itertools
 import os
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 
-from rlhfspec.bench.worker import Worker, environment, vllm_command
+from rlhfspec.bench.generating.vllm_engine import opened
+from rlhfspec.bench.worker import Worker, vllm_command
 from rlhfspec.engine.base import EngineProtocol, Request
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.params import SamplingParams
-from rlhfspec.engine.vllm.client import VllmEngine
 from rlhfspec.engine.vllm.finding import INSTALL_VLLM, find_python
-from rlhfspec.engine.vllm.process import VllmProcess
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.tiny import resolve
 
@@ -37,26 +36,6 @@ def seconds_of(pid: int) -> float:
     """Of the processor, so far; all threads of the process."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(each.read_text().split()[0]) for each in threads) / 1e9
-
-
-@contextmanager
-def law(model: str, python: Path, num_sequences: int) -> Iterator[VllmEngine]:
-    arguments = {
-        "model": model, "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": MAX_CONTEXT,
-        "max_num_seqs": num_sequences, "enforce_eager": True, "enable_prefix_caching": False, "async_scheduling": False,
-        "worker_cls": "rlhfspec.engine.vllm.inside.worker.LawWorker", "generation_config": "vllm", "seed": 0,
-    }  # fmt: skip
-    orders = {
-        "open": {"device": "cpu", "arguments": arguments, "field_of": {}},
-        "trial": {"model": model, "dtype": "float32", "compares": False},
-    }
-    child = VllmProcess(python, orders, environment(1) | {"HF_HUB_OFFLINE": "1"})
-    opened = child.start()
-    engine = VllmEngine(
-        child, opened, max_context=MAX_CONTEXT, max_sequences=num_sequences, step_seconds=600.0
-    )  # fmt: skip
-    yield engine
-    engine.close()
 
 
 def round_of(engine: EngineProtocol, num_tokens: int, pid: int | None = None) -> Round:
@@ -94,7 +73,9 @@ def measure(args: argparse.Namespace, python: Path, num_sequences: int) -> None:
         config = EngineConfig(
             speculation="off", profile=False, num_threads=1, max_sequences=num_sequences, max_context=MAX_CONTEXT
         )
-        under_law = leaving.enter_context(law(model, python, num_sequences))
+        sizes = {"max_context": MAX_CONTEXT, "max_sequences": num_sequences, "dtype": "float32", "num_threads": 1}
+        under_law = opened(model, python, **sizes)
+        leaving.callback(under_law.close)
         rival = leaving.enter_context(Worker.start(vllm_command(python), num_threads=1))
         rival.ask(
             "load", target=model, draft=None, num_draft_tokens=0, dtype="float32", max_context=MAX_CONTEXT,

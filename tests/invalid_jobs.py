@@ -194,9 +194,6 @@ BY_HAND = [
     ),
     Wrong({"training.exactOnPolicy": True, "model.dtype": "bfloat16"}, "spec.model.dtype"),
     Wrong({"training.exactOnPolicy": True, "generation.engine": {"name": "vllm"}}, "spec.generation.engine.name"),
-    Wrong(
-        {"generation.engine": {"name": "vllm"}, "roles.generator.replicas": {"max": 4}}, "spec.roles.generator.replicas"
-    ),
     *(
         Wrong(
             {"generation.engine": {"name": name, "arguments": {argument: 1}}},

@@ -72,13 +72,13 @@ class Children:
         assert not opened["problems"]
         return child, opened
 
-    def engine(self, mode: str, model: Any, tokenizer: Any = None) -> VllmEngine:
-        """As if it had been opened with this model."""
+    def engine(self, mode: str, model: Any, tokenizer: Any = None, *, ahead_seconds: float = 0.0) -> VllmEngine:
+        """As if it had been opened with this model. The last one of a mode has its child."""
         child, opened = self.child(mode)
         opened = opened | {"eos_token_ids": eos_token_ids(model)}
         engine = VllmEngine(
             child, opened, max_context=self._max_context, max_sequences=self._max_sequences,
-            step_seconds=STEP_SECONDS, strategy=mode, tokenizer=tokenizer,
+            step_seconds=STEP_SECONDS, ahead_seconds=ahead_seconds, strategy=mode, tokenizer=tokenizer,
         )  # fmt: skip
         engine._weights.write(model.state_dict(), 0)
         child.ask("begin", {"weights": engine._weights.path}, seconds=STEP_SECONDS)

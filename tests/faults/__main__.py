@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from faults import lives, moving
+from faults import lives, moving, vllm
 from faults.harness import Disturbed
 from faults.trial import alone, trial
 
@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--alone", metavar="WORKER", help="such as trainer-0: only this one is killed, one kill a time")
     parser.add_argument("--lives", action="store_true", help="short runs, struck where they begin and end")
     parser.add_argument("--moves", action="store_true", help="with moves under way, and half of the kills in one")
+    parser.add_argument("--vllm", action="store_true", help="generators have the engine vllm, and children are killed")
     arguments = parser.parse_args()
     if arguments.lives:
         return _lives(arguments.seed, arguments.kills)
@@ -33,6 +34,8 @@ def main() -> None:
             try:
                 if arguments.alone:
                     run = alone(Path(folder), seed, kills, arguments.alone, _say)
+                elif arguments.vllm:
+                    run = vllm.trial(Path(folder), seed, kills, _say, held_seconds=arguments.held_seconds)
                 elif arguments.moves:
                     run = moving.trial(Path(folder), seed, kills, _say, held_seconds=arguments.held_seconds)
                 else:

@@ -116,7 +116,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStep:
-    """The result of one `step()`."""
+    """The result of one `step()`. Where it was several forward passes, numbers are sums over them."""
 
     finished: tuple[Completion, ...]
     num_decoding: int
@@ -125,6 +125,7 @@ class EngineStep:
     num_committed: int
     strategy: str
     seconds: float
+    num_passes: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +240,8 @@ class EngineProtocol(Protocol):
         ...
 
     def step(self) -> EngineStep:
-        """Run one forward pass of the target for all sequences that can run. Never raise for the fault of one."""
+        """Run one forward pass of the target for all sequences that can run, or a few that take milliseconds. Never
+        raise for the fault of one."""
         ...
 
     def cancel(self, request_id: str) -> bool:
@@ -285,7 +287,8 @@ class HasProcess(EngineProtocol, Protocol):
 
 @runtime_checkable
 class Movable(EngineProtocol, Protocol):
-    """An engine whose sequences can move to another engine of its kind.
+    """An engine whose sequences can move to another engine of its kind. One whose KV no other can use has manifests of
+    epoch 0, gives states without KV, and refuses `reserve` and ranges with SequenceStateError("kv").
 
     A sequence moves in this order, `here` and `there` being two engines; all of it between steps:
 

@@ -387,8 +387,13 @@ class Spec(Block):
         """Return whether samples can move to another generator."""
         generator = self.roles.generator
         most = max(generator.workers, generator.replicas.max if generator.replicas else 1)
-        can_move = ENGINES[self.generation.engine.name].is_movable and generator.tensor_parallel == 1
-        return most > 1 and self.rebalance.mode == "auto" and can_move
+        return most > 1 and self.rebalance.mode == "auto" and self.has_movable_samples
+
+    @property
+    def has_movable_samples(self) -> bool:
+        """Return whether the engine can give samples away."""
+        engine = ENGINES[self.generation.engine.name]
+        return engine.is_movable and (self.roles.generator.tensor_parallel == 1 or engine.divides_models)
 
     def num_processes(self, stage: str) -> int:
         """Return how many processes one worker of the stage is."""

@@ -22,9 +22,10 @@ def build(job: RLHFJob, context: Context) -> GeneratorService:
     from rlhfspec.training.data import load_tokenizer
 
     context.say("making the engine ready, and measuring what a step costs")
-    make = ENGINES[job.spec.generation.engine.name].load()
+    entry = ENGINES[job.spec.generation.engine.name]
+    make = entry.load()
     with ExitStack() as leaving:
-        if (ranks := leaving.enter_context(led(job))) is not None:
+        if entry.takes_a_group and (ranks := leaving.enter_context(led(job))) is not None:
             make = partial(make, group=ranks)
         engine: Any = make(job, partial(load_tokenizer, job.spec.model))
         if isinstance(engine, HasProcess):

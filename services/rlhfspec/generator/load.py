@@ -74,11 +74,12 @@ class LoadMeter:
     def _learn(self, report: EngineStep) -> None:
         """What a token of each sequence costs: with drafts, a step's share."""
         tokens_each = report.num_committed / report.num_decoding if report.num_decoding else 0.0
+        num_running, tokens_of_one = report.num_decoding / report.num_passes, tokens_each * report.num_passes
         if report.num_prefill_tokens:
-            decoding = self._curve.seconds(report.num_decoding) * tokens_each
+            decoding = self._curve.seconds(num_running) * tokens_of_one
             self._curve.learn_prefill(report.num_prefill_tokens, report.seconds - decoding)
         elif tokens_each:
-            self._curve.learn(report.num_decoding, report.seconds / tokens_each)
+            self._curve.learn(num_running, report.seconds / tokens_of_one)
 
     @property
     def prefill_seconds(self) -> float:

@@ -68,8 +68,7 @@ class GeneratorService(Service):
         self._publisher = SamplePublisher(bus)
         incarnation = move_endpoint.incarnation if move_endpoint is not None else ""
         name = f"generator-{worker}"
-        is_whole = spec.roles.generator.tensor_parallel == 1
-        movable = engine if isinstance(engine, Movable) and is_whole else None  # else its samples stay where they began
+        movable = engine if isinstance(engine, Movable) and spec.has_movable_samples else None  # else they stay here
         sequences = movable.sequences if movable is not None else tuple
         self._meter = LoadMeter(
             job.metadata.name, name, engine, worker=worker, incarnation=incarnation, sequences=sequences

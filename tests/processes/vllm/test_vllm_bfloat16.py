@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 
 import numpy as np
+import pytest
 import torch
 from vllm_children import Children
 
 from rlhfspec.testing.engine import PROMPTS, reference, request, run
+
+pytestmark = pytest.mark.timeout(900)  # a child is 12 s of a processor until it is there
 
 NUM_SAMPLES = 3000
 LEAST_EXPECTED = 8.0  # in a cell; rarer tokens share one

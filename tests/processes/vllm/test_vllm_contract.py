@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 import pytest
 from vllm_children import Children
 
-from rlhfspec.engine.vllm.client import VllmEngine
+from rlhfspec.engine.vllm.client import AHEAD_SECONDS, VllmEngine
 from rlhfspec.testing.engine import EngineContract, reference
 from rlhfspec.tiny import perturbed
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
+
+pytestmark = pytest.mark.timeout(900)  # a child is 12 s of a processor until it is there
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,4 +29,5 @@ class TestVllm(EngineContract):
     children: ClassVar[Children]
 
     def make(self, model: Any, mode: Any) -> VllmEngine:
-        return self.children.engine(mode, model, hugging_face_tokenizer())
+        ahead_seconds = AHEAD_SECONDS if mode == "off" else 0.0
+        return self.children.engine(mode, model, hugging_face_tokenizer(), ahead_seconds=ahead_seconds)

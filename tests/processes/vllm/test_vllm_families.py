@@ -16,6 +16,8 @@ from rlhfspec.engine.loading import make_engine
 from rlhfspec.testing.engine import NEAR_TIE, request, run
 from rlhfspec.tiny import random_model
 
+pytestmark = pytest.mark.timeout(900)  # a child is 12 s of a processor until it is there
+
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3")
 NUM_REQUESTS, NUM_TOKENS = 14, 64
 MOST_TIES = 1e-4  # of the tokens, in float32

@@ -20,6 +20,8 @@ from rlhfspec.testing.engine import PROMPTS, bits, drain, log_probs_of, referenc
 from rlhfspec.tiny import perturbed
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
+pytestmark = pytest.mark.timeout(900)  # a child is 12 s of a processor until it is there
+
 LONG = tuple(range(3, 200))  # more than a block of it would be taken from the prefix cache
 
 

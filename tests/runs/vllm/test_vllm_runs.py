@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import vllm as faults
 from runs import invoke, train, write_data, write_job, write_models
-from started import TWO, Started, eventually, hold_rewards
 from vllm_children import python_with_vllm
 
 from rlhfspec.engine.vllm.finding import INSTALL_VLLM, VARIABLE
 from rlhfspec.tiny import random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
+pytestmark = pytest.mark.timeout(900)  # a child is 12 s of a processor until it is there
 VLLM = "generation.engine=vllm"
 
 
@@ -39,19 +38,6 @@ def ours(job_file: Path) -> dict[str, list[Any]]:
     return samples(job_file, "ours")
 
 
-def children(uid: str) -> list[int]:
-    """The processes of vLLM of one run, or of all."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command, environment = ((folder / name).read_bytes() for name in ("cmdline", "environ"))
-        except OSError:
-            continue
-        if b"inside/serve.py" in command and f"RLHFSPEC_RUN={uid}".encode() in environment:
-            found.append(int(folder.name))
-    return found
-
-
 @pytest.mark.parametrize("mode", ["off", "suffix"])
 def test_samples_are_those_of_our_engine(job_file: Path, ours: dict[str, list[Any]], mode: str) -> None:
     python_with_vllm()
@@ -62,21 +48,11 @@ def test_samples_are_those_of_our_engine(job_file: Path, ours: dict[str, list[An
     assert manifest["models"]["generator"]["bits"] == "vllm-0.32-cpu"
 
 
-def test_two_generators_lose_a_child_and_a_worker_and_no_sample(job_file: Path, ours: dict[str, list[Any]]) -> None:
+def test_under_faults_samples_are_those_of_our_engine(tmp_path: Path) -> None:
+    """Three kills while samples move; `make faults-vllm` does forty."""
     python_with_vllm()
-    hold = hold_rewards(job_file, "1 several")
-    run = Started(job_file, "several", VLLM, *TWO, "observability.traces=false")
-    run.until("step 1/3")
-    uid = run.connections["uid"]
-    killed, kept = children(uid)
-    os.kill(killed, signal.SIGKILL)
-    os.kill(run.pid_of("generator", 1), signal.SIGKILL)
-    eventually(lambda: len(set(children(uid)) - {killed, kept}) >= 1, "another child")
-    hold.unlink()
-    code, text = run.ended()
-    assert code == 0, text
-    assert samples(job_file, "several") == ours
-    assert not children(uid), "nothing is left"
+    run = faults.trial(tmp_path, 5, 3, print, held_seconds=1.0)
+    assert sum(number for what, number in run.struck.items() if what.startswith("kill")) == 3
 
 
 def test_without_vllm_one_line_says_what_to_install(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,9 +249,12 @@ def test_a_generator_says_what_a_plan_needs() -> None:
     for number in range(3):
         engine.submit(Request(id=f"{number}", prompt_token_ids=(1, 2), params=SamplingParams(), seed=0))
     for rows in (*range(1, 33),) * 8:
+        passes = 1 + rows % 3
+        total = passes * rows
         meter.stepped(
-            EngineStep(finished=(), num_decoding=rows, num_prefill_tokens=0, num_verified_nodes=2 * rows,
-                       num_committed=2 * rows, strategy="model", seconds=2 * (8.8e-3 + 0.37e-3 * rows))
+            EngineStep(finished=(), num_decoding=total, num_prefill_tokens=0, num_verified_nodes=2 * total,
+                       num_committed=2 * total, strategy="model", num_passes=passes,
+                       seconds=passes * 2 * (8.8e-3 + 0.37e-3 * rows))
         )  # fmt: skip
     for _ in range(20):
         meter.stepped(

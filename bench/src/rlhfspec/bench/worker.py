@@ -134,5 +134,9 @@ def hf_command() -> list[str]:
     return [sys.executable, "-m", "rlhfspec.bench.rivals.hf_worker"]
 
 
+def vllm_engine_command(python: Path) -> list[str]:
+    return [sys.executable, "-m", "rlhfspec.bench.generating.vllm_engine", str(python)]
+
+
 def vllm_command(python: Path) -> list[str]:
     return [str(python), str(RIVALS / "vllm_worker.py")]

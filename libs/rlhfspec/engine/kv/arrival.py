@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlhfspec.engine.base import Bytes, KVRange, Manifest, Request, SequenceState, Watermark, check_types
-from rlhfspec.engine.kv.state import EngineState, KVSpace
 from rlhfspec.engine.kv.state_bytes import checksum_of
 from rlhfspec.engine.params import is_int
 from rlhfspec.engine.scheduling.sequences import NUM_COUNTERS, Sequence
 from rlhfspec.errors import SequenceStateError
 
+if TYPE_CHECKING:
+    from rlhfspec.engine.kv.state import EngineState, KVSpace
+
+SCHEMA = 3  # of a manifest and what follows it
 NOT_WANTED = np.iinfo(np.int32).max  # the position from which on KV is wanted that is not
 _MOST_COUNTED = 1 << 30
 _MOST_STRATEGIES = 1024
 _LARGEST = 1e300  # a whole number may have more digits than a float can hold
 
 
-def check_manifest(manifest: Manifest, state: EngineState, schema: int) -> None:
+def check_manifest(manifest: Manifest, *, architecture: str, weights_version: int) -> None:
     """The same schema and the same architecture, and no newer weights than here."""
     check_type("manifest", manifest, Manifest)
     check_type("request", manifest.request, Request)
     check_types(manifest.request)
-    _same("schema", manifest.schema, schema)
+    _same("schema", manifest.schema, SCHEMA)
     fingerprints = manifest.fingerprints
     are_texts = isinstance(fingerprints, tuple) and all(isinstance(each, str) for each in fingerprints)
     _require("fingerprints", are_texts and len(fingerprints) in (1, 2), fingerprints, "one or two texts")
-    _same("architecture", manifest.architecture, state.target.runner.architecture)
-    versions = is_int(manifest.weights_version) and 0 <= manifest.weights_version <= state.weights_version
-    _require("weights_version", versions, manifest.weights_version, state.weights_version)
+    _same("architecture", manifest.architecture, architecture)
+    versions = is_int(manifest.weights_version) and 0 <= manifest.weights_version <= weights_version
+    _require("weights_version", versions, manifest.weights_version, weights_version)
     _require("epoch", is_int(manifest.epoch) and manifest.epoch >= 0, manifest.epoch, "a number >= 0")
     request = manifest.request
     first, last = len(request.prompt_token_ids), len(request.prompt_token_ids) + request.params.max_tokens - 1
@@ -97,15 +101,14 @@ def check_no_gap(kv: KVRange, row: int, spaces: SequenceOf[KVSpace | None]) -> N
             _require("start", first <= space.cached[row], first, int(space.cached[row]))
 
 
-def check_state(arrived: SequenceState, state: EngineState, stop_ids: tuple[int, ...]) -> None:
+def check_state(arrived: SequenceState, num_token_ids: int, stop_ids: tuple[int, ...]) -> None:
     request, tokens, num_tokens = arrived.manifest.request, arrived.token_ids, arrived.manifest.num_tokens
     prompt, response = len(request.prompt_token_ids), num_tokens - len(request.prompt_token_ids)
     _array("token_ids", tokens, np.int32, num_tokens)
     same_prompt = tuple(tokens[:prompt].tolist()) == request.prompt_token_ids
     _require("token_ids", same_prompt, "another prompt", "the request's")
-    limit = state.target.runner.num_token_ids
-    in_vocabulary = tokens.min() >= 0 and tokens.max() < limit
-    _require("token_ids", in_vocabulary, [int(tokens.min()), int(tokens.max())], f"[0, {limit})")
+    in_vocabulary = tokens.min() >= 0 and tokens.max() < num_token_ids
+    _require("token_ids", in_vocabulary, [int(tokens.min()), int(tokens.max())], f"[0, {num_token_ids})")
     _require("token_ids", not np.isin(tokens[prompt:], stop_ids).any(), "a stop token", "none before the end")
     _array("log_probs", arrived.log_probs, np.float32, response)
     _array("tempered_log_probs", arrived.tempered_log_probs, np.float32, response)

@@ -19,8 +19,6 @@ from rlhfspec.engine.scheduling.sequences import MOVES, PREEMPTIONS, Generated, 
 from rlhfspec.engine.scheduling.speculation import Speculator
 from rlhfspec.errors import InvalidRequest, SequenceStateError
 
-_SCHEMA = 3
-
 
 class Moves:
     """Exports what runs here, and takes over what ran elsewhere."""
@@ -56,7 +54,7 @@ class Moves:
     def manifest(self, request_id: str) -> Manifest:
         sequence, target = self._ours(request_id), self.state.target
         return Manifest(
-            schema=_SCHEMA,
+            schema=arrival.SCHEMA,
             fingerprints=tuple(space.runner.fingerprint() for space in self.state.spaces),
             architecture=target.runner.architecture,
             weights_version=self.state.weights_version,
@@ -172,7 +170,7 @@ class Moves:
         num_tokens, reserved = manifest.num_tokens, self.scheduler.arriving.get(sequence.request.id)
         if reserved is None:
             self.scheduler.refuse_known(sequence.request.id)
-        arrival.check_state(arrived, self.state, sequence.stop_ids)
+        arrival.check_state(arrived, self.state.target.runner.num_token_ids, sequence.stop_ids)
         spaces, has_kv = self._spaces(manifest), manifest.weights_version == self.state.weights_version
         if has_kv:
             arrival.check_weights(manifest, self.state)
@@ -220,7 +218,8 @@ class Moves:
 
     def _new(self, manifest: Manifest, *, history: tuple[tuple[int, ...], ...]) -> Sequence:
         """Raises for what can never run here."""
-        arrival.check_manifest(manifest, self.state, _SCHEMA)
+        architecture, version = self.state.target.runner.architecture, self.state.weights_version
+        arrival.check_manifest(manifest, architecture=architecture, weights_version=version)
         request = replace(manifest.request, history=history)
         self.state.validate(request)
         sequence = self.state.new_sequence(request, Generated.of_prompt(request.prompt_token_ids))

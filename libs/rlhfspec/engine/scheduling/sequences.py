@@ -9,13 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from rlhfspec.common.arrays import FloatArray, IntArray
 from rlhfspec.engine.base import Completion, FinishReason, Manifest, Request, SequenceStats
-from rlhfspec.engine.kv.cache import Prefix, RestingKV
+
+if TYPE_CHECKING:
+    from rlhfspec.engine.kv.cache import Prefix, RestingKV
 
 NO_ROW = -1
 VERIFICATIONS, DRAFTED, ACCEPTED, PREEMPTIONS, MOVES = range(5)  # columns of the counters

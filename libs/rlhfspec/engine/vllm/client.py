@@ -6,80 +6,51 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 import numpy as np
 
 from rlhfspec.engine.base import (
+    Bytes,
     Completion,
     EngineStats,
     EngineStep,
     FinishReason,
     HasProcess,
+    KVRange,
+    Manifest,
+    Movable,
     Request,
-    SequenceStats,
+    SequenceState,
+    SequenceView,
+    Watermark,
     check_types,
 )
+from rlhfspec.engine.kv import arrival
 from rlhfspec.engine.scheduling import text
+from rlhfspec.engine.scheduling.sequences import PREEMPTIONS
 from rlhfspec.engine.vllm.process import VllmEnded, VllmProcess
+from rlhfspec.engine.vllm.sequence import VllmSequence
 from rlhfspec.engine.vllm.weights_file import WeightsFile
-from rlhfspec.errors import EngineFailed, InvalidRequest, WeightsVersionError
+from rlhfspec.errors import EngineFailed, InvalidRequest, SequenceStateError, WeightsVersionError
 from rlhfspec.messages.records.models import ModelReport
 
 log = logging.getLogger("rlhfspec.vllm")
+AHEAD_SECONDS = 0.02
 MOST_RESTARTS = 3  # without a finished sequence
 _NAMES = count()  # of sequences in a child, which is never told one twice
 _NOT_FINITE = "logits: the model gave NaN or infinity for this sequence"
 
 
-@dataclass(slots=True, kw_only=True)
-class _Sequence:
-    request: Request
-    stop_ids: tuple[int, ...]
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    tempered_log_probs: list[float] = field(default_factory=list)
-    weights_versions: list[int] = field(default_factory=list)
-    num_verifications: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    num_restarts: int = 0
-
-    def order(self, name: str) -> dict[str, Any]:
-        """As the child is asked for the rest of it."""
-        request, params = self.request, self.request.params
-        prompt = request.prompt_token_ids
-        law = {
-            "seed": request.seed, "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p,
-            "num_prompt": len(prompt),
-        }  # fmt: skip
-        return {
-            "name": name,
-            "prompt": [*prompt, *self.token_ids],
-            "max_tokens": params.max_tokens - len(self.token_ids),
-            "stop_token_ids": list(self.stop_ids),
-            "law": law,
-        }
-
-    def completion(self, reason: FinishReason, strategy: str, *, error: str = "", text: str | None) -> Completion:
-        stats = SequenceStats(
-            num_verifications=self.num_verifications, num_drafted=self.num_drafted, num_accepted=self.num_accepted,
-            num_preemptions=self.num_restarts, strategies=((strategy, self.num_verifications),),
-        )  # fmt: skip
-        return Completion(
-            id=self.request.id, prompt_token_ids=self.request.prompt_token_ids, token_ids=tuple(self.token_ids),
-            log_probs=tuple(self.log_probs), tempered_log_probs=tuple(self.tempered_log_probs),
-            weights_versions=tuple(self.weights_versions), finish_reason=reason, error=error, text=text, stats=stats,
-        )  # fmt: skip
-
-
 class VllmEngine:
-    """`rlhfspec.engine.base.EngineProtocol` is its contract. Its sequences do not move.
+    """`rlhfspec.engine.base.Movable` is its contract. Of a sequence that moves its tokens are all that goes.
 
-    `opened`: what the child answered at its start. `strategy`: how it drafts, for those that look on.
+    `opened`: what the child answered at its start. `strategy`: how it drafts, for those that look on. `ahead_seconds`:
+    so long the child goes on decoding before it tells of it, that messages cost little beside short steps.
     """
+
+    weights_version: int = 0
 
     def __init__(
         self,
@@ -89,6 +60,7 @@ class VllmEngine:
         max_context: int,
         max_sequences: int,
         step_seconds: float,
+        ahead_seconds: float = AHEAD_SECONDS,
         strategy: str = "off",
         tokenizer: text.Tokenizer | None = None,
     ) -> None:
@@ -97,17 +69,18 @@ class VllmEngine:
         self._max_context = max_context
         self._max_sequences = max_sequences
         self._step_seconds = step_seconds
+        self._ahead_seconds = ahead_seconds
         self._strategy = strategy
         self._tokenizer = tokenizer
         self._weights = WeightsFile()
-        self.weights_version = 0
-        self._sequences: dict[str, _Sequence] = {}  # by name in the child; waiting or running there
+        self._sequences: dict[str, VllmSequence] = {}  # by name in the child; waiting or running there
         self._by_id: dict[str, str] = {}
+        self._away: dict[str, VllmSequence] = {}  # by id; exported, and neither cancelled nor back
         self._new: list[str] = []  # names that the child was not told yet
         self._cancelled: list[str] = []
         self._undelivered: list[Completion] = []
         self._restarts_in_vain = 0
-        self._num_steps = self._num_generated = self._num_prefill = 0
+        self._num_steps = self._num_generated = self._num_prefill = self._num_moves = self._num_recomputed = 0
         self._gauges = {"num_running": 0, "num_free_blocks": self._opened["num_blocks"], "num_preempted": 0}
 
     @property
@@ -134,12 +107,18 @@ class VllmEngine:
 
     def submit(self, request: Request) -> None:
         self._validate(request)
-        params = request.params
-        eos = () if params.ignore_eos else tuple(self._opened["eos_token_ids"])
+        self._enter(VllmSequence(request=request, stop_ids=self._stop_ids(request)))
+
+    def _stop_ids(self, request: Request) -> tuple[int, ...]:
+        eos = () if request.params.ignore_eos else tuple(self._opened["eos_token_ids"])
+        return *request.params.stop_token_ids, *eos
+
+    def _enter(self, sequence: VllmSequence) -> None:
         name = f"{next(_NAMES)}"
-        self._sequences[name] = _Sequence(request=request, stop_ids=(*params.stop_token_ids, *eos))
-        self._by_id[request.id] = name
+        self._sequences[name] = sequence
+        self._by_id[sequence.request.id] = name
         self._new.append(name)
+        sequence.is_running = False
 
     def _validate(self, request: Request) -> None:
         check_types(request)
@@ -161,8 +140,8 @@ class VllmEngine:
             raise InvalidRequest("stop", params.stop, "stop strings need a tokenizer, and the model folder holds none")
         if request.weights_version not in (None, self.weights_version):
             raise WeightsVersionError(request.weights_version or 0, self.weights_version, "not the loaded one")
-        if request.id in self._by_id:
-            raise InvalidRequest("id", request.id, "is here already")
+        if request.id in self._by_id or request.id in self._away:
+            raise InvalidRequest("id", request.id, "is already in the engine")
 
     @property
     def has_work(self) -> bool:
@@ -172,15 +151,17 @@ class VllmEngine:
         name = self._by_id.get(request_id)
         if name is not None:
             self._forget(name)
-        return name is not None
+        return name is not None or self._away.pop(request_id, None) is not None
 
-    def _forget(self, name: str) -> None:
+    def _forget(self, name: str) -> VllmSequence:
         """Here, and at the next step in the child."""
-        del self._by_id[self._sequences.pop(name).request.id]
+        sequence = self._sequences.pop(name)
+        del self._by_id[sequence.request.id]
         if name in self._new:
             self._new.remove(name)
         else:
             self._cancelled.append(name)
+        return sequence
 
     def check_integrity(self) -> None:
         assert set(self._by_id.values()) == set(self._sequences), "the two tables differ"
@@ -203,60 +184,70 @@ class VllmEngine:
         began = time.perf_counter()
         add = [self._sequences[name].order(name) for name in self._new]
         cancel, self._new, self._cancelled = self._cancelled, [], []
-        answer = self._ask("step", {"add": add, "cancel": cancel}) if self._sequences or cancel else None
-        undelivered, self._undelivered = self._undelivered, []
+        order = {"add": add, "cancel": cancel, "ahead_seconds": self._ahead_seconds}
+        answer = self._ask("step", order) if self._sequences or cancel else None
+        finished, self._undelivered = self._undelivered, []
         if answer is None:  # the child was started anew, or nothing is left to do
-            return self._report(began, undelivered, {"num_decoding": 0, "num_prefill_tokens": 0, "drafted": {}}, 0)
-        num_before, finished = self._num_generated, list(undelivered)
-        for name, token_ids, log_probs, tempered, reason in answer["new"]:
-            if name in self._sequences and (token_ids or reason):
-                drafted = answer["drafted"].get(name, 0)
-                done = self._take(name, token_ids, log_probs, tempered, reason, drafted)
-                finished += [done] if done is not None else []
+            answer = {"num_passes": 1, "num_decoding": 0, "num_prefill_tokens": 0, "drafted": ()}
+            return self._report(began, finished, answer, 0)
+        num_before = self._num_generated
+        finished += self._taken(answer)
         if finished:
             self._restarts_in_vain = 0
         return self._report(began, finished, answer, self._num_generated - num_before)
 
+    def _taken(self, answer: dict[str, Any]) -> list[Completion]:
+        """New tokens of all sequences; return what of them is finished."""
+        arrays, counts, reasons = answer["arrays"], answer["counts"], answer["reasons"]
+        num = sum(counts)
+        tokens = np.frombuffer(arrays, np.int32)[:num].tolist()
+        log_probs, tempered = np.frombuffer(arrays, np.float32)[num:].reshape(2, num).tolist()
+        done, begin = list[Completion | None](), 0
+        for name, num_new, *counters in zip(
+            answer["names"], counts, answer["verifications"], answer["drafted"], strict=True
+        ):
+            part = slice(begin, begin + num_new)
+            begin += num_new
+            if (sequence := self._sequences.get(name)) is not None and (num_new or name in reasons):
+                columns = tokens[part], log_probs[part], tempered[part]
+                done.append(self._take(name, sequence, columns, reasons.get(name), *counters))
+        return [each for each in done if each is not None]
+
     def _take(
-        self, name: str, token_ids: list[int], log_probs: list[float], tempered: list[float],
-        reason: FinishReason | None, drafted: int,
+        self, name: str, sequence: VllmSequence, columns: tuple[list[int], list[float], list[float]],
+        reason: FinishReason | None, num_verified: int, num_drafted: int,
     ) -> Completion | None:  # fmt: skip
         """New tokens of one sequence, as far as none ends it; the completion if it is finished."""
-        sequence, in_child = self._sequences[name], reason
-        finite = next((at for at, value in enumerate(log_probs) if not math.isfinite(value)), len(token_ids))
-        if finite < len(token_ids):
-            token_ids, reason = token_ids[:finite], "error"
-        kept = self._first_stop(sequence, token_ids)
+        token_ids, log_probs, tempered = columns
+        num_new, in_child = len(token_ids), reason
+        if not math.isfinite(sum(log_probs)):
+            num_new, reason = next(at for at, value in enumerate(log_probs) if not math.isfinite(value)), "error"
+        kept = self._first_stop(sequence, token_ids[:num_new])
         if kept is not None:
-            token_ids, reason = token_ids[:kept], "stop"
+            num_new, reason = kept, "stop"
         if reason is not None and in_child is None:  # it would go on
             self._cancelled.append(name)
-        num_new = len(token_ids)
-        sequence.token_ids += token_ids
-        sequence.log_probs += log_probs[:num_new]
-        sequence.tempered_log_probs += tempered[:num_new]
-        sequence.weights_versions += [self.weights_version] * num_new
-        sequence.num_verifications += 1
-        sequence.num_drafted += drafted
-        sequence.num_accepted += max(num_new - 1, 0)
+        sequence.add(token_ids[:num_new], log_probs[:num_new], tempered[:num_new], self.weights_version)
+        accepted = max(num_new - num_verified, 0)
+        sequence.count(self._strategy, verified=num_verified, drafted=num_drafted, accepted=accepted)
         self._num_generated += num_new
         if reason is None:
             return None
         del self._sequences[name], self._by_id[sequence.request.id]
         return self._completion(sequence, reason, _NOT_FINITE if reason == "error" else "")
 
-    def _first_stop(self, sequence: _Sequence, token_ids: list[int]) -> int | None:
+    def _first_stop(self, sequence: VllmSequence, token_ids: list[int]) -> int | None:
         stops = sequence.request.params.stop
         if not stops or self._tokenizer is None:
             return None
         response = np.asarray([*sequence.token_ids, *token_ids], np.int32)
         return text.first_stop(self._tokenizer, response, len(token_ids), stops)
 
-    def _completion(self, sequence: _Sequence, reason: FinishReason, error: str) -> Completion:
+    def _completion(self, sequence: VllmSequence, reason: FinishReason, error: str) -> Completion:
         words = text.decode(self._tokenizer, sequence.token_ids)
         if words is not None:
             words = text.cut_at_stop(words, sequence.request.params.stop)
-        return sequence.completion(reason, self._strategy, error=error, text=words)
+        return sequence.completion(reason, error=error, text=words)
 
     def _report(
         self, began: float, finished: list[Completion], answer: Mapping[str, Any], num_committed: int
@@ -267,8 +258,9 @@ class VllmEngine:
             finished=tuple(finished),
             num_decoding=answer["num_decoding"],
             num_prefill_tokens=answer["num_prefill_tokens"],
-            num_verified_nodes=sum(answer["drafted"].values()),
+            num_verified_nodes=sum(answer["drafted"]),
             num_committed=num_committed,
+            num_passes=answer["num_passes"],
             strategy=self._strategy,
             seconds=time.perf_counter() - began,
         )
@@ -297,7 +289,8 @@ class VllmEngine:
             return self._start_again(again)
         self._new, self._cancelled = list(self._sequences), []
         for each in self._sequences.values():
-            each.num_restarts += bool(each.token_ids)
+            each.counters[PREEMPTIONS] += each.is_running
+            each.is_running = False
         self._gauges |= {"num_running": 0, "num_free_blocks": self._opened["num_blocks"], "num_requests": 0}
 
     def load_weights(self, state_dict: Mapping[str, Any], *, version: int) -> None:
@@ -309,11 +302,15 @@ class VllmEngine:
             self._ask("step", {"add": [], "cancel": cancelled})
         self._ask("load", {"weights": self._weights.path})  # a child that died here begins with this version
         self.weights_version = version
+        self._refuse_pinned()
+
+    def _refuse_pinned(self) -> None:
+        """What asked for other weights."""
         for name, sequence in list(self._sequences.items()):
             pinned = sequence.request.weights_version
-            if pinned not in (None, version):
+            if pinned not in (None, self.weights_version):
                 self._forget(name)
-                error = f"weights_version: the request wants {pinned}, the engine now has {version}"
+                error = f"weights_version: the request wants {pinned}, the engine now has {self.weights_version}"
                 self._undelivered.append(self._completion(sequence, "error", error))
 
     def stats(self) -> EngineStats:
@@ -334,7 +331,63 @@ class VllmEngine:
             num_generated_tokens=self._num_generated,
             num_preemptions=self._gauges["num_preempted"],
             num_prefill_tokens=self._num_prefill,
+            num_moves=self._num_moves,
+            num_recomputed_tokens=self._num_recomputed,
         )
 
+    # -- moves ------------------------------------------------------------------------------------------------
 
-_: type[HasProcess] = VllmEngine  # mypy holds it to the contract
+    def sequences(self) -> tuple[SequenceView, ...]:
+        return tuple(sequence.view() for sequence in self._sequences.values())
+
+    @property
+    def _architecture(self) -> str:
+        return f"{self._opened['arithmetic']} {self._opened['model']}"
+
+    def manifest(self, request_id: str) -> Manifest:
+        name = self._by_id.get(request_id, "")
+        sequence = self._sequences.get(name) or self._away.get(request_id)
+        if sequence is None:
+            raise InvalidRequest("request_id", request_id, "no such sequence here")
+        return sequence.manifest(self._architecture, self.weights_version)
+
+    def export_sequence(self, request_id: str, start: Watermark | None = None) -> SequenceState:
+        if request_id not in self._by_id:
+            raise InvalidRequest("request_id", request_id, "no such sequence here")
+        manifest = self.manifest(request_id)
+        sequence = self._away[request_id] = self._forget(self._by_id[request_id])
+        return sequence.state(manifest)
+
+    def reattach(self, request_id: str) -> None:
+        if request_id not in self._away:
+            raise InvalidRequest("request_id", request_id, "was not exported from here")
+        self._enter(self._away.pop(request_id))
+        self._refuse_pinned()
+
+    def import_sequence(self, arrived: SequenceState) -> None:
+        arrival.check_type("state", arrived, SequenceState)
+        manifest = arrived.manifest
+        arrival.check_manifest(manifest, architecture=self._architecture, weights_version=self.weights_version)
+        self._validate(manifest.request)
+        stop_ids = self._stop_ids(manifest.request)
+        arrival.check_state(arrived, self._opened["num_token_ids"], stop_ids)
+        self._enter(VllmSequence.moved(arrived, stop_ids))
+        self._num_moves += 1
+        self._num_recomputed += manifest.num_tokens - 1 if len(arrived.log_probs) else 0
+
+    def reserve(self, manifest: Manifest) -> Watermark:
+        raise self._no_kv()
+
+    def export_range(
+        self, request_id: str, start: Watermark, *, max_bytes: int = 0, out: Bytes | None = None
+    ) -> KVRange:  # fmt: skip
+        raise self._no_kv()
+
+    def import_range(self, kv: KVRange) -> None:
+        raise self._no_kv()
+
+    def _no_kv(self) -> SequenceStateError:
+        return SequenceStateError("kv", "KV", "vLLM's, which no other engine can use")
+
+
+_: tuple[type[HasProcess], type[Movable]] = VllmEngine, VllmEngine  # mypy holds it to the contracts

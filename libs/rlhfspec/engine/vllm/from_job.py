@@ -11,7 +11,7 @@ from rlhfspec.engine.vllm.client import VllmEngine
 from rlhfspec.engine.vllm.finding import INSTALL_VLLM, find_python
 from rlhfspec.engine.vllm.process import VllmEnded, VllmProcess
 from rlhfspec.errors import EngineFailed, InvalidRequest
-from rlhfspec.huggingface.devices import device_of
+from rlhfspec.huggingface.devices import device_of, settled
 from rlhfspec.huggingface.structure.positions import max_context
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.drafters import ADAPTIVE, OFF
@@ -23,18 +23,21 @@ _MOST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}  # of logits, in parts of 
 FIELD_OF = {
     "max_model_len": "dataset.maxPromptTokens", "num_gpu_blocks_override": "generation.kvCacheTokens",
     "dtype": "generation.dtype", "speculative": "generation.speculation.mode",
+    "tensor_parallel_size": "roles.generator.tensorParallel",
 }  # fmt: skip
 
 
 def make(job: RLHFJob, load_tokenizer: Callable[[], Any]) -> VllmEngine:
-    spec = job.spec
+    device = device_of(job.spec)
+    spec = settled(job.spec, device)  # to vLLM auto would be the checkpoint's dtype, in 16 bits
+    job = job.model_copy(update={"spec": spec})
     given = dict(spec.generation.engine.arguments)
     python = find_python(given.pop(PYTHON, None))
     if python is None:
         raise InvalidRequest("spec.generation.engine", "vllm", INSTALL_VLLM)
     strategy, speculation = speculative_config(job, given.pop(NUM_DRAFT_TOKENS, _NUM_DRAFT_TOKENS))
     environment = _environment(spec.model.path, batch_invariant=given.pop(BATCH_INVARIANT, False))
-    device, context = device_of(spec), max_context(job)
+    context = max_context(job)
     max_sequences = min(spec.generation.max_sequences, spec.samples_in_flight)
     arguments = _arguments(job, device, context, max_sequences) | {"speculative_config": speculation} | given
     orders: dict[str, dict[str, Any]] = {
@@ -84,6 +87,7 @@ def _arguments(job: RLHFJob, device: str, context: int, max_sequences: int) -> d
         "max_num_seqs": max_sequences,
         "block_size": block_size,
         "num_gpu_blocks_override": None if blocks is None else blocks + 1,  # one is vLLM's own
+        "tensor_parallel_size": spec.roles.generator.tensor_parallel,
         "gpu_memory_utilization": spec.generation.gpu_memory_fraction,
         "enforce_eager": on_cpu,
         "worker_cls": "rlhfspec.engine.vllm.inside.worker.LawWorker",

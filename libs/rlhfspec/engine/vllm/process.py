@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
+import select
 import signal
 import subprocess
 import tempfile
 import threading
+import time
 import weakref
 from collections import deque
 from contextlib import suppress
@@ -17,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlhfspec.engine.vllm.answers import LENGTHS
 from rlhfspec.errors import InvalidRequest, RLHFSpecError
 from rlhfspec.messages.servers.attached import attached
 
@@ -52,9 +54,8 @@ class VllmProcess:
         self._python = python
         self._orders = orders
         self._environment = environment
-        self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._last_words: deque[str] = deque(maxlen=20)
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -63,9 +64,9 @@ class VllmProcess:
     def start(self) -> dict[str, Any]:
         """Return its answers to the first orders, all in one. Raise InvalidRequest for what the user has to change."""
         self.close()
-        self._answers, started = queue.SimpleQueue(), threading.Event()
         self._last_words.clear()
-        threading.Thread(target=self._keep, args=(self._answers, started), name="vllm", daemon=True).start()
+        started = threading.Event()
+        threading.Thread(target=self._keep, args=(started,), name="vllm", daemon=True).start()
         started.wait()
         if self._process is None:
             raise VllmEnded(f"{self._python} cannot be started: {' '.join(self._last_words)}")
@@ -76,28 +77,33 @@ class VllmProcess:
         return answers
 
     def ask(self, name: str, arguments: dict[str, Any], *, seconds: float) -> dict[str, Any]:
-        """Raise VllmEnded if no answer comes, or not in time: then nothing is left of it."""
+        """Its answer; `arrays` of it are bytes. Raise VllmEnded if none comes, or not in time: then nothing is left."""
         process = self._process
         if process is None or process.stdin is None:
             raise VllmEnded("it does not run")
+        end = time.monotonic() + seconds
         try:
-            process.stdin.write(json.dumps({name: arguments}) + "\n")
+            process.stdin.write(json.dumps({name: arguments}).encode() + b"\n")
             process.stdin.flush()
-            line = self._answers.get(timeout=seconds)
-        except BrokenPipeError:
-            line = None
-        except queue.Empty:
+            num_words, num_bytes = LENGTHS.unpack(_read(process, LENGTHS.size, end))
+            answer: dict[str, Any] = json.loads(_read(process, num_words, end))
+            answer["arrays"] = _read(process, num_bytes, end)
+        except TimeoutError:
             self.close()
             raise VllmEnded(f"no answer to {name} within {seconds:g} s") from None
-        answer: dict[str, Any] = {} if line is None else json.loads(line)
-        if line is not None and not {"failed", "refused"} & set(answer):
+        except (BrokenPipeError, EOFError):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
+            self._listening.join(_END_SECONDS)
+            answer = {"failed": self._how_it_ended(process)}
+        if not {"failed", "refused"} & set(answer):
             return answer
         self.close()
         if "refused" in answer:
             raise InvalidRequest(f"spec.{answer['field']}", None, answer["refused"])
-        raise VllmEnded(answer.get("failed") or self._how_it_ended(process))
+        raise VllmEnded(answer["failed"])
 
-    def _how_it_ended(self, process: subprocess.Popen[str]) -> str:
+    def _how_it_ended(self, process: subprocess.Popen[bytes]) -> str:
         code = process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with {code}"
         return f"{how}: {self._last_words[-1]}" if self._last_words and code != -signal.SIGKILL else how
@@ -108,41 +114,34 @@ class VllmProcess:
             self._closing()
             self._process = None
 
-    def _keep(self, answers: queue.SimpleQueue[str | None], started: threading.Event) -> None:
+    def _keep(self, started: threading.Event) -> None:
         try:
             process = self._started()
         except OSError as error:
             self._last_words.append(str(error.strerror))
             started.set()
             return
-        self._process = process
+        self._process, self._listening = process, threading.Thread(target=self._listen, args=(process,), daemon=True)
+        self._listening.start()
         started.set()
-        assert process.stdout is not None
-        saying = threading.Thread(target=self._listen, args=(process,), name="vllm says", daemon=True)
-        saying.start()
-        with process.stdout:
-            for line in process.stdout:
-                answers.put(line)
         process.wait()
-        saying.join(_END_SECONDS)
-        answers.put(None)
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _started(self) -> subprocess.Popen[bytes]:
         own = _OWN | {"RLHFSPEC_VLLM_CODE": _code()} | self._environment
         return subprocess.Popen(
             attached([str(self._python), str(_SERVE)]),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**_BY_DEFAULT, **_without_ours(os.environ), **own}, cwd=tempfile.gettempdir(),
             start_new_session=True,
         )  # fmt: skip
 
-    def _listen(self, process: subprocess.Popen[str]) -> None:
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stderr is not None
         with process.stderr:
             for line in process.stderr:
-                if line.strip():
-                    self._last_words.append(line.strip()[:300])
-                    log.info("%s", line.rstrip())
+                if said := line.decode(errors="replace").rstrip():
+                    self._last_words.append(said.strip()[:300])
+                    log.info("%s", said)
 
 
 def _without_ours(environment: Any) -> dict[str, str]:
@@ -160,11 +159,28 @@ def _code() -> str:
     return os.pathsep.join(dict.fromkeys(map(str, folders)))
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _read(process: subprocess.Popen[bytes], num: int, end: float) -> bytes:
+    assert process.stdout is not None
+    descriptor, parts = process.stdout.fileno(), list[bytes]()
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    while num:
+        if not waiting.poll(max(end - time.monotonic(), 0.0) * 1e3):
+            raise TimeoutError
+        parts.append(os.read(descriptor, num))
+        if not parts[-1]:
+            raise EOFError
+        num -= len(parts[-1])
+    return b"".join(parts)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None
+    assert process.stdout is not None
     with suppress(OSError):
         process.stdin.close()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_END_SECONDS)
+    process.stdout.close()

@@ -22,7 +22,8 @@ from rlhfspec.job.choices.registry import Entry, Registry, imported
 class EngineEntry(Entry):
     """`is_movable`: what it makes is an `rlhfspec.engine.base.Movable`; else samples stay where they began.
 
-    `takes_a_group`: `make` may be given the processes that hold the model together.
+    `takes_a_group`: `make` may be given the processes that hold the model together. `divides_models`: it starts them
+    itself, and its samples move all the same.
     `is_exact`: its log-probs are the trainer's to the bit where a job asks for that.
     `argument_problem`: module:name of a function of an argument's name and of all arguments. `missing`: module:name of
     a function of them. Both return one line, or None.
@@ -30,6 +31,7 @@ class EngineEntry(Entry):
 
     is_movable: bool = False
     takes_a_group: bool = False
+    divides_models: bool = False
     is_exact: bool = False
     argument_problem: str = ""
     missing: str = ""
@@ -67,6 +69,8 @@ ENGINES = Registry(
         name="vllm",
         about="vLLM under the law, in a process of its own: for devices, quantisation and parallelism that it has",
         make="rlhfspec.engine.vllm.from_job:make",
+        is_movable=True,
+        divides_models=True,
         argument_problem="rlhfspec.job.choices.vllm_arguments:problem_of",
         missing="rlhfspec.engine.vllm.finding:what_is_missing",
     ),

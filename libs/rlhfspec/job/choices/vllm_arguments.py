@@ -21,13 +21,12 @@ _TAKEN = frozenset({
     "distributed_executor_backend", "enable_chunked_prefill", "enable_expert_parallel", "enable_prefix_caching",
     "enforce_eager", "hf_overrides", "kv_cache_dtype", "kv_cache_memory_bytes", "linear_backend", "load_format",
     "long_prefill_token_threshold", "max_num_batched_tokens", "max_parallel_loading_workers", "model_impl",
-    "moe_backend", "optimization_level", "quantization", "quantization_config", "revision", "tensor_parallel_size",
-    "trust_remote_code",
+    "moe_backend", "optimization_level", "quantization", "quantization_config", "revision", "trust_remote_code",
 })  # fmt: skip
 _FIELDS = {
     "model": "model.path", "tokenizer": "model.tokenizer", "dtype": "generation.dtype",
     "max_model_len": "dataset.maxPromptTokens and generation.maxTokens", "max_num_seqs": "generation.maxSequences",
-    "num_gpu_blocks_override": "generation.kvCacheTokens",
+    "num_gpu_blocks_override": "generation.kvCacheTokens", "tensor_parallel_size": "roles.generator.tensorParallel",
     "gpu_memory_utilization": "generation.gpuMemoryFraction", "seed": "training.seed",
     "speculative_config": "generation.speculation.mode", "spec_method": "generation.speculation.mode",
     "spec_model": "model.drafter", "spec_tokens": "generation.engine.arguments.num_draft_tokens",

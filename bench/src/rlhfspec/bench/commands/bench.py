@@ -15,6 +15,7 @@ from rlhfspec.cli.progress import StatusLine, wide_console
 if TYPE_CHECKING:
     from rlhfspec.bench.generating.results import Results
 
+_MODES_HELP = "Modes: plain,adaptive,static,static:NAME,hf,vllm-plain,vllm-draft,engine:vllm.  [default: all but it]"
 app = typer.Typer(
     help="Benchmarks of generation, training steps and moves.", no_args_is_help=True, add_completion=False
 )
@@ -49,7 +50,7 @@ def generate(
     threads: Annotated[str | None, typer.Option(help="Thread counts, such as 1,2 (the default).")] = None,
     modes: Annotated[
         str | None,
-        typer.Option(help="Modes: plain,adaptive,static,static:NAME,hf,vllm-plain,vllm-draft.  [default: all]"),
+        typer.Option(help=_MODES_HELP),
     ] = None,
     scenarios: Annotated[
         str | None, typer.Option(help="Workloads: batch-1, batch-4, batch-8, batch-16, batch-32, batch-64, long-tail.")

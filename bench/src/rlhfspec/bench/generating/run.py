@@ -19,10 +19,11 @@ from rlhfspec.bench.bars import bars_of_generation
 from rlhfspec.bench.generating.results import ResultRow, Results, published
 from rlhfspec.bench.generating.scenarios import MAX_CONTEXT, PAIRS, SCENARIO_NAMES, BenchScenario, scenarios
 from rlhfspec.bench.processor import processor
-from rlhfspec.bench.worker import Worker, WorkerFailed, hf_command, our_command, vllm_command
+from rlhfspec.bench.worker import Worker, WorkerFailed, hf_command, our_command, vllm_command, vllm_engine_command
 from rlhfspec.errors import InvalidRequest
 
 _OURS, _STATIC, HF, VLLM_PLAIN, VLLM_DRAFT = ("plain", "adaptive"), "static", "hf", "vllm-plain", "vllm-draft"
+VLLM_ENGINE = "engine:vllm"  # by name only: its own bar is of `bench/engines.py`
 _MODES = (*_OURS, _STATIC, HF, VLLM_PLAIN, VLLM_DRAFT)
 _WARM_UP_TOKENS = 12
 
@@ -50,8 +51,9 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         for mode in self.modes:
-            if mode not in _MODES and not mode.startswith("static:"):
-                raise InvalidRequest("modes", mode, f"must be among {', '.join(_MODES)} or static:NAME")
+            if mode not in (*_MODES, VLLM_ENGINE) and not mode.startswith("static:"):
+                known = ", ".join((*_MODES, VLLM_ENGINE))
+                raise InvalidRequest("modes", mode, f"must be among {known} or static:NAME")
         if not set(self.modes).intersection((*_OURS, _STATIC)) and not any("static:" in mode for mode in self.modes):
             raise InvalidRequest("modes", self.modes, "must hold at least one of ours: plain, adaptive, static")
         scenarios(self.scenarios, num_tokens=self.num_tokens)  # an unknown name is refused before anything starts
@@ -138,10 +140,12 @@ class Benchmark:
         for mode in self._settings.modes:
             if mode == HF:
                 rivals[mode] = hf_command()
-            elif mode in (VLLM_PLAIN, VLLM_DRAFT) and python is None:
+            elif mode in (VLLM_PLAIN, VLLM_DRAFT, VLLM_ENGINE) and python is None:
                 self._skip(mode, "no vLLM here (make setup-vllm, or --vllm-python)")
             elif mode in (VLLM_PLAIN, VLLM_DRAFT) and python is not None:
                 rivals[mode] = vllm_command(python)
+            elif mode == VLLM_ENGINE and python is not None:
+                rivals[mode] = vllm_engine_command(python)
         return rivals
 
     def _skip(self, mode: str, reason: str) -> None:

@@ -11,11 +11,10 @@ from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from rlhfspec.engine.vllm.inside.made import Made
 from rlhfspec.engine.vllm.inside.trial import TRIAL, difference_to_hugging_face
 from rlhfspec.engine.vllm.versions import SUPPORTED, arithmetic
 from rlhfspec.kernels.cpu import build
-
-_REASONS = {"STOP": "stop", "LENGTH": "length"}
 
 
 class ChildRefused(Exception):
@@ -37,7 +36,6 @@ class Host:
     """Each method is an order of `serve`."""
 
     def __init__(self) -> None:
-        self._num_delivered = 0
         self._schedule: Any = None  # what the step ran
         self._num_preempted = 0
 
@@ -109,49 +107,27 @@ class Host:
             raise RuntimeError("the prefix cache was not reset, and holds KV of the weights before")
         return self._gauges()
 
-    def step(self, *, add: list[dict[str, Any]], cancel: list[str]) -> dict[str, Any]:
-        """One schedule, one forward pass, one draw of all that can run."""
+    def step(self, *, add: list[dict[str, Any]], cancel: list[str], ahead_seconds: float = 0.0) -> dict[str, Any]:
+        """Passes of all that can run: a schedule, a forward pass and a draw each. One, and more of them as long as
+        nothing is finished, nothing but decoding is done, and they take no longer than `ahead_seconds`."""
+        began = time.perf_counter()
         if cancel:
             self._core.abort_requests(cancel)
         for each in add:
             self._core.add_request(_request(**each))
-        self._schedule = None
-        outputs = self._core.get_output().outputs
-        new = []
-        for each in outputs:
-            columns = each.new_logprobs.logprobs[: len(each.new_token_ids)] if each.new_logprobs is not None else None
-            log_probs = [] if columns is None else columns.T.tolist()
-            reason = None if each.finish_reason is None else _REASONS.get(each.finish_reason.name, "error")
-            new.append([each.request_id, list(each.new_token_ids), *(log_probs or [[], []]), reason])
-            self._num_delivered += len(each.new_token_ids)
-        self._check_rows()
-        return {"new": new, **self._of_step(), **self._gauges()}
-
-    def _check_rows(self) -> None:
-        """Every token that is delivered was drawn by the law."""
-        num_rows = min(self._core.collective_rpc("num_rows"))
-        if num_rows < self._num_delivered:
-            raise RuntimeError(f"{self._num_delivered - num_rows} tokens were not drawn by the law")
-
-    def _of_step(self) -> dict[str, Any]:
-        if self._schedule is None:
-            return {"num_decoding": 0, "num_prefill_tokens": 0, "drafted": {}, "num_preempted": self._num_preempted}
-        drafted = {name: len(tokens) for name, tokens in self._schedule.scheduled_spec_decode_tokens.items()}
-        counts = self._schedule.num_scheduled_tokens
-        decoding = [name for name, count in counts.items() if count == drafted.get(name, 0) + 1]
-        num_decoded = sum(counts[name] for name in decoding)
-        return {
-            "num_decoding": len(decoding),
-            "num_prefill_tokens": self._schedule.total_num_scheduled_tokens - num_decoded,
-            "drafted": drafted,
-            "num_preempted": self._num_preempted,
-        }
+        made = Made()
+        while True:
+            self._schedule = None
+            made.take(self._core.get_output().outputs, self._schedule)
+            if made.is_to_be_told or time.perf_counter() - began >= ahead_seconds:
+                return made.answer() | self._gauges()
 
     def _gauges(self) -> dict[str, int]:
         scheduler = self._scheduler
         return {
             "num_running": len(scheduler.running),
             "num_requests": len(scheduler.requests),
+            "num_preempted": self._num_preempted,
             "num_free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         }
 

@@ -9,6 +9,7 @@ import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from rlhfspec.common.arrays import IntArray
+from rlhfspec.engine.vllm.inside.made import LAW
 from rlhfspec.engine.vllm.inside.witness import Witness
 from rlhfspec.kernels import gumbel
 
@@ -19,7 +20,6 @@ class Batch:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.witness = Witness()
-        self.num_rows = 0  # sampled since the start
         self.next_places: IntArray | None = None  # of each request: where its next token stands in its response
         self._ids: list[str] = []
 
@@ -45,7 +45,6 @@ class Batch:
         logits = logits.float()
         parameters = (self.temperatures[owners], self.top_k[owners], self.top_p[owners])
         drawn = gumbel.sample(logits, self.seeds[owners], places, *parameters)
-        self.num_rows += len(owners)
         self.witness.saw(logits, drawn, self.seeds[owners], places, *parameters)
         return drawn, places
 
@@ -112,7 +111,7 @@ class V1Verifier(_Beside):
 
 def _both(drawn: Any) -> LogprobsTensors:
     """Two columns: under the model, and under what was sampled from."""
-    ids = torch.stack((drawn.tokens, torch.full_like(drawn.tokens, -1)), 1)
+    ids = torch.stack((drawn.tokens, torch.full_like(drawn.tokens, LAW)), 1)
     return LogprobsTensors(
         ids, torch.stack((drawn.log_probs, drawn.tempered_log_probs), 1), torch.zeros_like(drawn.tokens)
     )

@@ -9,6 +9,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from rlhfspec.engine.vllm.inside.made import LAW
 from rlhfspec.engine.vllm.inside.witness import Witness
 from rlhfspec.kernels import gumbel
 
@@ -20,7 +21,6 @@ class Slots:
 
     def __init__(self, num: int, device: torch.device) -> None:
         self.witness = Witness()
-        self.num_rows = 0
         self._seeds = torch.zeros(num, dtype=torch.int64, device=device)
         self._num_prompt = torch.zeros(num, dtype=torch.int32, device=device)
         self._top_k = torch.zeros(num, dtype=torch.int32, device=device)
@@ -41,7 +41,6 @@ class Slots:
         places = self.places(slots, positions)
         parameters = (self._temperatures[slots], self._top_k[slots], self._top_p[slots])
         drawn = gumbel.sample(logits, self._seeds[slots], places, *parameters)
-        self.num_rows += len(logits)
         self.witness.saw(logits, drawn, self._seeds[slots], places, *parameters)
         return drawn
 
@@ -105,7 +104,7 @@ def _counts(num_sampled: torch.Tensor, batch: Any, sampler: Any) -> Any:
 
 def _both(drawn: Any, starts: list[int] | None = None) -> LogprobsTensors:
     """Two columns: under the model, and under what was sampled from."""
-    ids = torch.stack((drawn.tokens, torch.full_like(drawn.tokens, -1)), 1)
+    ids = torch.stack((drawn.tokens, torch.full_like(drawn.tokens, LAW)), 1)
     values = torch.stack((drawn.log_probs, drawn.tempered_log_probs), 1)
     return LogprobsTensors(ids, values, torch.zeros_like(drawn.tokens, dtype=torch.int64), starts)
 

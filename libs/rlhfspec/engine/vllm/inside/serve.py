@@ -1,9 +1,10 @@
-"""vLLM behind a pipe: one line of JSON in, one line of JSON out. Run as a file by the Python that has vLLM.
+"""vLLM behind a pipe: in come lines of JSON, out go two lengths, JSON, and arrays. Run as a file by the Python that has
+vLLM.
 
     {"open": {...}}                              -> what was opened
     {"begin": {"weights": path or null}}         -> nothing runs any more, under these weights
     {"load": {"weights": path}}                  -> what runs goes on under these
-    {"step": {"add": [...], "cancel": [...]}}    -> new tokens, and how full it is
+    {"step": {"add": [...], "cancel": [...], "ahead_seconds": 0.01}}  -> new tokens, and how full it is
 
 Whatever libraries print goes to standard error. What fails within vLLM is answered, and ends the process: it cannot be
 known what state it left behind. A process that is spawned for a further rank runs the top of this file again.
@@ -23,8 +24,9 @@ if "rlhfspec" not in sys.modules:  # only this package of ours, and nothing else
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    from rlhfspec.engine.vllm.answers import LENGTHS
     from rlhfspec.engine.vllm.inside.host import ChildRefused, Host, in_one_line
 
     host = Host()
@@ -36,7 +38,9 @@ def main() -> None:
             answer, is_over = {"refused": str(error), "field": error.field}, True
         except Exception as error:  # the boundary of a process: whatever failed is the other side's to report
             answer, is_over = {"failed": in_one_line(error)}, True
-        print(json.dumps(answer), file=answers, flush=True)
+        arrays, words = answer.pop("arrays", b""), json.dumps(answer).encode()
+        answers.write(LENGTHS.pack(len(words), len(arrays)) + words + arrays)
+        answers.flush()
         if is_over:
             os._exit(1)  # libraries may hold threads that never end
     os._exit(0)

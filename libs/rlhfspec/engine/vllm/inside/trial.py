@@ -14,7 +14,7 @@ TRIAL: tuple[dict[str, Any], ...] = tuple(
         "stop_token_ids": [],
         "law": {"seed": 7, "temperature": temperature, "top_k": top_k, "top_p": top_p, "num_prompt": len(_PROMPT)},
     }
-    for temperature, top_k, top_p in ((0.8, 0, 1.0), (1.0, 5, 0.9))
+    for temperature, top_k, top_p in ((0.8, 0, 1.0), (2.0, 50, 0.9))
 )
 
 

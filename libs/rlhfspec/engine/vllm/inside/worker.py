@@ -25,9 +25,6 @@ class LawWorker(VllmWorker):  # type: ignore[misc]
         self.law = law.install(self.model_runner)
         self._names = {name for name, _ in self.model_runner.get_model().named_parameters()}
 
-    def num_rows(self) -> int:
-        return self.law.num_rows
-
     def watch(self) -> None:
         self.law.witness.is_watching = True
 

@@ -285,7 +285,7 @@ def _generators() -> list[JobRule]:
                 holds=field(parallel).equals(1) | field("generation.engine.name").differs_from(name),
                 problem=f"the engine {name} has no parts: must be 1",
             )
-            for name in ENGINES.where(lambda entry: not entry.takes_a_group)
+            for name in ENGINES.where(lambda entry: not (entry.takes_a_group or entry.divides_models))
         ),
     ]
 

@@ -1,0 +1,85 @@
+"""A trial of the engine vLLM: two generators, whose samples move, and faults that strike them and their children.
+
+What is killed is a generator, whose child must end with it, or a child alone, or whoever else of the run; generators
+are held, and asked to leave. The run without faults is of our own engine, in one process: by the law its samples are
+the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from advice import Adviser
+from runs import train, write_data, write_job, write_models
+
+from faults import processes
+from faults.harness import Disturbed, FaultyRun
+from faults.schedule import schedule
+from faults.trial import OVERRIDES
+from rlhfspec.tiny.random_models import random_model
+from rlhfspec.tiny.tokenizer import VOCAB_SIZE
+
+VLLM = "generation.engine=vllm"
+CHILD = "child"
+STRUCK = (CHILD, "generator-0", "generator-1")
+QUIET_SECONDS = 900.0  # two children that start anew, on a machine that has other things to do
+LONG = ("generation.maxTokens=96", "generation.ignoreEos=true", "generation.maxSequences=8")
+
+
+class VllmRun(FaultyRun):
+    def _found(self, uid: str, target: str) -> list[int]:
+        """A generator without its child, and its child without it."""
+        found = {pid: _is_child(pid) for pid in processes.of_run(uid)}
+        if target == CHILD:
+            return [pid for pid, is_child in found.items() if is_child][:1]
+        return [pid for pid in super()._found(uid, target) if not found.get(pid, False)]
+
+
+def _is_child(pid: int) -> bool:
+    try:
+        return b"vllm/inside/serve.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], *, held_seconds: float) -> VllmRun:
+    """Raises `Disturbed`, with how to do it again."""
+    try:
+        return _trial(folder, seed, num_kills, say, held_seconds)
+    except Disturbed as error:
+        again = f"PYTHONPATH=tests python -m faults --vllm --seed {seed} --kills {num_kills}"
+        raise Disturbed(f"seed {seed}: {error}\nagain: {again}") from error
+
+
+def _trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], held_seconds: float) -> VllmRun:
+    """It goes on as long as there are faults, then it is interrupted in mid-step."""
+    write_models(folder, random_model("llama", seed=0, vocab_size=VOCAB_SIZE, head_dim=32))
+    write_data(folder)
+    job, overrides = write_job(folder, folder, name="grpo"), [*OVERRIDES, *LONG]
+    with Adviser(folder / "faults" / "processes" / "connections.json", seed) as adviser:
+        run = VllmRun(job, folder / "faults", [*overrides, VLLM, "training.steps=100000"], say)
+        run.quiet_seconds = QUIET_SECONDS
+        with run.started():
+            for fault in schedule(seed, num_kills, STRUCK, most_held_seconds=held_seconds):
+                run.wait_and_strike(fault)
+            steps = run.num_steps
+            run.until(lambda: run.num_steps > steps + 1, "it goes on")
+            run.interrupt()
+    say(f"  {run.num_steps} steps; moves: {dict(adviser.outcomes)} of {adviser.num_advised} advised")
+    train(job, "undisturbed", *overrides, f"training.steps={run.num_steps}")
+    one, other = (samples(folder / out) for out in ("undisturbed", "faults"))
+    if one != other:
+        others = [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
+        raise Disturbed(f"{len(others)} of {len(one)} samples are others, such as {min(others)}")
+    say(f"  {len(one)} samples, equal to those of our own engine without faults")
+    return run
+
+
+def samples(run: Path) -> dict[str, list[object]]:
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    found = {line["id"]: [line[name] for name in ("tokens", "text", "finish_reason", "reward")] for line in lines}
+    if len(found) != len(lines):
+        raise Disturbed(f"{len(lines) - len(found)} samples are doubled")
+    return found

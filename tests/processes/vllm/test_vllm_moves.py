@@ -1,0 +1,160 @@
+"""Sequences that go from vLLM to our own engine and back, at any time: their tokens are all that goes, and all that is
+needed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm_children import Children
+
+from rlhfspec.engine.base import Completion, Movable, SequenceState, Watermark
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.kv.state_bytes import from_bytes, to_bytes
+from rlhfspec.engine.loading import make_engine
+from rlhfspec.engine.vllm.client import VllmEngine
+from rlhfspec.errors import InvalidRequest, SequenceStateError
+from rlhfspec.testing.engine import PROMPTS, bits, drain, log_probs_of, reference, request, run
+from rlhfspec.tiny import perturbed
+from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
+
+pytestmark = pytest.mark.timeout(900)  # a child is 12 s of a processor until it is there
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Children]:
+    children = Children(reference(), perturbed(reference(), 0.1), max_context=96, max_sequences=8)
+    yield children
+    children.close()
+
+
+@pytest.fixture
+def theirs(children: Children) -> VllmEngine:
+    return children.engine("off", reference(), hugging_face_tokenizer())
+
+
+def own() -> Any:
+    config = EngineConfig(max_sequences=8, max_context=96, profile=False, num_threads=1, speculation="off")
+    return make_engine(copy.deepcopy(reference()), config, tokenizer=hugging_face_tokenizer())
+
+
+def marks(engine: Any) -> dict[str, Any]:
+    """What of a manifest is the engine's. Those of a run are of one kind, so here it is said that they are."""
+    engine.submit(request("mark"))
+    manifest = engine.manifest("mark")
+    engine.cancel("mark")
+    return {"architecture": manifest.architecture, "fingerprints": manifest.fingerprints}
+
+
+def move(here: Movable, there: Movable, name: str, theirs: dict[str, Any]) -> None:
+    state = here.export_sequence(name)
+    state = replace(state, rest=None, manifest=replace(state.manifest, epoch=0, **theirs))
+    read = from_bytes(to_bytes(state))
+    assert isinstance(read, SequenceState)
+    there.import_sequence(read)
+    assert here.cancel(name)
+
+
+def asked() -> list[Any]:
+    params = [{}, {"top_k": 9, "top_p": 0.9, "temperature": 1.3}, {"temperature": 0.7}, {"temperature": 0.0}]
+    return [
+        request(f"r{seed}", PROMPTS[seed % 4], seed=seed, max_tokens=24, **params[seed % 4])
+        for seed in range(8)
+    ]  # fmt: skip
+
+
+def test_moved_at_any_time_tokens_are_those_of_the_unmoved(theirs: VllmEngine) -> None:
+    wanted = run(own(), *asked())
+    engines: tuple[Any, Any] = (own(), theirs)
+    of, draw, done, moves = [marks(each) for each in engines], np.random.default_rng(3), dict[str, Completion](), 0
+    for index, each in enumerate(asked()):
+        engines[index % 2].submit(each)
+    while any(engine.has_work for engine in engines):
+        for engine in engines:
+            done |= {each.id: each for each in (engine.step().finished if engine.has_work else ())}
+        index = int(draw.integers(2))
+        if views := engines[index].sequences():
+            move(engines[index], engines[1 - index], views[int(draw.integers(len(views)))].id, of[1 - index])
+            moves += 1
+        for engine in engines:
+            engine.check_integrity()
+    assert moves > 8
+    assert {name: each.token_ids for name, each in done.items()} == {
+        name: each.token_ids for name, each in wanted.items()
+    }
+    for name, each in done.items():
+        np.testing.assert_allclose(each.log_probs, wanted[name].log_probs, atol=1e-5)
+        np.testing.assert_allclose(each.tempered_log_probs, wanted[name].tempered_log_probs, atol=1e-5)
+    assert sum(each.stats.num_moves for each in done.values()) == moves
+    assert theirs.stats().num_moves > 2
+
+
+def begun(engine: VllmEngine) -> None:
+    engine.submit(request("7", max_tokens=24))
+    for _ in range(4):
+        engine.step()
+
+
+def test_an_exported_sequence_is_ours_until_it_is_cancelled(theirs: VllmEngine) -> None:
+    wanted = bits(run(theirs, request("7", max_tokens=24))["7"])
+    begun(theirs)
+    [view] = theirs.sequences()
+    assert (view.num_generated, view.num_held, view.num_prefill, view.is_waiting) == (4, 7, 0, False)
+    theirs.export_sequence("7")
+    assert not theirs.has_work
+    theirs.check_integrity()
+    with pytest.raises(InvalidRequest, match="already in the engine"):
+        theirs.submit(request("7"))
+    theirs.reattach("7")
+    assert bits(drain(theirs)["7"])[0] == wanted[0]
+    for call in (theirs.reattach, theirs.export_sequence, theirs.manifest):
+        with pytest.raises(InvalidRequest, match="request_id"):
+            call("7")
+    begun(theirs)
+    state = theirs.export_sequence("7")
+    assert theirs.cancel("7")
+    assert not theirs.cancel("7")
+    theirs.import_sequence(state)
+    assert bits(drain(theirs)["7"])[0] == wanted[0]
+
+
+def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(theirs: VllmEngine) -> None:
+    begun(theirs)
+    state = theirs.export_sequence("7")
+    theirs.cancel("7")
+    manifest = state.manifest
+    wrong = {
+        "architecture": {"manifest": replace(manifest, architecture="another")},
+        "weights_version": {"manifest": replace(manifest, weights_version=1)},
+        "schema": {"manifest": replace(manifest, schema=2)},
+        "token_ids": {"token_ids": np.full_like(state.token_ids, 1 << 20)},
+        "log_probs": {"log_probs": state.log_probs[1:]},
+        "num_tokens": {"manifest": replace(manifest, num_tokens=1 << 20)},
+    }
+    for field, changes in wrong.items():
+        with pytest.raises(SequenceStateError, match=field):
+            theirs.import_sequence(replace(state, **changes))
+    mark = Watermark(epoch=0, positions=(0,))
+    for ask in (lambda: theirs.reserve(manifest), lambda: theirs.export_range("7", mark)):
+        with pytest.raises(SequenceStateError, match="kv"):
+            ask()
+    assert not theirs.has_work
+    theirs.check_integrity()
+
+
+def test_moved_to_newer_weights_each_token_says_whose_it_is(theirs: VllmEngine) -> None:
+    newer = perturbed(reference(), 0.3)
+    begun(theirs)
+    state = theirs.export_sequence("7")
+    theirs.cancel("7")
+    theirs.load_weights(newer.state_dict(), version=3)
+    theirs.import_sequence(state)
+    done = drain(theirs)["7"]
+    assert done.weights_versions == (0,) * 4 + (3,) * 20
+    for version, model in ((0, reference()), (3, newer)):
+        chosen = np.array(done.weights_versions) == version
+        np.testing.assert_allclose(np.array(done.log_probs)[chosen], log_probs_of(model, done)[chosen], atol=2e-5)
