@@ -31,6 +31,7 @@ from rlhfspec.common.object_store import ObjectStore
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.job.file.inputs import input_paths
 from rlhfspec.messages.access.connections import Connections
+from rlhfspec.runs.folder.learnt import LEARNT
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.telemetry.folder import TRACES
@@ -72,7 +73,9 @@ def is_read_by(stage: str, worker: int, name: str) -> bool:
     if top == TRACES:
         return name == f"{TRACES}/{stage}-{worker}.jsonl"
     if stage == "trainer":
-        return top not in (MOVES, "export", "plots")
+        return top not in (MOVES, LEARNT, "export", "plots")
+    if stage == "generator" and top == LEARNT:
+        return True
     return name == _JOB_FILE or name in _READ_BY.get(stage, ())
 
 
