@@ -11,6 +11,8 @@ Example:
     >>> reads = partial(is_read_by, "reward", 0)
     >>> reads("processes/job.json"), reads("traces/reward-0.jsonl"), reads("steps.jsonl")
     (True, True, False)
+    >>> [is_read_by(stage, 0, "drafter/learnt.safetensors") for stage in ("generator", "trainer", "reward")]
+    [True, False, False]
 """
 
 from __future__ import annotations
