@@ -19,7 +19,11 @@ from rlhfspec.messages.records import WorkerInfo
 from rlhfspec.stage.bus import Bus
 
 TARGET = {"namespace": "team", "rlhfjob": "letters"}  # what a PodMonitor adds to all of a job
-OF_LEARNING = {"rlhfspec_generator_learning_seconds", "rlhfspec_generator_tokens_per_verification"}  # of a drafter
+OF_LEARNING = {  # of a drafter
+    "rlhfspec_generator_drafter_version",
+    "rlhfspec_generator_learning_seconds",
+    "rlhfspec_generator_tokens_per_verification",
+}
 Scrape = dict[Labels, float]
 
 

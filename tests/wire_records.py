@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rlhfspec.messages.records import (
     DatasetInfo,
     Demand,
+    DraftWeights,
     EvaluationReport,
     Heartbeat,
     Load,
@@ -135,12 +136,13 @@ STRATEGIES: dict[type[Record], st.SearchStrategy[Any]] = {
     Sample: st.integers(0, 8).flatmap(samples_of) | st.builds(Sample, **said, finish_reason=st.just("error")),
     Score: st.builds(Score, **scores, values=finite, components=components, weights_version=counts, seconds=st.floats())
     | st.builds(Score, **scores, values=numbers, components=components, error=st.just("the model gave NaN")),
+    DraftWeights: st.builds(DraftWeights, id=texts, job=texts, version=counts, uri=texts, digest=texts),
     Weights: st.builds(
         Weights,
         id=texts,
         job=texts,
         version=counts,
-        role=st.sampled_from(["policy", "critic"]),
+        role=st.sampled_from(["policy", "critic", "drafter"]),
         uri=texts,
         digest=texts,
     ),
@@ -188,6 +190,7 @@ STRATEGIES: dict[type[Record], st.SearchStrategy[Any]] = {
             saved_seconds=seconds,
             tokens_before_learning=st.none() | st.floats(),
             tokens_while_learning=st.none() | st.floats(),
+            drafter_version=counts,
             sample_ids=st.lists(texts, min_size=number, max_size=number).map(tuple),
             num_generated=st.lists(st.integers(0, 2**32 - 1), min_size=number, max_size=number).map(tuple),
             num_held=st.lists(st.integers(0, 2**32 - 1), min_size=number, max_size=number).map(tuple),

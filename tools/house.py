@@ -23,8 +23,8 @@ MOST_LINES_OF_TESTS = 600
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_NAMES_IN_THE_FIRST_HALL = 14
 COMMANDS = {
-    "bench", "compare", "dashboard", "explain-moves", "init", "models", "plan", "run", "schema", "simulate", "tiny",
-    "top", "trace", "validate",
+    "bench", "compare", "dashboard", "drafter", "explain-moves", "init", "models", "plan", "run", "schema", "simulate",
+    "tiny", "top", "trace", "validate",
 }  # fmt: skip
 # Where a process, or what stands for one, ends: nobody above could do better than to say what was raised.
 MAY_CATCH_ALL = {

@@ -151,6 +151,14 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Learnt:
+    """What a drafter has learnt. `version`: from so many tokens, each as often as it was used."""
+
+    version: int
+    tensors: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceView:
     """One sequence that waits or runs here, as the rebalancer sees it."""
 
@@ -273,6 +281,15 @@ class Learning(EngineProtocol, Protocol):
     def learn(self, *, idle: bool) -> bool:
         """Take one step of learning between two steps of the engine, if there is what to learn from and it may. `idle`:
         there is nothing else to do. Return whether it did. No token depends on it."""
+        ...
+
+    def learnt(self) -> Learnt | None:
+        """Return a copy of what the drafter has learnt; None where it does not learn."""
+        ...
+
+    def take_learnt(self, learnt: Learnt) -> bool:
+        """Let the drafter go on, between two steps, from what another engine's has learnt, if that is from more tokens;
+        return whether it does. Raise InvalidRequest, with nothing changed, where it is another drafter's."""
         ...
 
 

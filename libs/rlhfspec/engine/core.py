@@ -19,6 +19,7 @@ from rlhfspec.engine.base import (
     EngineStep,
     FinishReason,
     KVRange,
+    Learnt,
     Manifest,
     Movable,
     Request,
@@ -173,14 +174,22 @@ class Engine:
         finished = [self._finish(row, reason) for row, reason in reasons.items()]
         report = self._report(began, schedule, finished, forest.size, int(kept.sum()), proposal.plan)
         if self.learning is not None:
-            num_tokens = int(kept[: len(decode_rows)].sum())
-            self.learning.stepped(report, num_tokens=num_tokens, drafter=proposal.plan.drafter)
+            self.learning.stepped(report, num_tokens=kept[: len(decode_rows)], drafter=proposal.plan.drafter)
         return report
 
     def learn(self, *, idle: bool) -> bool:
         """Let the drafter learn, between two steps: one optimizer step, if it learns, may, and there is what to learn
         from. `idle`: there is nothing else to do. Return whether it did."""
         return self.learning is not None and self.learning.learn(idle=idle)
+
+    def learnt(self) -> Learnt | None:
+        """Return a copy of what the drafter has learnt; None where it does not learn."""
+        return None if self.learning is None or self.learning.report is None else self.learning.learnt()
+
+    def take_learnt(self, learnt: Learnt) -> bool:
+        """Let the drafter go on from what another engine's has learnt, if that is from more tokens; return whether it
+        does. Raise InvalidRequest where it is another drafter's."""
+        return self.learning is not None and self.learning.report is not None and self.learning.take(learnt)
 
     def cancel(self, request_id: str) -> bool:
         sequence = self.scheduler.find(request_id)

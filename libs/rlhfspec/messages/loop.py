@@ -20,6 +20,7 @@ from rlhfspec.job import Algorithm, RLHFJob
 from rlhfspec.messages.records import (
     DatasetInfo,
     Demand,
+    DraftWeights,
     EvaluationReport,
     Heartbeat,
     Load,
@@ -43,7 +44,7 @@ ACK_WAIT_SECONDS = 12.0
 # starts sees it first. A signal may be lost, and no process waits for its readers.
 KINDS: dict[type, Kind] = {
     Prompt: "work", Sample: "work", Score: "work", Demand: "work",
-    Weights: "state", DatasetInfo: "state", WorkerInfo: "state",
+    Weights: "state", DraftWeights: "state", DatasetInfo: "state", WorkerInfo: "state",
     Load: "signal", StepReport: "signal", EvaluationReport: "signal", Heartbeat: "signal",
     Move: "signal", Moved: "signal", Plan: "signal",
 }  # fmt: skip
@@ -82,10 +83,10 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         name="generator",
         consumes=(Prompt, Weights),
-        produces=(Sample, Load, Moved),
+        produces=(Sample, Load, Moved, DraftWeights),
         waits_for="prompts, and room in the KV cache",
         unblocked_by=("prompts", "trainer"),
-        watches=(Move, Plan),
+        watches=(Move, Plan, DraftWeights),
         max_held=1 << 16,  # the engine queues what it has no room for
     ),
     Stage(

@@ -11,6 +11,8 @@ Example:
     >>> reads = partial(is_read_by, "reward", 0)
     >>> reads("processes/job.json"), reads("traces/reward-0.jsonl"), reads("steps.jsonl")
     (True, True, False)
+    >>> [is_read_by(stage, 0, "drafter/learnt.safetensors") for stage in ("generator", "trainer", "reward")]
+    [True, False, False]
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from rlhfspec.common.object_store import ObjectStore
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.job.file.inputs import input_paths
 from rlhfspec.messages.access.connections import Connections
+from rlhfspec.runs.folder.learnt import LEARNT
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.telemetry.folder import TRACES
@@ -72,7 +75,9 @@ def is_read_by(stage: str, worker: int, name: str) -> bool:
     if top == TRACES:
         return name == f"{TRACES}/{stage}-{worker}.jsonl"
     if stage == "trainer":
-        return top not in (MOVES, "export", "plots")
+        return top not in (MOVES, LEARNT, "export", "plots")
+    if stage == "generator" and top == LEARNT:
+        return True
     return name == _JOB_FILE or name in _READ_BY.get(stage, ())
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rlhfspec.cli.beside import WithCommandsBeside
-from rlhfspec.cli.commands import compare, dashboard, explain_moves, job, plan, run, tiny, top, trace
+from rlhfspec.cli.commands import compare, dashboard, drafter, explain_moves, job, plan, run, tiny, top, trace
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # our status line says what goes on
 
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(tiny.app, name="tiny")
+app.add_typer(drafter.app, name="drafter")
 job.register(app)
 app.command()(plan.plan)
 app.command()(run.run)

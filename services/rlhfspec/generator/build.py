@@ -39,6 +39,7 @@ def build(job: RLHFJob, context: Context) -> GeneratorService:
             weights=context.weights,
             move_endpoint=context.move_endpoint,
             hosted_scoring=context.hosted_scoring,
+            run_folder=context.run.folder,
         )
         service.leaving.push(leaving.pop_all())
     service.models = {{"model": "generator"}.get(name, name): report for name, report in engine.reports.items()}

@@ -15,8 +15,8 @@ class IdleScoring:
     """Of one generator. The latest plan counts; without one, its drafter learns as long as it may, and it waits.
 
     `hosted_scoring`: the stage that it may score for; None: nowhere in this job, and no plan is read. `learn` takes one
-    step of learning, and says whether it did. `news`: of the generator, for which it waits; a plan that says something
-    else is news too.
+    step of learning, and says whether it did; it ends where what was learnt `is_to_go`. `news`: of the generator, for
+    which it waits; a plan that says something else is news too.
     """
 
     def __init__(
@@ -25,12 +25,14 @@ class IdleScoring:
         bus: StageBus,
         hosted_scoring: HostedScoring | None,
         learn: Callable[[], bool],
+        is_to_go: Callable[[], bool],
         news: asyncio.Event,
     ) -> None:
         self._generator = generator
         self._bus = bus
         self._hosted_scoring = hosted_scoring
         self._learn = learn
+        self._is_to_go = is_to_go
         self._news = news
         self._is_to_score = False
         if hosted_scoring is not None:
@@ -54,7 +56,8 @@ class IdleScoring:
                 await self._hosted_scoring.score_while(waiting)
             else:
                 while not waiting.done() and await self._generator.in_thread(self._learn):
-                    pass
+                    if self._is_to_go():
+                        return
                 await waiting
         finally:
             waiting.cancel()

@@ -164,6 +164,7 @@ def _learning(report: LearningReport | None) -> dict[str, Any]:
         return {}
     return {
         "learning_seconds": report.seconds,
+        "drafter_version": report.version,
         "saved_seconds": report.saved_seconds,
         "tokens_before_learning": report.tokens_before,
         "tokens_while_learning": report.tokens_now,

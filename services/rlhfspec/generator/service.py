@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rlhfspec.engine.base import Completion, EngineProtocol, Movable
 from rlhfspec.generator.dry import IdleScoring
 from rlhfspec.generator.engine_loop import EngineLoop, sampling_params
 from rlhfspec.generator.history import Histories
+from rlhfspec.generator.learnt import LearntSharing
 from rlhfspec.generator.leases import PromptLeases
 from rlhfspec.generator.load import LoadMeter
 from rlhfspec.generator.moving import Moving
@@ -54,6 +56,7 @@ class GeneratorService(Service):
         weights: WeightStore,
         move_endpoint: MoveEndpoint | None = None,
         hosted_scoring: HostedScoring | None = None,
+        run_folder: Path | None = None,
     ) -> None:
         super().__init__("generator", worker, vitals)
         spec = job.spec
@@ -80,7 +83,9 @@ class GeneratorService(Service):
         self._loop = EngineLoop(
             engine, sequences, params, self._meter, self._calls, histories=histories, has_news=self._news.is_set
         )  # fmt: skip
-        self._idle_scoring = IdleScoring(self, bus, hosted_scoring, partial(self._loop.learn, idle=True), self._news)
+        self._learnt = LearntSharing(self, bus, engine, weights, run_folder, self._news, job.metadata.name)
+        learn = partial(self._loop.learn, idle=True)
+        self._idle_scoring = IdleScoring(self, bus, hosted_scoring, learn, lambda: self._learnt.is_due, self._news)
         self._moving: Moving | None = None
         if move_endpoint is not None and movable is not None:
             link = spec.roles.generator.link
@@ -92,10 +97,13 @@ class GeneratorService(Service):
         async with await self._bus.subscribe(Prompt) as prompts, await self._bus.subscribe(Weights) as weights:
             self._leases.inbox = prompts
             self._queue.look_for_room(self._engine.stats())
+            with self.vitals.working("reading what the drafter learnt", deadline_seconds=self._deadline):
+                await self._learnt.restore()
             parts = [
                 self._queue.pull(prompts, self._news.set),
                 self._follow(weights),
                 self._idle_scoring.follow(),
+                self._learnt.follow(),
                 self._work(),
             ]
             if self._moving is not None:
@@ -104,7 +112,10 @@ class GeneratorService(Service):
                 await together(*parts)
                 await self._leave()
                 await self._publisher.done()
+                with self.vitals.working("handing out what the drafter learnt", deadline_seconds=self._deadline):
+                    await self._learnt.leave()
             finally:
+                self._learnt.cancel()
                 self._calls.close()
                 self._publisher.cancel()
 
@@ -151,6 +162,7 @@ class GeneratorService(Service):
         while not self.stopping.is_set():
             self._news.clear()
             await self._take_weights()
+            await self._learnt.between_steps()
             self._submit_ready()
             self._queue.look_for_room(self._engine.stats())
             if self._engine.has_work:

@@ -70,7 +70,7 @@ class Advice:
 
 class FleetKnowledge:
     """`draw`: the id of a move by its number, never the same for two processes. `work`, `elastic`: where the number of
-    generators is not fixed."""
+    generators is not fixed. `learns`: their drafters do."""
 
     def __init__(
         self,
@@ -81,9 +81,10 @@ class FleetKnowledge:
         draw: Callable[[int], str],
         work: StageWork | None = None,
         elastic: Elastic | None = None,
+        learns: bool = False,
     ) -> None:
         self._job, self._max_tokens, self._draw = job, max_tokens, draw
-        self._pause = STANDARD.pause_seconds
+        self._pause, self._learns = STANDARD.pause_seconds, learns
         self._plans_from = began_at + STANDARD.rest_seconds  # what moved a moment before we began rests
         self._generators: dict[int, _KnownGenerator] = {}
         self._earlier: dict[int, set[str]] = {}  # incarnations that others came after
@@ -167,7 +168,7 @@ class FleetKnowledge:
         if now < self._plans_from or (seen := self._fleet(now)) is None:
             return None
         self._look_ahead(seen, now)
-        planned = plan(seen.fleet, now, replace(STANDARD, pause_seconds=self._pause))
+        planned = plan(seen.fleet, now, replace(STANDARD, pause_seconds=self._pause, learns=self._learns))
         moves = tuple(self._begin(planned, seen, move, now) for move in range(planned.num_moves))
         return Advice(planned, seen, moves)
 

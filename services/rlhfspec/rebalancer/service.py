@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping
 
 from rlhfspec.job import RLHFJob, Spec
+from rlhfspec.job.choices.drafters import OFF
 from rlhfspec.messages.records import Load, Moved, Plan, PlannedMove, Sample
 from rlhfspec.moves.rebalancing.elastic import Elastic, Wanted
 from rlhfspec.rebalancer.knowledge import Advice, FleetKnowledge
@@ -41,6 +42,7 @@ class RebalancerService(Service):
             draw=self._move_id,
             work=work_of(job.spec),
             elastic=elastic_of(job.spec),
+            learns=job.spec.generation.speculation.learning != OFF,
         )
         self._num_plans = 0
         self._planned_at = self._told_at = -float("inf")

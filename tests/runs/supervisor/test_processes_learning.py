@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runs import train, write_job, write_models
 from scraping import OF_LEARNING, Scraper, names_of
 from started import Started, eventually, hold_rewards
+from typer.testing import CliRunner
 
+from rlhfspec.cli.main import app
+from rlhfspec.engine.distilling.learning import DraftLearning
 from rlhfspec.engine.distilling.student import Student
+from rlhfspec.huggingface.loading import load_model
+from rlhfspec.runs.folder.learnt import LEARNT, learnt_lines
 from rlhfspec.tiny import random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE
+from rlhfspec.training.checkpoint.learnt import LEARNT_FILE, read_learnt, write_learnt
 
 LEARNING = (
     "generation.speculation.mode=model",
@@ -63,3 +72,64 @@ def test_learning_changes_nothing(
     assert code == 0, output
     assert run.curve() == plain
     assert samples_of(job_file, "processes") == samples_of(job_file, "plain")
+
+
+@pytest.mark.parametrize("found", ["whole", "missing", "damaged", "another's"])
+def test_a_resumed_run_goes_on_from_what_was_learnt_and_is_the_same_without(
+    job_file: Path, deep_models: Path, found: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_job(job_file.parent, deep_models)
+    plain = train(job_file, "plain")
+    train(job_file, "run", *AUTO, "training.steps=2")
+    file = job_file.parent / "run" / LEARNT / LEARNT_FILE
+    version = (read_learnt(file.parent) or (0,))[0]
+    assert version > 0
+    assert {line.weights_version for line in learnt_lines(job_file.parent / "run")} >= {0, 1}
+    took: list[int] = []
+    genuine = DraftLearning.take
+
+    def take(self: DraftLearning, learnt: Any) -> bool:
+        took.append(learnt.version)
+        return genuine(self, learnt)
+
+    monkeypatch.setattr(DraftLearning, "take", take)
+    if found == "missing":
+        file.unlink()
+    elif found == "damaged":
+        content = bytearray(file.read_bytes())
+        content[-7] ^= 1
+        file.write_bytes(content)
+    elif found == "another's":
+        write_learnt(file.parent, version, {"weight": torch.ones(3)}, by="generator-0")
+    caplog.clear()
+    assert train(job_file, "run", *AUTO, "training.steps=3", resume=True) == plain
+    assert samples_of(job_file, "run") == samples_of(job_file, "plain")
+    assert took[:1] == ([version] if found in ("whole", "another's") else [])
+    if found == "whole":
+        for command in (["report"], ["export", "--out", str(job_file.parent / "exported")]):
+            result = CliRunner().invoke(app, ["drafter", command[0], str(job_file.parent / "run"), *command[1:]])
+            assert result.exit_code == 0, result.output
+        assert load_model(job_file.parent / "exported").config.num_hidden_layers == 2
+    said = [r.getMessage() for r in caplog.records if "drafter" in r.getMessage() and r.levelname == "WARNING"]
+    assert len(said) == (found in ("damaged", "another's")), said
+
+
+def test_a_generator_that_is_killed_goes_on_from_what_was_learnt(
+    job_file: Path, deep_models: Path, starting: Callable[..., Started]
+) -> None:
+    write_job(job_file.parent, deep_models)
+    plain = train(job_file, "plain")
+    hold = hold_rewards(job_file)
+    run = starting("killed", *AUTO)
+    run.until("(5 of 5)")
+    eventually((run.folder / LEARNT / LEARNT_FILE).exists, "what was learnt is there")
+    killed = run.pid_of("generator")
+    os.kill(killed, signal.SIGKILL)
+    logs = run.folder / "logs"
+    said = "goes on from what was learnt"
+    eventually(lambda: any(said in file.read_text() for file in logs.glob("*generator*")), "the next one takes it")
+    hold.unlink()
+    code, output = run.ended()
+    assert code == 0, output
+    assert run.curve() == plain
+    assert samples_of(job_file, "killed") == samples_of(job_file, "plain")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhfspec.engine import Engine, SamplingParams
-from rlhfspec.engine.base import Learning
+from rlhfspec.engine.base import Learning, Learnt
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.distilling import learning as distilling
 from rlhfspec.engine.distilling.lessons import Lesson, LessonRecorder, LessonRing
@@ -249,7 +249,7 @@ def test_no_more_than_its_share_is_spent() -> None:
     budget = LearningBudget(share=0.1)
     busy = idle = 0.0
     for _ in range(500):
-        budget.stepped(seconds=0.01, num_sequences=4, num_tokens=4, drafted=False)
+        budget.stepped(seconds=0.01, num_tokens=np.ones(4, np.int32), drafted=False)
         if budget.may_learn(idle=False):
             budget.spent(seconds=0.05, num_tokens=10)
             busy += 0.05
@@ -266,7 +266,7 @@ def test_it_goes_on_while_it_pays(pays: bool, share: float) -> None:
     budget, spent = LearningBudget(share=None), 0.0
     budget.agreed(0.5, 0.8 if pays else 0.5)
     for _ in range(5000):
-        budget.stepped(seconds=0.01, num_sequences=4, num_tokens=12, drafted=True)
+        budget.stepped(seconds=0.01, num_tokens=np.full(4, 3, np.int32), drafted=True)
         for idle in (True, False):
             if budget.may_learn(idle=idle):
                 budget.spent(seconds=0.05, num_tokens=10, idle=idle)
@@ -292,3 +292,43 @@ def a_lesson(num_labels: int) -> Lesson:
     ids, log_probs = labels(num_labels)
     tokens = np.arange(num_labels + 3, dtype=np.int32) % VOCAB
     return Lesson(tokens=tokens, label_ids=ids, label_log_probs=log_probs, temperature=1.0)
+
+
+@pytest.mark.parametrize("draft", ["auto", "given"])
+def test_what_one_engine_learnt_another_goes_on_from(model: Any, draft: str) -> None:
+    given = "auto" if draft == "auto" else perturbed(model, 0.5)
+    one, other = make(model, given), make(model, given)
+    plain = generate(make(model, None, speculation="off", learning="off"), 5)
+    generate(one)
+    while one.learn(idle=True):
+        pass
+    learnt = one.learnt()
+    assert learnt is not None
+    assert learnt.version > 0
+    assert weights_of(other) != weights_of(one)
+    assert other.take_learnt(learnt)
+    assert weights_of(other) == weights_of(one)
+    assert not other.take_learnt(learnt), "it has it already"
+    assert generate(other, 5) == plain
+    report = other.stats().learning
+    assert report is not None
+    assert report.version == learnt.version + report.num_tokens
+    assert sum(report.num_accepted) > 0
+
+
+def test_what_another_drafter_learnt_is_refused_and_changes_nothing(model: Any) -> None:
+    engine = make(model)
+    learnt = engine.learnt()
+    assert learnt is not None
+    before, (first, *_) = weights_of(engine), learnt.tensors
+    wrong = [
+        {"weight": torch.ones(3)},
+        {**learnt.tensors, first: learnt.tensors[first][:-1]},
+        {**learnt.tensors, first: learnt.tensors[first].double()},
+        {**learnt.tensors, first: learnt.tensors[first] * float("nan")},
+    ]
+    for tensors in wrong:
+        with pytest.raises(InvalidRequest, match="drafter"):
+            engine.take_learnt(Learnt(version=10, tensors=tensors))
+    assert weights_of(engine) == before
+    assert make(model, None, speculation="off", learning="off").learnt() is None

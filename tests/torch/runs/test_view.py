@@ -268,9 +268,13 @@ def test_what_a_drafter_learnt_is_shown_where_one_learns() -> None:
     view.step(example_step(step=1))
     tell(view, load("g0"))
     assert not any("drafter" in line for line in picture(view, console))
-    tell(view, replace(load("g0"), learning_seconds=12.0, tokens_before_learning=2.4, tokens_while_learning=2.82))
+    told = replace(load("g0"), learning_seconds=12.0, tokens_while_learning=2.82, drafter_version=36864)
+    tell(view, replace(told, tokens_before_learning=2.4))
     [line] = [line for line in picture(view, console) if "drafter" in line]
-    assert "12.0     s learning  2.40 -> 2.82 tokens a verification" in line
+    assert "12.0     s learning  2.40 -> 2.82 tokens a verification, at 36k" in line
+    tell(view, told)
+    [line] = [line for line in picture(view, console) if "drafter" in line]
+    assert "12.0     s learning  2.82 tokens a verification, at 36k" in line
 
 
 def test_eta_counts_down_within_a_step_and_never_below_the_next() -> None:

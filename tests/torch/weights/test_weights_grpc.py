@@ -105,6 +105,14 @@ def test_who_comes_late_takes_it_from_a_peer_and_keeps_it(nodes: Cluster) -> Non
     assert late.store.get(record)["a"].data_ptr() == late.store.get(record)["a"].data_ptr(), "kept, not fetched again"
 
 
+def test_what_a_receiver_puts_comes_to_the_others_though_the_trainer_never_had_it(nodes: Cluster) -> None:
+    peers: list[str] = []
+    first, *others = (nodes.receiver(peer_addresses=lambda: peers) for _ in range(4))
+    peers += [node.address for node in (first, *others)]
+    record = first.store.put("sums", "drafter", 512, state(1))
+    assert together(*(lambda node=node: node.store.get(record) for node in others)) == [record.digest] * 3
+
+
 def test_threads_that_want_the_same_version_share_one_fetch(nodes: Cluster) -> None:
     record = nodes.trainer.store.put("sums", "policy", 1, state(1))
     node = nodes.receiver()

@@ -256,6 +256,18 @@ def test_dry_generators_are_told_what_to_do() -> None:
     assert told(20.0) == ("wait",)
 
 
+def test_of_several_dry_generators_one_learns_for_all_where_drafters_learn() -> None:
+    def told(remaining: float, num_generators: int) -> tuple[str, ...]:
+        seconds = [1e-2] * num_generators
+        each = [1e-5] * num_generators
+        fleet = Fleet.of(step_seconds=seconds, sequence_seconds=each, generator=[0], remaining=[remaining], held=[9])
+        return plan(fleet, NOW, PlannerSettings(learns=True)).advice
+
+    assert told(500.0, 2) == ("score",), "scores are waited for"
+    assert told(500.0, 4) == ("learn", "score", "score")
+    assert told(20.0, 3) == ("learn", "learn"), "what comes soon ends it at once"
+
+
 def test_it_says_why_not() -> None:
     def why_not(**changed: object) -> list[str]:
         values: dict[str, object] = {

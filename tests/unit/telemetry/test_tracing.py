@@ -43,6 +43,7 @@ LOAD = Load(
     id="sums/load", job="sums", generator="generator-0", step=3, num_running=5, num_waiting=2, num_finished=1,
     num_tokens=9, tokens_per_second=120.5, accepted_per_verification=1.75, strategy="suffix", num_prefilled=40,
     num_found=600, learning_seconds=1.5, saved_seconds=4.0, tokens_before_learning=2.4, tokens_while_learning=3.1,
+    drafter_version=4096,
 )  # fmt: skip
 STAGES = ("prompts", "generator", "reward", "reference", "trainer")
 SPANS = ("prompt", "generation", "reward", "reference", "training")
@@ -409,6 +410,7 @@ def test_what_is_counted_of_what_passes() -> None:
         'rlhfspec_generator_prefill_tokens_total{how="found",stage="generator",worker="1"}': 600.0,
         'rlhfspec_generator_learning_seconds{how="spent",stage="generator",worker="1"}': 1.5,
         'rlhfspec_generator_learning_seconds{how="saved",stage="generator",worker="1"}': 4.0,
+        'rlhfspec_generator_drafter_version{stage="generator",worker="1"}': 4096.0,
         'rlhfspec_generator_tokens_per_verification{stage="generator",when="before",worker="1"}': 2.4,
         'rlhfspec_generator_tokens_per_verification{stage="generator",when="now",worker="1"}': 3.1,
         f'rlhfspec_records_ended_total{{how="term",{told}}}': 0.0,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from rlhfspec.common.arrays import FloatArray, IntArray
-from rlhfspec.engine.base import EngineStep
+from rlhfspec.engine.base import EngineStep, Learnt
 from rlhfspec.engine.distilling.lessons import NUM_LABELS, LessonRecorder, LessonRing
 from rlhfspec.engine.distilling.pays import LearningBudget, LearningReport
 from rlhfspec.engine.distilling.student import Student
@@ -59,6 +60,7 @@ class DraftLearning:
         self._num_unseen = 0  # optimizer steps that the copy that drafts has not seen
         self._idle_since = time.perf_counter()
         self._is_on = is_on
+        self.version = 0  # tokens that these weights have learnt from, here or where they were taken from
         self.budget = budget
 
     # -- while the engine works -----------------------------------------------------------------------------
@@ -111,21 +113,34 @@ class DraftLearning:
         if self._num_unseen == _SWAP_EVERY:
             self._swap()
         num_tokens = sum(lesson.num_labels for lesson in lessons)
+        self.version += num_tokens
         self.budget.spent(seconds=time.perf_counter() - began, num_tokens=num_tokens, idle=idle)
         return True
 
-    def stepped(self, step: EngineStep, *, num_tokens: int, drafter: str | None) -> None:
-        """The engine made a step, with so many tokens for the sequences that decode."""
+    def stepped(self, step: EngineStep, *, num_tokens: IntArray, drafter: str | None) -> None:
+        """The engine made a step, with so many tokens for each of the sequences that decode."""
         drafted = drafter is not None and DRAFTERS[drafter].runs_draft_model
-        self.budget.stepped(
-            seconds=step.seconds, num_sequences=step.num_decoding, num_tokens=num_tokens, drafted=drafted
-        )
+        self.budget.stepped(seconds=step.seconds, num_tokens=num_tokens, drafted=drafted)
         self._idle_since = time.perf_counter()
 
     def follow(self, policy: Mapping[str, torch.Tensor], drafter: Mapping[str, torch.Tensor] | None) -> None:
         """The policy has new weights; what was learnt stays, unless the drafter is given others."""
         if self._student.follow(policy, drafter):
             self._runner.load_weights(self._student.state_dict())
+
+    def learnt(self) -> Learnt:
+        return Learnt(version=self.version, tensors=self._student.learnt())
+
+    def take(self, learnt: Learnt) -> bool:
+        """Draft and go on learning with these, if they have learnt from more tokens; return whether they have. Raise
+        InvalidRequest where they are another drafter's."""
+        if learnt.version <= self.version:
+            return False
+        self._student.take(learnt.tensors)
+        self._runner.load_weights(self._student.state_dict())
+        self.version, self._num_unseen = learnt.version, 0
+        self.budget.took()
+        return True
 
     def _swap(self) -> None:
         if self._num_unseen:
@@ -139,7 +154,7 @@ class DraftLearning:
     @property
     def report(self) -> LearningReport | None:
         """None: it only follows."""
-        return self.budget.report if self._is_on else None
+        return replace(self.budget.report, version=self.version) if self._is_on else None
 
 
 def _labels(logits: torch.Tensor, places: list[Indices], temperatures: list[float]) -> tuple[IntArray, FloatArray]:

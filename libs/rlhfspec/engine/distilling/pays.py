@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from rlhfspec.common.arrays import IntArray
+
 _SHARE = 0.05  # of step time at most, where the rule decides by itself
 _TRIED = 0.01  # of the time that has passed may be spent before anything was saved
 _FIRST_SECONDS = 0.25  # that a step of learning is taken for until one was seen
 _MEMORY = 500.0  # verifications; and so many tell what was before the drafter learnt
+_DEEPEST = 32  # drafted tokens of one path that are told apart
 _GAIN_KEPT = 0.9  # of what was known about the drafter's agreement, at every look
 
 
@@ -21,6 +26,8 @@ class LearningReport:
     saved_seconds: float = 0.0  # in steps, after what the drafter was at the start; an estimate
     tokens_before: float | None = None  # a verification, before the drafter had learnt anything
     tokens_now: float | None = None
+    num_accepted: tuple[int, ...] = ()  # verifications of its drafts in which 0, 1, 2, ... drafted tokens were accepted
+    version: int = 0  # of what was learnt: tokens learnt from, here or elsewhere before
 
 
 class LearningBudget:
@@ -30,14 +37,14 @@ class LearningBudget:
     verification are now, and with its agreement at the start (a0, now a1) they would be at most g * a0 / a1.
 
     >>> budget = LearningBudget(share=None)
-    >>> budget.stepped(seconds=30.0, num_sequences=100, num_tokens=300, drafted=True)
+    >>> budget.stepped(seconds=30.0, num_tokens=np.array([3, 2, 4]), drafted=True)
     >>> budget.may_learn(idle=False)
     True
     >>> budget.spent(seconds=0.2, num_tokens=64)
     >>> budget.may_learn(idle=False)
     False
     >>> budget.agreed(0.5, 0.8)
-    >>> budget.stepped(seconds=10.0, num_sequences=100, num_tokens=300, drafted=True)
+    >>> budget.stepped(seconds=10.0, num_tokens=np.array([3, 3, 3]), drafted=True)
     >>> round(budget.report.saved_seconds, 2), budget.may_learn(idle=False)
     (2.5, True)
     """
@@ -48,22 +55,30 @@ class LearningBudget:
         self._seconds = self._saved = 0.0
         self._num_tokens = self._num_steps = 0
         self._ratio = 1.0  # agreement at the start over agreement now
+        self._is_new = True  # nothing was learnt yet
         self._before, self._now = _Rate(), _Rate()
+        self._num_accepted = np.zeros(_DEEPEST + 1, np.int64)
 
-    def stepped(self, *, seconds: float, num_sequences: int, num_tokens: int, drafted: bool) -> None:
-        """A step of the engine. `drafted`: by the drafter that learns."""
+    def stepped(self, *, seconds: float, num_tokens: IntArray, drafted: bool) -> None:
+        """A step of the engine: tokens of each sequence that decodes. `drafted`: by the drafter that learns."""
         self._step_seconds += seconds
-        if not drafted or not num_sequences:
+        if not drafted or not len(num_tokens):
             return
-        self._now.add(num_sequences, num_tokens)
-        if not self._num_tokens:
-            self._before.add(num_sequences, num_tokens)
+        accepted = np.clip(num_tokens - 1, 0, _DEEPEST)  # an end of a sequence cuts some off
+        self._num_accepted += np.bincount(accepted, minlength=_DEEPEST + 1)
+        self._now.add(len(num_tokens), int(num_tokens.sum()))
+        if self._is_new:
+            self._before.add(len(num_tokens), int(num_tokens.sum()))
         now = self._now.value or 1.0
         self._saved += seconds * (1.0 - (1.0 + (now - 1.0) * self._ratio) / now)
 
     def idled(self, seconds: float) -> None:
         """The engine had nothing to do."""
         self._idle_seconds += seconds
+
+    def took(self) -> None:
+        """The drafter has now what others learnt."""
+        self._is_new = False
 
     def agreed(self, at_first: float, now: float) -> None:
         """How much of the target's distribution the drafter covered in lessons that it had not learnt from."""
@@ -72,6 +87,7 @@ class LearningBudget:
         self._ratio = ratio if first else _GAIN_KEPT * self._ratio + (1.0 - _GAIN_KEPT) * ratio
 
     def spent(self, *, seconds: float, num_tokens: int, idle: bool = False) -> None:
+        self._is_new = False
         self._seconds += seconds
         self._num_steps += 1
         self._num_tokens += num_tokens
@@ -90,6 +106,7 @@ class LearningBudget:
         return LearningReport(
             num_tokens=self._num_tokens, seconds=self._seconds, saved_seconds=self._saved,
             tokens_before=self._before.value, tokens_now=self._now.value,
+            num_accepted=tuple(np.trim_zeros(self._num_accepted, "b").tolist()),
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rlhfspec.engine.distilling.lessons import Lesson
+from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.structure.anatomy import examine
 from rlhfspec.huggingface.structure.causal_lm import CausalLM, hidden_of
 
@@ -62,6 +63,25 @@ class Student:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return dict(self.model.state_dict())
+
+    def learnt(self) -> dict[str, torch.Tensor]:
+        """Return a copy of what learns, on the host."""
+        return {name: p.detach().to("cpu", copy=True) for name, p in self._learning.items()}
+
+    @torch.no_grad()
+    def take(self, learnt: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what another copy of this drafter has learnt. Raise InvalidRequest, before anything is changed,
+        where it is none."""
+        if learnt.keys() != self._learning.keys():
+            other = min(learnt.keys() ^ self._learning.keys())
+            raise InvalidRequest("drafter", other, "what was learnt is another drafter's")
+        for name, parameter in self._learning.items():
+            if learnt[name].shape != parameter.shape or learnt[name].dtype != parameter.dtype:
+                raise InvalidRequest("drafter", name, "what was learnt is another drafter's")
+            if not learnt[name].isfinite().all():
+                raise InvalidRequest("drafter", name, "what was learnt holds numbers that are not finite")
+        for name, parameter in self._learning.items():
+            parameter.copy_(learnt[name])
 
     @torch.no_grad()
     def follow(self, policy: Mapping[str, torch.Tensor], drafter: Mapping[str, torch.Tensor] | None) -> bool:

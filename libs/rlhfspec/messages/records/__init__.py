@@ -26,7 +26,7 @@ from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.messages.records.models import ModelReport
 
 ScoringStage = Literal["reward", "reference", "critic"]
-Role = Literal["policy", "critic"]
+Role = Literal["policy", "critic", "drafter"]
 FinishReason = Literal["stop", "length", "error"]
 Doing = Literal["working", "waiting", "stopped"]
 Purpose = Literal["training", "evaluation"]
@@ -161,6 +161,25 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftWeights:
+    """What a generator's drafter has learnt is to be had at `uri`. May be lost, late or wrong: no token depends on it.
+
+    A record of its own: what a generator may announce is no policy.
+    """
+
+    id: str
+    job: str
+    version: int  # tokens that it has learnt from, each as often as it was used
+    uri: str
+    digest: str
+
+    @property
+    def weights(self) -> Weights:
+        """Return the record by which the weight store knows them."""
+        return Weights(id=self.id, job=self.job, version=self.version, role="drafter", uri=self.uri, digest=self.digest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetInfo:
     """What the prompts stage found when it read the data."""
 
@@ -221,8 +240,9 @@ class Load:
     num_found: int = 0  # that would have been, but their KV was there
     learning_seconds: float = 0.0  # in which the drafter learnt, since it started
     saved_seconds: float = 0.0  # by what it learnt, an estimate
-    tokens_before_learning: float | None = None  # a verification with drafts; None: there was none
+    tokens_before_learning: float | None = None  # a verification with drafts; None: it never drafted before it learnt
     tokens_while_learning: float | None = None  # of the last moments; None too where the drafter does not learn
+    drafter_version: int = 0  # tokens that its drafter has learnt from, here or at others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,6 +373,7 @@ Record = (
     | Sample
     | Score
     | Weights
+    | DraftWeights
     | DatasetInfo
     | Demand
     | Load

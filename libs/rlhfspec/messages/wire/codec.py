@@ -24,6 +24,7 @@ from rlhfspec.errors import InvalidRequest, MalformedRecord
 from rlhfspec.messages.records import (
     DatasetInfo,
     Demand,
+    DraftWeights,
     EvaluationReport,
     Heartbeat,
     Load,
@@ -58,6 +59,7 @@ ENVELOPE_FIELDS: dict[type[Record], str] = {
     Move: "move",
     Moved: "moved",
     Plan: "plan",
+    DraftWeights: "draft_weights",
 }
 _TYPES = {field: record_type for record_type, field in ENVELOPE_FIELDS.items()}
 

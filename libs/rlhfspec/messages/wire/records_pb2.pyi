@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Envelope(_message.Message):
-    __slots__ = ("prompt", "sample", "score", "weights", "demand", "load", "step_report", "heartbeat", "dataset_info", "evaluation_report", "worker_info", "move", "moved", "plan")
+    __slots__ = ("prompt", "sample", "score", "weights", "demand", "load", "step_report", "heartbeat", "dataset_info", "evaluation_report", "worker_info", "move", "moved", "plan", "draft_weights")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class Envelope(_message.Message):
     MOVE_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     prompt: Prompt
     sample: Sample
     score: Score
@@ -36,7 +37,8 @@ class Envelope(_message.Message):
     move: Move
     moved: Moved
     plan: Plan
-    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., dataset_info: _Optional[_Union[DatasetInfo, _Mapping]] = ..., evaluation_report: _Optional[_Union[EvaluationReport, _Mapping]] = ..., worker_info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
+    draft_weights: DraftWeights
+    def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., dataset_info: _Optional[_Union[DatasetInfo, _Mapping]] = ..., evaluation_report: _Optional[_Union[EvaluationReport, _Mapping]] = ..., worker_info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., draft_weights: _Optional[_Union[DraftWeights, _Mapping]] = ...) -> None: ...
 
 class Prompt(_message.Message):
     __slots__ = ("id", "job", "step", "prompt", "replica", "text", "token_ids", "columns_json", "seed", "weights_version", "purpose")
@@ -177,6 +179,20 @@ class Weights(_message.Message):
     digest: str
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., version: _Optional[int] = ..., role: _Optional[str] = ..., uri: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
+class DraftWeights(_message.Message):
+    __slots__ = ("id", "job", "version", "uri", "digest")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    job: str
+    version: int
+    uri: str
+    digest: str
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., version: _Optional[int] = ..., uri: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+
 class DatasetInfo(_message.Message):
     __slots__ = ("id", "job", "num_prompts", "num_held_out", "last_step", "columns")
     class Column(_message.Message):
@@ -215,7 +231,7 @@ class Demand(_message.Message):
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., step: _Optional[int] = ..., round: _Optional[int] = ..., num_prompts: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("id", "job", "generator", "step", "num_running", "num_waiting", "num_finished", "num_tokens", "tokens_per_second", "accepted_per_verification", "strategy", "worker", "incarnation", "host", "weights_version", "is_leaving", "step_seconds", "sequence_seconds", "prefill_seconds", "prefill_tokens", "num_free_rows", "num_free_tokens", "sample_ids", "num_generated", "num_held", "num_prefilled", "num_found", "learning_seconds", "saved_seconds", "tokens_before_learning", "tokens_while_learning")
+    __slots__ = ("id", "job", "generator", "step", "num_running", "num_waiting", "num_finished", "num_tokens", "tokens_per_second", "accepted_per_verification", "strategy", "worker", "incarnation", "host", "weights_version", "is_leaving", "step_seconds", "sequence_seconds", "prefill_seconds", "prefill_tokens", "num_free_rows", "num_free_tokens", "sample_ids", "num_generated", "num_held", "num_prefilled", "num_found", "learning_seconds", "saved_seconds", "tokens_before_learning", "tokens_while_learning", "drafter_version")
     ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     GENERATOR_FIELD_NUMBER: _ClassVar[int]
@@ -247,6 +263,7 @@ class Load(_message.Message):
     SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_BEFORE_LEARNING_FIELD_NUMBER: _ClassVar[int]
     TOKENS_WHILE_LEARNING_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     id: str
     job: str
     generator: str
@@ -278,7 +295,8 @@ class Load(_message.Message):
     saved_seconds: float
     tokens_before_learning: float
     tokens_while_learning: float
-    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., generator: _Optional[str] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., accepted_per_verification: _Optional[float] = ..., strategy: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[str] = ..., host: _Optional[str] = ..., weights_version: _Optional[int] = ..., is_leaving: _Optional[bool] = ..., step_seconds: _Optional[float] = ..., sequence_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., num_free_rows: _Optional[int] = ..., num_free_tokens: _Optional[int] = ..., sample_ids: _Optional[_Iterable[str]] = ..., num_generated: _Optional[_Iterable[int]] = ..., num_held: _Optional[_Iterable[int]] = ..., num_prefilled: _Optional[int] = ..., num_found: _Optional[int] = ..., learning_seconds: _Optional[float] = ..., saved_seconds: _Optional[float] = ..., tokens_before_learning: _Optional[float] = ..., tokens_while_learning: _Optional[float] = ...) -> None: ...
+    drafter_version: int
+    def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., generator: _Optional[str] = ..., step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., accepted_per_verification: _Optional[float] = ..., strategy: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[str] = ..., host: _Optional[str] = ..., weights_version: _Optional[int] = ..., is_leaving: _Optional[bool] = ..., step_seconds: _Optional[float] = ..., sequence_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., num_free_rows: _Optional[int] = ..., num_free_tokens: _Optional[int] = ..., sample_ids: _Optional[_Iterable[str]] = ..., num_generated: _Optional[_Iterable[int]] = ..., num_held: _Optional[_Iterable[int]] = ..., num_prefilled: _Optional[int] = ..., num_found: _Optional[int] = ..., learning_seconds: _Optional[float] = ..., saved_seconds: _Optional[float] = ..., tokens_before_learning: _Optional[float] = ..., tokens_while_learning: _Optional[float] = ..., drafter_version: _Optional[int] = ...) -> None: ...
 
 class Move(_message.Message):
     __slots__ = ("id", "job", "sample_id", "source", "destination", "gain_seconds", "reason")

@@ -266,10 +266,17 @@ class _State:
 
     def planned(self) -> PlannedMoves:
         dry = np.flatnonzero((self.num_sequences == 0) & ~self.fleet.is_leaving)
+        return self.notes.planned(self.before, self.ends, self.is_closing, self.num_kept, dry, self._advice(dry))
+
+    def _advice(self, dry: Ints) -> tuple[str, ...]:
+        """Of several that may score, one learns: what it learns goes to all."""
         latest = float(self.ends.max(initial=0.0))
         goes_on = latest > self.settings.scoring_seconds or not latest  # all are dry: it is others that are awaited
-        advice = tuple("consolidate" if self.is_closing[place] else "score" if goes_on else "wait" for place in dry)
-        return self.notes.planned(self.before, self.ends, self.is_closing, self.num_kept, dry, advice)
+        free = [place for place in dry if not self.is_closing[place]]
+        told = dict.fromkeys(dry, "consolidate") | dict.fromkeys(free, "score" if goes_on else "wait")
+        if self.settings.learns:
+            told |= dict.fromkeys(free[: len(free) > 1] if goes_on else free, "learn")
+        return tuple(told[place] for place in dry)
 
 
 def _ranks(groups: Ints) -> Ints:

@@ -42,7 +42,7 @@ class PlannedMoves:
     is_closing: BoolArray  # should be empty
     num_kept: Ints  # engines of its host that should run; 0: as they like
     dry: Ints  # generators with nothing to do
-    advice: tuple[str, ...]  # consolidate | score | wait, for each of them
+    advice: tuple[str, ...]  # consolidate | score | learn | wait, for each of them
 
     @property
     def num_moves(self) -> int:

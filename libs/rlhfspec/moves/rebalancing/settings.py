@@ -16,6 +16,7 @@ class PlannerSettings:
     engine_cost: float = 0.0  # of another running engine, as a share of the time until its host is done
     consolidating_share: float = 0.05  # fewer or more engines of a host must be faster by this
     scoring_seconds: float = 1.0  # a generator that stays dry for longer may do other work
+    learns: bool = False  # the drafters of the generators learn
 
 
 STANDARD = PlannerSettings()

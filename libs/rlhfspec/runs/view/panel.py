@@ -158,11 +158,12 @@ def _speed_of_loads(progress: RunProgress) -> Text:
 def _learning(progress: RunProgress) -> Text | None:
     """Return what the drafter of the busiest generator learnt, and how long all of them took; None: nothing."""
     busiest = max(progress.loads, key=lambda load: load.num_running, default=None)
-    if busiest is None or busiest.tokens_before_learning is None or busiest.tokens_while_learning is None:
+    if busiest is None or busiest.tokens_while_learning is None:
         return None
     text = Text(f"{sum(load.learning_seconds for load in progress.loads):<9.1f}").append("s learning  ", "dim")
-    text.append(f"{busiest.tokens_before_learning:.2f} -> {busiest.tokens_while_learning:.2f}", "bold")
-    return text.append(" tokens a verification", "dim")
+    before = busiest.tokens_before_learning  # None: it began with what others had learnt
+    text.append(f"{'' if before is None else f'{before:.2f} -> '}{busiest.tokens_while_learning:.2f}", "bold")
+    return text.append(f" tokens a verification, at {busiest.drafter_version // 1000}k", "dim")
 
 
 def _speed_of_step(last: StepMetrics) -> Text:

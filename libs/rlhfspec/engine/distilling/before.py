@@ -1,0 +1,73 @@
+"""A drafter made before a run: the policy answers prompts, and the drafter learns from what is verified meanwhile.
+
+What comes of it is a Hugging Face folder like any other: given as `model.drafter`, or to whoever loads models.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from rlhfspec.engine.base import Request
+from rlhfspec.engine.core import Engine
+from rlhfspec.engine.distilling.pays import LearningReport
+from rlhfspec.engine.params import SamplingParams
+
+AT_ONCE = 16  # sequences, as many as are learnt from at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """Where learning ends, whichever comes first. tokens: learnt from, each as often as it was used."""
+
+    tokens: int
+    seconds: float
+
+
+def distil(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    limit: Limit,
+    *,
+    is_over: Callable[[], bool],
+    said: Callable[[LearningReport], object],
+) -> LearningReport:
+    """Answer the prompts, round after round under seeds of their own, until a limit is reached or `is_over`. The engine
+    learns whenever it is asked to (`learning=1.0`)."""
+    end = time.monotonic() + limit.seconds
+    waiting = _requests(prompts, params)
+
+    def report() -> LearningReport:
+        found = engine.stats().learning
+        assert found is not None, "the engine's drafter learns"
+        return found
+
+    def goes_on() -> bool:
+        return not is_over() and time.monotonic() < end and report().num_tokens < limit.tokens
+
+    while goes_on():
+        if not engine.has_work:
+            for _ in range(AT_ONCE):
+                engine.submit(next(waiting))
+        engine.step()
+        if not engine.has_work:
+            while goes_on() and engine.learn(idle=True):
+                pass
+            said(report())
+    return report()
+
+
+def drafter_of(engine: Engine) -> Any:
+    """Return the drafter's plain model, with what it has learnt."""
+    assert engine.state.student is not None, "the engine's drafter learns"
+    return engine.state.student.model
+
+
+def _requests(prompts: Sequence[Sequence[int]], params: SamplingParams) -> Iterator[Request]:
+    for number in count():
+        prompt = tuple(prompts[number % len(prompts)])
+        yield Request(id=f"distil/{number}", prompt_token_ids=prompt, params=params, seed=number)

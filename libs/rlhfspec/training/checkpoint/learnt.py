@@ -1,0 +1,43 @@
+"""What a drafter has learnt, in one file: beside the checkpoints and no part of them, since no token depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from rlhfspec.errors import StorageError
+from rlhfspec.training.modeling.digest import digest
+from rlhfspec.training.modeling.tensor_files import read_noted, sync, write_tensors
+
+LEARNT_FILE = "learnt.safetensors"
+_VERSION, _DIGEST = "version", "digest"  # notes in it
+
+
+def write_learnt(folder: Path, version: int, tensors: Mapping[str, torch.Tensor], *, by: str) -> None:
+    """Put the file in place with one rename, wherever this ends. `by`: the writer; of several that write at once the
+    last one's stays.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp()) / "drafter"
+    >>> write_learnt(folder, 512, {"norm": torch.ones(2)}, by="generator-0")
+    >>> read_learnt(folder)
+    (512, {'norm': tensor([1., 1.])})
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    writing = folder / f".writing-{by}"
+    write_tensors(writing, tensors, notes={_VERSION: str(version), _DIGEST: digest(tensors)})
+    writing.replace(folder / LEARNT_FILE)
+    sync(folder)
+
+
+def read_learnt(folder: Path) -> tuple[int, dict[str, torch.Tensor]] | None:
+    """Return version and tensors; None: there are none. Raise StorageError where the file is damaged."""
+    path = folder / LEARNT_FILE
+    if not path.exists():
+        return None
+    tensors, notes = read_noted(path)
+    if notes.get(_DIGEST) != digest(tensors) or not notes.get(_VERSION, "").isdecimal():
+        raise StorageError(path, "is damaged: its digest is not the one that was noted")
+    return int(notes[_VERSION]), tensors

@@ -1,0 +1,220 @@
+"""`rlhfspec drafter`: make one before a run, look at what one learnt in a run, take it out of the run's folder."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from rlhfspec.cli.problems import exit_on_problems
+from rlhfspec.cli.progress import StatusLine, wide_console
+from rlhfspec.cli.signals import on_signals
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.job.choices.drafters import AUTO
+
+if TYPE_CHECKING:
+    from rlhfspec.runs.folder.learnt import LearntLine
+
+app = typer.Typer(help="Drafters: make one, see what one learnt.", no_args_is_help=True)
+Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder to write.", show_default=False)]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)]
+_DEPTHS = (1, 2, 3, 4, 6, 8)
+_MOST_ROWS = 20
+
+
+@app.callback()
+def group() -> None:
+    """Drafters that learn: docs/learning.md."""
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Policy: folder or hub id.", show_default=False)],
+    data: Annotated[
+        list[str],
+        typer.Option("--data", metavar="FILE", help="Prompts, as in a job's dataset. Repeatable.", show_default=False),
+    ],
+    out: Out,
+    drafter: Annotated[
+        str, typer.Option("--drafter", help="What learns: a folder or hub id, or auto, made of the policy.")
+    ] = AUTO,
+    column: Annotated[str, typer.Option("--column", help="Column that holds the prompts.")] = "prompt",
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="End after learning from so many.")] = 500_000,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.0, help="End after so long.")] = 600.0,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="Of the answers, as in the job.")] = 1.0,
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, or another that torch has.")] = "cpu",
+) -> None:
+    """Make a drafter: the policy answers the prompts, the drafter learns from it. Ctrl-C ends it early, with what is
+    learnt by then. Give the folder as model.drafter."""
+    from rlhfspec.engine.core import Engine
+    from rlhfspec.engine.distilling.before import AT_ONCE, Limit, distil
+    from rlhfspec.engine.params import SamplingParams
+
+    over = threading.Event()
+    with exit_on_problems(), on_signals(over.set), StatusLine() as status:
+        _refuse_taken(out)
+        status(f"reading {', '.join(data)}")
+        prompts = _prompts(model, data, column)
+        status(f"loading {model}")
+        longest = max(map(len, prompts))
+        engine = Engine.from_pretrained(
+            model, drafter=drafter, device=device, speculation="model", learning=1.0, profile=False,
+            max_sequences=AT_ONCE, max_context=longest + max_tokens,
+        )  # fmt: skip
+        report = distil(
+            engine,
+            prompts,
+            SamplingParams(max_tokens=max_tokens, temperature=temperature),
+            Limit(tokens=tokens, seconds=seconds),
+            is_over=over.is_set,
+            said=lambda now: status(f"learnt from {now.num_tokens:,} tokens in {now.seconds:.0f} s: {_rates(now)}"),
+        )
+        _write(engine, out, model)
+    typer.echo(f"{out}: learnt from {report.num_tokens:,} tokens in {report.seconds:.0f} s: {_rates(report)}")
+
+
+@app.command()
+def report(
+    run: Run,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the lines as they are.")] = False,
+) -> None:
+    """Show what drafters learnt in a run: acceptance by step and depth, what it cost, what it brought."""
+    from rlhfspec.runs.folder.learnt import learnt_lines
+
+    with exit_on_problems():
+        lines = list(learnt_lines(run))
+        if not lines:
+            raise _nothing_learnt(run)
+    if as_json:
+        from dataclasses import asdict
+
+        for line in lines:
+            typer.echo(json.dumps(asdict(line)))
+        return
+    wide_console().print(_table(lines))
+    spent, saved = sum(line.seconds for line in lines), sum(line.saved_seconds for line in lines)
+    typer.echo(f"learning took {spent:.1f} s of generators and saved an estimated {saved:.1f} s")
+
+
+@app.command()
+def export(run: Run, out: Out) -> None:
+    """Write what drafters learnt in a run as a Hugging Face folder, for another run or another engine."""
+    from rlhfspec.runs.folder.learnt import LEARNT
+    from rlhfspec.runs.folder.run_folder import RunFolder
+
+    with exit_on_problems():
+        folder = RunFolder(run)
+        if not (run / LEARNT).is_dir() or not folder.job_file.exists():
+            raise _nothing_learnt(run)
+        _refuse_taken(out)
+        from rlhfspec.engine.distilling.early_exit import early_exit, learning_names
+        from rlhfspec.engine.distilling.student import Student
+        from rlhfspec.huggingface.loading import load_model
+        from rlhfspec.training.checkpoint.learnt import read_learnt
+
+        found = read_learnt(run / LEARNT)
+        if found is None:
+            raise _nothing_learnt(run)
+        given = folder.job().spec.model
+        policy = str(folder.export) if folder.export.exists() else given.path
+        is_made = given.drafter == AUTO
+        drafter = early_exit(load_model(policy)) if is_made else load_model(given.drafter or policy)
+        student = Student(drafter, learning_names(drafter) if is_made else None, max_context=1)
+        student.take(found[1])
+        _save(student.model, out, policy)
+    typer.echo(f"{out}: learnt from {found[0]:,} tokens")
+
+
+def _nothing_learnt(run: Path) -> InvalidRequest:
+    return InvalidRequest("RUN", str(run), "no drafter learnt there: generation.speculation.learning was off")
+
+
+def _prompts(model: str, data: Iterable[str], column: str) -> list[tuple[int, ...]]:
+    from rlhfspec.job import Dataset, Model
+    from rlhfspec.training.data import Prompts, load_rows, load_tokenizer
+
+    tokenizer = load_tokenizer(Model(path=model))
+    found: list[tuple[int, ...]] = []
+    for path in data:
+        dataset = Dataset.model_validate({"path": path, "promptColumn": column})
+        rows = load_rows(dataset)
+        if column not in (first := rows.records[0]):
+            raise InvalidRequest("--column", column, f"{path} has no such column, but {', '.join(first)}")
+        prompts = Prompts(rows, tokenizer, dataset, seed=0, prompts_per_step=1)
+        found += [prompts[index].token_ids for index in range(len(prompts))]
+    return found
+
+
+def _refuse_taken(out: Path) -> None:
+    """Before anything is computed."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise InvalidRequest("--out", str(out), "is there already; name another folder")
+    try:
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest("--out", str(out), f"cannot be made: {error.strerror}") from None
+
+
+def _write(engine: Any, out: Path, model: str) -> None:
+    from rlhfspec.engine.distilling.before import drafter_of
+
+    _save(drafter_of(engine), out, model)
+
+
+def _save(drafter: Any, out: Path, policy: str) -> None:
+    from rlhfspec.job import Model
+    from rlhfspec.training.checkpoint import export_hf
+    from rlhfspec.training.data import load_tokenizer
+
+    out = out.absolute()
+    tokenizer = load_tokenizer(Model(path=policy))
+    state = {name: tensor.detach().cpu() for name, tensor in drafter.state_dict().items()}
+    export_hf(out, state, drafter.config, tokenizer=tokenizer, generation_config=drafter.generation_config)
+
+
+def _rates(report: Any) -> str:
+    def said(tokens: float | None) -> str:
+        return "-" if tokens is None else f"{tokens:.2f}"
+
+    return f"{said(report.tokens_before)} -> {said(report.tokens_now)} tokens a verification"
+
+
+def _table(lines: list[LearntLine]) -> Table:
+    """By version of the policy's weights, all generators together; of many, some."""
+    table = Table()
+    for title in ("policy", "learnt from", "seconds", "saved", "tokens a verification", *map(str, _DEPTHS)):
+        table.add_column(f"accepted at {title}" if title == "1" else title, justify="right")
+    versions = sorted({line.weights_version for line in lines})
+    every = -(-len(versions) // _MOST_ROWS)
+    for version in versions[::-1][::every][::-1]:
+        of_version = [line for line in lines if line.weights_version == version]
+        table.add_row(
+            str(version),
+            f"{max(line.version for line in of_version):,}",
+            f"{sum(line.seconds for line in of_version):.1f}",
+            f"{sum(line.saved_seconds for line in of_version):.1f}",
+            *_acceptance([line.num_accepted for line in of_version]),
+        )
+    return table
+
+
+def _acceptance(counts: list[tuple[int, ...]]) -> list[str]:
+    """Tokens a verification, and the share of verifications in which so many drafted tokens were accepted, or more.
+
+    >>> _acceptance([(1, 1), (0, 1, 1)])
+    ['2.00', '75%', '25%', '0%', '0%', '0%', '0%']
+    >>> _acceptance([()])[:2]
+    ['-', '-']
+    """
+    total = sum(map(sum, counts))
+    if not total:
+        return ["-"] * (1 + len(_DEPTHS))
+    accepted = sum(depth * number for each in counts for depth, number in enumerate(each))
+    shares = [sum(sum(each[depth:]) for each in counts) / total for depth in _DEPTHS]
+    return [f"{1 + accepted / total:.2f}", *(f"{share:.0%}" for share in shares)]

@@ -1,0 +1,251 @@
+"""What one generator's drafter learnt comes to the others and to those that come later; damage costs speed only."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_job import a_job
+from stages import FakeEngine, Stages, ends, killed, until
+
+from rlhfspec.engine.base import EngineStats, Learnt
+from rlhfspec.engine.distilling.pays import LearningReport
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.generator import learnt as sharing
+from rlhfspec.generator.service import GeneratorService
+from rlhfspec.messages.records import DraftWeights
+from rlhfspec.runs.folder.learnt import LEARNT, learnt_lines
+from rlhfspec.training.checkpoint.learnt import LEARNT_FILE, read_learnt, write_learnt
+
+WORKERS = {"prompts": 1, "generator": 3, "trainer": 1, "rebalancer": 1}
+
+
+@pytest.fixture(autouse=True)
+def handed_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "_REST", 0.0)
+
+
+class Learner(FakeEngine):
+    """Its drafter's one weight is its version; it learns from 100 tokens at a time as long as there is `left`."""
+
+    def __init__(self, left: int = 0) -> None:
+        super().__init__(random.Random(0))
+        self.left, self.version, self.took = left, 0, list[int]()
+
+    def learn(self, *, idle: bool) -> bool:
+        if not self.left:
+            return False
+        self.left -= 1
+        self.version += 100
+        return True
+
+    def learnt(self) -> Learnt:
+        return Learnt(version=self.version, tensors={"w": torch.tensor([float(self.version)])})
+
+    def take_learnt(self, learnt: Learnt) -> bool:
+        if learnt.tensors.keys() != {"w"}:
+            raise InvalidRequest("drafter", min(learnt.tensors), "what was learnt is another drafter's")
+        assert float(learnt.tensors["w"][0]) == learnt.version
+        if learnt.version <= self.version:
+            return False
+        self.version = learnt.version
+        self.took.append(learnt.version)
+        return True
+
+    def load_weights(self, state_dict: dict[str, Any], *, version: int) -> None:
+        self.weights_version = version
+
+    def reports(self) -> None: ...
+
+    def cancel(self, request_id: str) -> bool: ...
+
+    def check_integrity(self) -> None: ...
+
+    def stats(self) -> EngineStats:
+        report = LearningReport(version=self.version, num_tokens=self.version, seconds=0.5, num_accepted=(3, 2))
+        return replace(super().stats(), learning=report)
+
+
+class Place:
+    def __init__(self, stages: Stages, folder: Path) -> None:
+        self.stages, self.folder = stages, folder
+        self.running: list[tuple[asyncio.Task[None], GeneratorService]] = []
+
+    def start(self, worker: int, engine: Learner) -> Learner:
+        service = GeneratorService(
+            worker, self.stages.vitals, self.stages.bus.of("generator", worker), job=self.stages.job,
+            engine=engine,  # type: ignore[arg-type]
+            weights=self.stages.weights, run_folder=self.folder,
+        )  # fmt: skip
+        self.running.append((asyncio.create_task(service.run()), service))
+        return engine
+
+    async def announced(self, version: int) -> None:
+        subject: Any = self.stages.transport._subjects[self.stages.bus.subject(DraftWeights)]
+        await until(lambda: any(f"/drafter/{version}/" in m.id for m in subject.latest.values()), f"{version} is there")
+
+
+def run(folder: Path, act: Callable[[Place], Any]) -> None:
+    async def main() -> None:
+        place = Place(await Stages.open(a_job(), **WORKERS), folder)
+        await act(place)
+        for task, service in place.running:
+            await ends(task, service)
+
+    asyncio.run(main())
+
+
+def kept(folder: Path) -> int:
+    found = read_learnt(folder / LEARNT)
+    return 0 if found is None else found[0]
+
+
+def test_it_comes_to_the_others_and_to_who_comes_later(tmp_path: Path) -> None:
+    async def act(place: Place) -> None:
+        other = place.start(1, Learner())
+        place.start(0, Learner(left=1))
+        await until(lambda: other.took == [100], "the other takes it")
+        late = place.start(2, Learner())
+        await until(lambda: late.took == [100], "and who comes later")
+
+    run(tmp_path, act)
+    assert kept(tmp_path) == 100
+
+
+def test_who_has_learnt_from_more_goes_on_with_its_own(tmp_path: Path) -> None:
+    async def act(place: Place) -> None:
+        first, second, third = Learner(), Learner(), Learner()
+        first.version, third.version = 900, 2000
+        place.start(1, first)
+        await place.announced(900)
+        place.start(0, second)
+        await until(lambda: second.took == [900], "it takes what is from more tokens")
+        write_learnt(tmp_path / LEARNT, 970, {"w": torch.tensor([970.0])}, by="generator-9")
+        place.start(2, third)
+        await until(lambda: first.took == [2000] and second.took == [900, 2000], "so do both")
+        assert third.took == []
+
+    run(tmp_path, act)
+    assert kept(tmp_path) == 2000
+
+
+def test_not_every_step_of_learning_is_handed_out(tmp_path: Path) -> None:
+    put: list[int] = []
+
+    async def act(place: Place) -> None:
+        genuine = place.stages.weights.put
+        place.stages.weights.put = lambda *given: (put.append(given[2]), genuine(*given))[1]  # type: ignore[method-assign]
+        engine = place.start(0, Learner(left=1000))
+        await until(lambda: not engine.left, "it has learnt")
+
+    run(tmp_path, act)
+    assert 2 < len(put) < 40, put
+    assert put[-1] == 100_000, "the last when it leaves"
+    steps = list(pairwise(put))[:-1]
+    assert all(later - earlier >= min(earlier / 4, 32768) for earlier, later in steps)
+
+
+@pytest.mark.parametrize("harm", ["byte", "cut", "empty", "another"])
+def test_what_is_damaged_is_refused_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str) -> None:
+    write_learnt(tmp_path / LEARNT, 300, {"v" if harm == "another" else "w": torch.tensor([300.0])}, by="generator-0")
+    file = tmp_path / LEARNT / LEARNT_FILE
+    content = bytearray(file.read_bytes())
+    content[-1] ^= harm == "byte"
+    file.write_bytes({"cut": content[:-1], "empty": b""}.get(harm, bytes(content)))
+
+    async def act(place: Place) -> None:
+        engine = place.start(0, Learner())
+        await until(lambda: caplog.records, "it says so")
+        assert engine.took == []
+        engine.left = 4
+        await place.stages.publish("prompts")
+
+    run(tmp_path, act)
+    [record] = caplog.records
+    assert "begins anew" in record.getMessage() or "is not taken" in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+def test_what_cannot_be_fetched_or_put_costs_no_generator(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def act(place: Place) -> None:
+        other = place.start(1, Learner())
+        await until(lambda: len(place.stages.vitals.snapshot()) > 0, "it is there")
+        gone = DraftWeights(id="x", job=place.stages.job.metadata.name, version=50, uri="memory:x", digest="0")
+        await place.stages.publish("generator", gone)
+        await until(lambda: caplog.records, "it says so")
+        (tmp_path / LEARNT).write_bytes(b"")  # no folder can be made
+        place.start(0, Learner(left=1))
+        await until(lambda: any("is not handed out" in r.getMessage() for r in caplog.records), "nor can this be")
+        (tmp_path / LEARNT).unlink()
+        other.version = 5000
+        other.left = 1
+        place.running[1][1].stopping.set()
+
+    run(tmp_path, act)
+    assert "is not taken" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("at", ["put", "write", "publish"])
+def test_killed_while_it_hands_out_nothing_is_lost_but_the_last(
+    tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_learnt(tmp_path / LEARNT, 300, {"w": torch.tensor([300.0])}, by="generator-0")
+
+    async def act(place: Place) -> None:
+        engine = Learner()
+        reached, never = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def dies(*given: Any, **named: Any) -> Any:
+            loop.call_soon_threadsafe(reached.set)
+            if at == "write":  # as far as the bytes, and not as far as the name
+                (tmp_path / LEARNT / ".writing-generator-0").write_bytes(b"half")
+            raise asyncio.CancelledError
+
+        async def hangs(record: Any) -> bool:
+            reached.set()
+            await never.wait()
+            return True
+
+        place.start(0, engine)
+        await until(lambda: engine.took == [300], "it goes on from what is there")
+        task, service = place.running.pop()
+        if at == "put":
+            monkeypatch.setattr(place.stages.weights, "put", dies)
+        elif at == "write":
+            monkeypatch.setattr(sharing, "write_learnt", dies)
+        else:
+            monkeypatch.setattr(service._learnt._bus, "publish", hangs)
+        engine.left = 5
+        service._news.set()
+        await reached.wait()
+        await killed(task, service)
+        monkeypatch.undo()
+        assert kept(tmp_path) == (300 if at == "write" else 400)
+        again = place.start(0, Learner())
+        await until(lambda: again.took == [kept(tmp_path)], "started again it goes on from there")
+
+    run(tmp_path, act)
+
+
+def test_what_it_cost_and_brought_is_written_down(tmp_path: Path) -> None:
+    async def act(place: Place) -> None:
+        engine = place.start(0, Learner(left=3))
+        await until(lambda: not engine.left, "it has learnt")
+        engine.weights_version = 1
+        engine.left = 1
+        place.running[0][1]._news.set()
+        await until(lambda: list(learnt_lines(tmp_path)), "a line")
+
+    run(tmp_path, act)
+    first, last = learnt_lines(tmp_path)
+    assert (first.weights_version, first.num_accepted) == (0, (3, 2))
+    assert (last.weights_version, last.num_accepted) == (1, (0, 0)), "since the line before"
+    assert first.num_tokens + last.num_tokens == last.version == 400
