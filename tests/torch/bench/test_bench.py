@@ -18,7 +18,9 @@ from rlhfspec.bench.bars import bars_of_generation as bars
 from rlhfspec.bench.bars import bars_of_learnt
 from rlhfspec.bench.draining.batch import DrainingStep, Trace, drain_and_watch
 from rlhfspec.bench.draining.plot import draw
-from rlhfspec.bench.drifting.drift import DriftResults, DriftStep, bars_of
+from rlhfspec.bench.drifting import drift
+from rlhfspec.bench.drifting import report as drift_report
+from rlhfspec.bench.drifting.drift import DriftResults, DriftSettings, DriftStep, bars_of
 from rlhfspec.bench.generating.ours import OurWorker, requests_of
 from rlhfspec.bench.generating.results import ResultRow, Results
 from rlhfspec.bench.generating.run import BenchSettings, find_vllm_python
@@ -31,6 +33,10 @@ from rlhfspec.engine import Completion, EngineStep
 from rlhfspec.engine.base import SequenceStats
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.tiny import models as tiny_models
+from rlhfspec.tiny import perturbed, random_model
+from rlhfspec.tiny.tokenizer import VOCAB_SIZE
+from rlhfspec.training.checkpoint.shares import LEARNER
+from rlhfspec.training.checkpoint.store import CheckpointStore
 
 FAST = Processor(cpu="x", features=(), num_cores=2, system="", arithmetic="amx")
 SLOW = replace(FAST, arithmetic="fma")
@@ -154,6 +160,30 @@ def test_drift_is_judged_from_step_15_on_and_learning_over_the_whole_run() -> No
     assert (gain.found.split()[0], gain.holds) == ("1.20", True)
     assert (share.found, share.holds) == ("2.5%", False)
     assert bars_of(DriftResults(machine=None, rows=tuple(frozen[:10]))) == ()
+
+
+def test_policies_of_a_run_are_replayed_with_both_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of three steps, made up; the tokens are compared where they are generated."""
+    monkeypatch.setattr(drift, "_PROMPTS", 2)
+    monkeypatch.setattr(drift, "_SAMPLES", 2)
+    policy = random_model("llama", seed=1, vocab_size=VOCAB_SIZE)
+    policy.save_pretrained(tmp_path / "policy")
+    perturbed(policy, 0.3).save_pretrained(tmp_path / "draft")
+    with CheckpointStore(tmp_path / "run" / "checkpoints", keep=3) as store:
+        for step in (1, 2, 3):
+            store.save(step, {LEARNER: {"policy": dict(perturbed(policy, 0.1 * step).state_dict())}})
+    (tmp_path / "run" / "steps.jsonl").write_text('{"seconds": {"step": 5.0}}\n' * 3)
+    settings = DriftSettings(
+        job=tmp_path / "job.yaml", model=str(tmp_path / "policy"), draft=str(tmp_path / "draft"),
+        speculation="model-d4", share=0.2,
+    )  # fmt: skip
+    found = DriftResults(machine=None, rows=tuple(drift.replayed(settings, tmp_path / "run", lambda line: None)))
+    frozen, learning = found.of("frozen"), found.of("learning")
+    assert [row.step for row in frozen] == [row.step for row in learning] == [1, 2, 3]
+    assert [row.num_tokens for row in frozen] == [row.num_tokens for row in learning]
+    assert sum(row.learning_seconds for row in learning) > 5 * sum(row.learning_seconds for row in frozen)
+    drift_report.plot(found, tmp_path / "drift.png")
+    assert (tmp_path / "drift.png").stat().st_size > 1000
 
 
 def test_the_best_static_strategy_is_not_picked_after_the_fact() -> None:

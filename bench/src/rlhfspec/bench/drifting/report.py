@@ -35,5 +35,6 @@ def plot(results: DriftResults, path: Path) -> None:
         speed.set(ylabel="tokens a CPU second", xlabel="training step")
         accepted.legend(loc="lower right")
         for axis in (accepted, speed):
+            axis.margins(y=0.2)
             axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)
