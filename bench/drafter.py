@@ -1,4 +1,4 @@
-"""What a drafter learns while a run goes on: python bench/drafter.py [--tokens 35000] [--passes 1] [--json FILE].
+"""What a drafter learns while a run goes on: python bench/drafter.py [--tokens 208896] [--drafters auto].
 
 The synthetic pair `library` (byte-level models trained on the standard library's text, 3.3M and .3M parameters): tokens
 a verification of a drafted chain of six at temperature 1, on prompts and seeds that nothing is learnt from. First as
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from rlhfspec.engine import Completion, Engine, SamplingParams
+from rlhfspec.bench.generating.learnt import learn_from, sample
+from rlhfspec.engine import Engine
 from rlhfspec.engine.distilling import learning as distilling
 from rlhfspec.engine.drafting.base import DraftPlan
-from rlhfspec.tiny import library
 from rlhfspec.tiny.models import ensure
 
-SEQUENCES, LENGTH, MEASURED = 16, 256, 128
+SEQUENCES, MEASURED = 16, 128
 CHAIN = {name: DraftPlan(drafter=name, depth=6) for name in ("suffix", "model")}
 
 
@@ -44,12 +44,6 @@ def measure(engine: Engine) -> tuple[float, str]:
     return rate, hashlib.sha256(repr(tokens).encode()).hexdigest()[:8]
 
 
-def sample(engine: Engine, *, prompts: int, seed: int, num_tokens: int) -> list[Completion]:
-    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-    chosen = [tuple(prompt) for prompt in library.prompts(SEQUENCES, seed=prompts)]
-    return engine.generate(chosen, params, seeds=range(seed, seed + SEQUENCES))
-
-
 def row(name: str, drafter: str | Path | None, *, num_tokens: int) -> DrafterRow:
     engine = Engine.from_pretrained(
         ensure("library").library, drafter=drafter, num_threads=1, max_sequences=SEQUENCES, max_context=400,
@@ -61,10 +55,7 @@ def row(name: str, drafter: str | Path | None, *, num_tokens: int) -> DrafterRow
     if learning is None:
         return DrafterRow(name, begins, None, 0, 0.0, digest)
     engine.learning = learning
-    for number in range(-(-num_tokens // (SEQUENCES * LENGTH))):
-        sample(engine, prompts=3000 + number, seed=100_000 * (number + 1), num_tokens=LENGTH)
-        while engine.learn(idle=True):
-            pass
+    learn_from(engine, num_tokens)
     engine.learning = None
     learnt, after = measure(engine)
     assert after == digest, "a drafter changed a token"
@@ -75,17 +66,17 @@ def row(name: str, drafter: str | Path | None, *, num_tokens: int) -> DrafterRow
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=35_000)
+    parser.add_argument("--tokens", type=int, default=208_896)
     parser.add_argument("--passes", type=int, default=1)
+    parser.add_argument("--drafters", default="suffix,given,auto", help="of these")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     distilling.PASSES = given.passes
-    draft = ensure("library-draft").library_draft
+    drafters = {"suffix": None, "given": ensure("library-draft").library_draft, "auto": "auto"}
     rows = [
-        row("suffix", None, num_tokens=0),
-        row("library-draft", draft, num_tokens=given.tokens),
-        row("auto", "auto", num_tokens=given.tokens),
+        row(name, drafters[name], num_tokens=given.tokens if drafters[name] else 0)
+        for name in given.drafters.split(",")
     ]
     print(f"{'drafter':<14}{'begins':>8}{'learnt':>8}{'tokens':>9}{'seconds':>9}  digest")
     for each in rows:

@@ -15,8 +15,12 @@ from typer.testing import CliRunner
 
 from rlhfspec.bench import trees
 from rlhfspec.bench.bars import bars_of_generation as bars
+from rlhfspec.bench.bars import bars_of_learnt
 from rlhfspec.bench.draining.batch import DrainingStep, Trace, drain_and_watch
 from rlhfspec.bench.draining.plot import draw
+from rlhfspec.bench.drifting import drift
+from rlhfspec.bench.drifting import report as drift_report
+from rlhfspec.bench.drifting.drift import DriftResults, DriftSettings, DriftStep, bars_of
 from rlhfspec.bench.generating.ours import OurWorker, requests_of
 from rlhfspec.bench.generating.results import ResultRow, Results
 from rlhfspec.bench.generating.run import BenchSettings, find_vllm_python
@@ -29,6 +33,10 @@ from rlhfspec.engine import Completion, EngineStep
 from rlhfspec.engine.base import SequenceStats
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.tiny import models as tiny_models
+from rlhfspec.tiny import perturbed, random_model
+from rlhfspec.tiny.tokenizer import VOCAB_SIZE
+from rlhfspec.training.checkpoint.shares import LEARNER
+from rlhfspec.training.checkpoint.store import CheckpointStore
 
 FAST = Processor(cpu="x", features=(), num_cores=2, system="", arithmetic="amx")
 SLOW = replace(FAST, arithmetic="fma")
@@ -122,6 +130,62 @@ def test_on_real_text_adaptive_only_has_to_beat_plain() -> None:
     assert (bar.wanted, bar.holds) == (">= 1.00", True)
 
 
+def test_a_drafter_that_learnt_has_bars_of_its_own() -> None:
+    """Judged on each pair's own plain runs: the machine was twice as slow while the given draft was measured."""
+    learnt, given = (
+        Results(machine=FAST, rows=tuple(rows(scenario, plain=plain, adaptive=adaptive)), settings={"pair": pair})
+        for pair, scenario, plain, adaptive in (
+            ("learnt", "batch-4", 100.0, 139.0), ("library", "batch-4", 50.0, 57.0)
+        )
+    )  # fmt: skip
+    [bar] = [bar for bar in bars(learnt) if bar.name == "adaptive / plain"]
+    assert (bar.wanted, bar.holds) == (">= 1.40", False)
+    [bar] = bars_of_learnt(learnt, given)
+    assert (bar.wanted, bar.found.split()[0], bar.holds) == (">= 1.20", "1.22", True)
+    assert bars_of_learnt(replace(learnt, rows=learnt.rows[:1]), given) == ()
+
+
+def test_drift_is_judged_from_step_15_on_and_learning_over_the_whole_run() -> None:
+    def row(mode: str, step: int, rate: float, spent: float = 0.0) -> DriftStep:
+        return DriftStep(
+            mode=mode, step=step, num_tokens=round(100 * rate), num_verifications=100, cpu_seconds=1.0,
+            learning_seconds=spent, run_seconds=2.0,
+        )  # fmt: skip
+
+    steps = range(1, 21)
+    frozen = [row("frozen", step, 4.0 if step < 15 else 3.0) for step in steps]
+    learning = [row("learning", step, 4.0 if step < 15 else 3.6, spent=0.05) for step in steps]
+    results = DriftResults(machine=None, rows=(*frozen, *learning))
+    gain, share = bars_of(results)
+    assert (gain.found.split()[0], gain.holds) == ("1.20", True)
+    assert (share.found, share.holds) == ("2.5%", False)
+    assert bars_of(DriftResults(machine=None, rows=tuple(frozen[:10]))) == ()
+
+
+def test_policies_of_a_run_are_replayed_with_both_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of three steps, made up; the tokens are compared where they are generated."""
+    monkeypatch.setattr(drift, "_PROMPTS", 2)
+    monkeypatch.setattr(drift, "_SAMPLES", 2)
+    policy = random_model("llama", seed=1, vocab_size=VOCAB_SIZE)
+    policy.save_pretrained(tmp_path / "policy")
+    perturbed(policy, 0.3).save_pretrained(tmp_path / "draft")
+    with CheckpointStore(tmp_path / "run" / "checkpoints", keep=3) as store:
+        for step in (1, 2, 3):
+            store.save(step, {LEARNER: {"policy": dict(perturbed(policy, 0.1 * step).state_dict())}})
+    (tmp_path / "run" / "steps.jsonl").write_text('{"seconds": {"step": 5.0}}\n' * 3)
+    settings = DriftSettings(
+        job=tmp_path / "job.yaml", model=str(tmp_path / "policy"), draft=str(tmp_path / "draft"),
+        speculation="model-d4", share=0.2,
+    )  # fmt: skip
+    found = DriftResults(machine=None, rows=tuple(drift.replayed(settings, tmp_path / "run", lambda line: None)))
+    frozen, learning = found.of("frozen"), found.of("learning")
+    assert [row.step for row in frozen] == [row.step for row in learning] == [1, 2, 3]
+    assert [row.num_tokens for row in frozen] == [row.num_tokens for row in learning]
+    assert sum(row.learning_seconds for row in learning) > 5 * sum(row.learning_seconds for row in frozen)
+    drift_report.plot(found, tmp_path / "drift.png")
+    assert (tmp_path / "drift.png").stat().st_size > 1000
+
+
 def test_the_best_static_strategy_is_not_picked_after_the_fact() -> None:
     dice = random.Random(1)
     statics = {f"s{i}": [100.0 * dice.uniform(0.8, 1.2) for _ in range(6)] for i in range(12)}  # noise alone
@@ -139,8 +203,9 @@ def test_a_ratio_is_taken_within_each_repetition() -> None:
 
 
 def test_each_pair_has_prompts_of_its_own_text() -> None:
-    [english], [library] = (scenarios(["batch-4"], num_tokens=8, pair=pair) for pair in PAIRS)
+    [english], [library], [learnt] = (scenarios(["batch-4"], num_tokens=8, pair=pair) for pair in PAIRS)
     assert set(english.prompts).isdisjoint(library.prompts)
+    assert learnt == library
     assert all(len(prompt) < 128 for prompt in scenarios(["batch-64"], num_tokens=8, pair="library")[0].prompts)
 
 

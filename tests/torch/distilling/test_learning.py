@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from moving import at_once, bits, drain, in_rounds, request, reserved
 
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.base import Learning, Learnt
@@ -65,8 +67,9 @@ def weights_of(engine: Engine) -> str:
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
 @pytest.mark.parametrize("draft", ["auto", "bad"])
 def test_tokens_are_the_same_bits_while_the_drafter_learns(
-    model: Any, draft: str, temperature: float, dtype: str
+    monkeypatch: pytest.MonkeyPatch, model: Any, draft: str, temperature: float, dtype: str
 ) -> None:
+    monkeypatch.setattr(distilling, "next_look", lambda num_steps: num_steps + 10**6)  # better or not, it is used
     given = draft if draft == "auto" else deep("llama", seed=99)
     plain = make(model, None, speculation="off", learning="off", dtype=dtype)
     learning = make(model, given, dtype=dtype)
@@ -103,6 +106,49 @@ def test_weights_that_change_in_mid_sequence_change_no_token(model: Any) -> None
     assert num_swaps > 4
 
 
+@pytest.mark.parametrize("way", [at_once, reserved, in_rounds])
+def test_sequences_move_and_are_preempted_while_both_drafters_are_noise(model: Any, way: Callable[..., Any]) -> None:
+    """The worst there can be: other random weights before every step, in the middle of a move too."""
+    requests = [request(str(seed), tuple(PROMPTS[seed]), seed=seed) for seed in range(3)]
+    plain = make(model, None, speculation="off", learning="off")
+    for each in requests:
+        plain.submit(each)
+    expected = {name: bits(done) for name, done in drain(plain).items()}
+    rng, done, num_moves = np.random.default_rng(3), {}, 0
+    engines = [noisy(make(model, speculation=plan), rng) for plan in (TREE, "adaptive")]
+    for number, each in enumerate(requests):
+        engines[number % 2].submit(each)
+    while any(engine.has_work for engine in engines):
+        for engine in engines:
+            done.update({each.id: each for each in (engine.step().finished if engine.has_work else ())})
+        places = [(name, index) for index in (0, 1) for name in engines[index].state.sequences]
+        for name, index in places[:1]:
+            done.update({each.id: each for each in way(engines[index], engines[1 - index], name, rng) or ()})
+            num_moves += 1
+            if num_moves % 3 == 0:
+                engines[1 - index].preempt(name)
+    assert {name: bits(each) for name, each in done.items()} == expected
+    assert num_moves > 3
+
+
+def noisy(engine: Engine, rng: np.random.Generator) -> Engine:
+    """The engine, whose drafter is another one in every step."""
+    genuine, draft = engine.step, engine.state.draft
+    assert draft is not None
+    assert engine.state.student is not None
+    held = engine.state.student.state_dict()
+    scales = {name: float(tensor.float().std()) or 1.0 for name, tensor in held.items()}
+
+    def step() -> Any:
+        noise = {n: torch.from_numpy(rng.normal(0, scales[n], t.shape)).to(t.dtype) for n, t in held.items()}
+        draft.runner.load_weights(noise)
+        engine.check_integrity()
+        return genuine()
+
+    engine.step = step  # type: ignore[method-assign]
+    return engine
+
+
 @pytest.mark.parametrize("draft", ["auto", "given"])
 def test_it_gets_better(model: Any, draft: str) -> None:
     engine = make(model, "auto" if draft == "auto" else perturbed(model, 0.5))
@@ -128,9 +174,17 @@ def tokens_a_verification(engine: Engine) -> float:
     return sum(len(each.token_ids) for each in done) / sum(each.stats.num_verifications for each in done)
 
 
+def recording_only(model: Any) -> Engine:
+    """An engine that records whatever it verifies, and learns nothing."""
+    engine = make(model)
+    assert engine.learning is not None
+    engine.learning.budget.may_learn = lambda *, idle: False  # type: ignore[method-assign]
+    return engine
+
+
 def test_labels_are_what_the_target_says(model: Any) -> None:
     """The slow twin: Hugging Face's log-probs of the whole sequence."""
-    engine, temperature = make(model, learning="auto"), 0.7
+    engine, temperature = recording_only(model), 0.7
     done = generate(engine, temperature=temperature)
     assert engine.learning is not None
     lessons = engine.learning._ring.take(most_tokens=10_000)
@@ -145,7 +199,7 @@ def test_labels_are_what_the_target_says(model: Any) -> None:
 
 
 def test_a_sequence_that_was_preempted_leaves_its_lessons(model: Any) -> None:
-    engine = make(model, learning="auto")
+    engine = recording_only(model)
     recorder = LessonRecorder(ring := LessonRing(most_tokens=1000, passes=1))
     assert engine.learning is not None
     engine.learning._recorder = recorder
@@ -178,7 +232,7 @@ def test_a_drafter_made_of_the_policy_follows_it(model: Any, learning: str | flo
     engine.learn(idle=True)
     student = engine.state.student
     assert student is not None
-    learnt = {name: p.detach().clone() for name, p in student.model.named_parameters() if ".layers.1." in name}
+    learnt = {name: tensor.clone() for name, tensor in student.state_dict().items() if ".layers.1." in name}
     new = dict(perturbed(model, 0.3).state_dict())
     engine.load_weights(new, version=1)
     held = student.state_dict()
@@ -194,6 +248,36 @@ def test_a_drafter_that_is_given_new_weights_goes_on_from_them(model: Any) -> No
     engine.load_weights(dict(model.state_dict()), version=1, draft_state_dict=new)
     assert engine.state.student is not None
     assert all(torch.equal(tensor, new[name]) for name, tensor in engine.state.student.state_dict().items())
+
+
+def test_it_drafts_as_at_the_start_until_what_it_learnt_is_better(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distilling, "LESSON_TOKENS", 32)  # less than a response
+    engine, agreement = make(model), {True: 0.5, False: 0.4}
+    first, student = weights_of(engine), engine.state.student
+    monkeypatch.setattr(student, "agreement", lambda lessons, at_first=False: agreement[at_first])
+    for better in (False, True):
+        agreement[False] = 0.6 if better else 0.4
+        for seed in range(4):
+            generate(engine, 10 * seed)
+            while engine.learn(idle=True):
+                pass
+        assert (weights_of(engine) != first) is better
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_drafts_is_the_average_of_the_last_steps(tied: bool) -> None:
+    model = random_model("llama-tied" if tied else "llama", seed=3, vocab_size=VOCAB)
+    student = Student(model, None, max_context=96)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for step in range(1, 5):
+        student.learn([a_lesson(8)])
+        kept = step / (step + 9)
+        for name, tensor in model.state_dict().items():
+            expected[name] = kept * expected[name] + (1 - kept) * tensor
+    found = student.state_dict()
+    assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in expected.items())
+    assert not torch.equal(found["lm_head.weight"], model.lm_head.weight)
+    assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"]) is tied
 
 
 def test_what_is_no_number_is_given_up(model: Any) -> None:
@@ -260,6 +344,19 @@ def test_no_more_than_its_share_is_spent() -> None:
     assert idle == pytest.approx(25.0)
 
 
+def test_labels_are_paid_for() -> None:
+    budget = LearningBudget(share=None)
+    assert not budget.may_record(1), "no time has passed"
+    budget.stepped(seconds=10.0, num_tokens=np.ones(4, np.int32), drafted=False)
+    assert budget.may_record(256)
+    budget.recorded(seconds=0.09, num_tokens=100)
+    assert budget.may_record(10)
+    assert not budget.may_record(256), "a hundredth of the time is spent"
+    assert budget.report.seconds == 0.09
+    share = LearningBudget(share=0.05)
+    assert share.may_record(10_000)
+
+
 @pytest.mark.parametrize(("pays", "share"), [(True, 0.04), (False, 0.012)])
 def test_it_goes_on_while_it_pays(pays: bool, share: float) -> None:
     """Where drafts are not used, or are no better, one part in a hundred is tried."""
@@ -295,7 +392,8 @@ def a_lesson(num_labels: int) -> Lesson:
 
 
 @pytest.mark.parametrize("draft", ["auto", "given"])
-def test_what_one_engine_learnt_another_goes_on_from(model: Any, draft: str) -> None:
+def test_what_one_engine_learnt_another_goes_on_from(monkeypatch: pytest.MonkeyPatch, model: Any, draft: str) -> None:
+    monkeypatch.setattr(distilling, "next_look", lambda num_steps: num_steps + 10**6)  # better or not, it is used
     given = "auto" if draft == "auto" else perturbed(model, 0.5)
     one, other = make(model, given), make(model, given)
     plain = generate(make(model, None, speculation="off", learning="off"), 5)

@@ -240,9 +240,11 @@ def test_what_it_cost_and_brought_is_written_down(tmp_path: Path) -> None:
         engine = place.start(0, Learner(left=3))
         await until(lambda: not engine.left, "it has learnt")
         engine.weights_version = 1
-        engine.left = 1
         place.running[0][1]._news.set()
         await until(lambda: list(learnt_lines(tmp_path)), "a line")
+        engine.left = 1
+        place.running[0][1]._news.set()
+        await until(lambda: not engine.left, "it has learnt again")
 
     run(tmp_path, act)
     first, last = learnt_lines(tmp_path)

@@ -57,6 +57,10 @@ ON_FAST_BFLOAT16 = {
     "batch-64": 1.05,
     "long-tail": 1.45,
 }
+ON_LEARNT = {"batch-1": 2.8, "batch-4": 1.4, "batch-8": 1.05}  # with a drafter that was made of the target, and learnt
+ELSEWHERE_ON_LEARNT = 0.98
+LEARNT_OVER_GIVEN = 1.2  # adaptive with it over adaptive with the small draft of the pair `library`, at these:
+_LEARNT_SCENARIOS = ("batch-1", "batch-4")
 ON_SLOW_BFLOAT16 = {"batch-1": 2.5, "batch-4": 1.25, "batch-16": 1.0, "long-tail": 1.3}
 
 PLAIN_OVER_VLLM_PLAIN = {"batch-1", "batch-8", "batch-32"}
@@ -94,9 +98,29 @@ def _against_plain(results: Results, num_threads: int, scenario: str) -> Iterato
     if adaptive and plain:
         is_fast = results.machine is not None and results.machine.has_fast_bfloat16
         by_scenario = ON_FAST_BFLOAT16 if is_fast else ON_SLOW_BFLOAT16
-        is_english = results.settings.get("pair", "english") == "english"
-        wanted = by_scenario.get(scenario, ADAPTIVE_OVER_PLAIN) if is_english else ADAPTIVE_OVER_PLAIN
+        pair = results.settings.get("pair", "english")
+        if pair == "learnt":
+            wanted = ON_LEARNT.get(scenario, ELSEWHERE_ON_LEARNT)
+        else:
+            wanted = by_scenario.get(scenario, ADAPTIVE_OVER_PLAIN) if pair == "english" else ADAPTIVE_OVER_PLAIN
         yield _ratio(adaptive, plain, "adaptive / plain", wanted)
+
+
+def bars_of_learnt(learnt: Results, given: Results) -> tuple[Bar, ...]:
+    """Adaptive with the drafter that learnt against adaptive with the one given, each over plain in its own process:
+    what slows the machine meanwhile slows both."""
+    return tuple(
+        _at_least(num_threads, scenario, "adaptive / plain, learnt / given", paired(ours, theirs), LEARNT_OVER_GIVEN)
+        for num_threads, scenario in learnt.scenes()
+        if scenario in _LEARNT_SCENARIOS
+        and (ours := _over_plain(learnt, num_threads, scenario))
+        and (theirs := _over_plain(given, num_threads, scenario))
+    )
+
+
+def _over_plain(results: Results, num_threads: int, scenario: str) -> tuple[float, ...]:
+    adaptive, plain = (results.row(num_threads, scenario, mode) for mode in ("adaptive", "plain"))
+    return tuple(a / b for a, b in zip(adaptive.repeats, plain.repeats, strict=False)) if adaptive and plain else ()
 
 
 def _against_vllm(results: Results, num_threads: int, scenario: str) -> Iterator[Bar]:

@@ -15,7 +15,7 @@ import torch
 
 from rlhfspec.common.arrays import FloatArray, IntArray
 from rlhfspec.engine.base import EngineStep, Learnt
-from rlhfspec.engine.distilling.lessons import NUM_LABELS, LessonRecorder, LessonRing
+from rlhfspec.engine.distilling.lessons import LONGEST_LESSON, NUM_LABELS, LessonRecorder, LessonRing
 from rlhfspec.engine.distilling.pays import LearningBudget, LearningReport
 from rlhfspec.engine.distilling.student import Student
 from rlhfspec.engine.forward.runner import ModelRunner
@@ -28,7 +28,15 @@ Indices = npt.NDArray[np.int64]
 RING_TOKENS, PASSES = 32768, 4
 LESSON_TOKENS = 512  # of one optimizer step
 _SWAP_EVERY = 4  # optimizer steps, or when there is no more to learn from
-_LOOK_EVERY = 16  # optimizer steps between two looks at what was learnt
+_LOOK_EVERY = 16  # optimizer steps between two looks at what was learnt; the first ones come sooner
+
+
+def next_look(num_steps: int) -> int:
+    """
+    >>> [next_look(steps) for steps in (0, 2, 4, 8, 16, 32)]
+    [2, 4, 8, 16, 32, 48]
+    """
+    return num_steps + min(max(num_steps, 2), _LOOK_EVERY)
 
 
 def drafter_learning(state: EngineState) -> DraftLearning | None:
@@ -56,7 +64,8 @@ class DraftLearning:
         self._ring = LessonRing(most_tokens=RING_TOKENS, passes=PASSES)
         self._recorder = LessonRecorder(self._ring)
         self._num_steps = 0
-        self._next_look = _LOOK_EVERY
+        self._next_look = next_look(0)
+        self._is_better = True  # than it was at the start, as far as is known; else it drafts as at the start
         self._num_unseen = 0  # optimizer steps that the copy that drafts has not seen
         self._idle_since = time.perf_counter()
         self._is_on = is_on
@@ -75,8 +84,10 @@ class DraftLearning:
 
     def record(self, new: Committed, kept: IntArray, logits: torch.Tensor) -> None:
         """Before the first `kept[s]` new tokens are appended: what the target thought of them."""
-        recorded = set(self._recorder.rows)
-        chosen = [s for s, row in enumerate(new.rows.tolist()) if row in recorded and kept[s]]
+        if not self._recorder.within and not self._may_begin(1):
+            return
+        began = time.perf_counter()
+        chosen = self._chosen(new.rows.tolist(), kept)
         if not chosen:
             return
         places = [new.places[s, : kept[s]] for s in chosen]
@@ -87,6 +98,20 @@ class DraftLearning:
             length, last = int(self._rows.lengths[row]), first + len(place)
             self._recorder.note(row, length, ids[first:last], log_probs[first:last], self._rows.tokens[row, :length])
             first = last
+        self.budget.recorded(seconds=time.perf_counter() - began, num_tokens=first)
+
+    def _chosen(self, rows: list[int], kept: IntArray) -> list[int]:
+        """Sequences whose new tokens are recorded: lessons that have begun go on, others begin as long as they may."""
+        known, within = set(self._recorder.rows), self._recorder.within
+        chosen = [s for s, row in enumerate(rows) if row in within and kept[s]]
+        for s, row in enumerate(rows):
+            if row in known and row not in within and kept[s] and self._may_begin(len(chosen) + 1):
+                chosen.append(s)
+        return chosen
+
+    def _may_begin(self, num_lessons: int) -> bool:
+        """Whether there is too little to learn from, and labels of so many lessons may be taken."""
+        return not self._ring.is_full_of_fresh and self.budget.may_record(num_lessons * LONGEST_LESSON)
 
     # -- when nobody waits, or in its share of the time -----------------------------------------------------
 
@@ -96,17 +121,19 @@ class DraftLearning:
         if idle:
             self.budget.idled(began - self._idle_since)
         self._idle_since = began
-        if not self.budget.may_learn(idle=idle):
-            return False
         are_fresh = self._ring.num_fresh >= LESSON_TOKENS
+        if not (are_fresh or idle) or not self.budget.may_learn(idle=idle):
+            return False
         lessons = self._ring.take(most_tokens=LESSON_TOKENS)
         if not lessons:
             self._swap()
+            self.budget.spent(seconds=time.perf_counter() - began, num_tokens=0, idle=idle)
             return False
         if are_fresh and self._num_steps >= self._next_look:
-            agreement = self._student.agreement
-            self.budget.agreed(agreement(lessons, at_first=True), agreement(lessons))
-            self._next_look = self._num_steps + _LOOK_EVERY
+            at_first, now = self._student.agreement(lessons, at_first=True), self._student.agreement(lessons)
+            self.budget.agreed(at_first, now)
+            self._is_better = now > at_first
+            self._next_look = next_look(self._num_steps)
         self._student.learn(lessons)
         self._num_steps += 1
         self._num_unseen += 1
@@ -126,10 +153,11 @@ class DraftLearning:
     def follow(self, policy: Mapping[str, torch.Tensor], drafter: Mapping[str, torch.Tensor] | None) -> None:
         """The policy has new weights; what was learnt stays, unless the drafter is given others."""
         if self._student.follow(policy, drafter):
-            self._runner.load_weights(self._student.state_dict())
+            self._hand_over()
 
     def learnt(self) -> Learnt:
-        return Learnt(version=self.version, tensors=self._student.learnt())
+        """Return what the drafter drafts with; as long as nothing better was learnt, that is its start."""
+        return Learnt(version=self.version, tensors=self._student.learnt(at_first=not self._is_better))
 
     def take(self, learnt: Learnt) -> bool:
         """Draft and go on learning with these, if they have learnt from more tokens; return whether they have. Raise
@@ -137,15 +165,18 @@ class DraftLearning:
         if learnt.version <= self.version:
             return False
         self._student.take(learnt.tensors)
-        self._runner.load_weights(self._student.state_dict())
-        self.version, self._num_unseen = learnt.version, 0
+        self.version, self._num_unseen, self._is_better = learnt.version, 0, True
+        self._hand_over()
         self.budget.took()
         return True
 
     def _swap(self) -> None:
         if self._num_unseen:
-            self._runner.load_weights(self._student.state_dict())
+            self._hand_over()
             self._num_unseen = 0
+
+    def _hand_over(self) -> None:
+        self._runner.load_weights(self._student.state_dict(at_first=not self._is_better))
 
     def _temperature(self, row: int) -> float:
         """At which the drafter is to agree; where the best token is taken, at 1."""

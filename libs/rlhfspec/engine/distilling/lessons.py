@@ -10,7 +10,7 @@ import numpy as np
 from rlhfspec.common.arrays import FloatArray, IntArray
 
 NUM_LABELS = 32  # tokens that a label knows; what is less likely than these is left out
-_LONGEST = 256  # tokens with labels in a lesson, and tokens of context before them
+LONGEST_LESSON = 256  # tokens with labels in a lesson, and tokens of context before them
 _MOST_ROWS = 16  # sequences that are recorded at a time
 
 
@@ -44,44 +44,41 @@ class LessonRing:
     def __init__(self, *, most_tokens: int, passes: int) -> None:
         self._most_tokens = most_tokens
         self._passes = passes
-        self._waiting: deque[tuple[int, Lesson]] = deque()  # how often it was taken; the next one first
+        self._fresh: deque[Lesson] = deque()
+        self._again: deque[tuple[int, Lesson]] = deque()  # how often it was taken; the next one first
+        self.num_fresh = 0  # labelled tokens that were never taken
         self.num_tokens = 0
-
-    @property
-    def num_fresh(self) -> int:
-        """Labelled tokens that were never taken."""
-        return sum(lesson.num_labels for times, lesson in self._waiting if not times)
 
     @property
     def is_full_of_fresh(self) -> bool:
         return 2 * self.num_fresh > self._most_tokens
 
     def add(self, lesson: Lesson) -> None:
-        """Before those that were taken already."""
-        place = next((i for i, (times, _) in enumerate(self._waiting) if times), len(self._waiting))
-        self._waiting.insert(place, (0, lesson))
+        self._fresh.append(lesson)
+        self.num_fresh += lesson.num_labels
         self.num_tokens += lesson.num_labels
         while self.num_tokens > self._most_tokens:
-            self.num_tokens -= self._pop(-1 if self._waiting[-1][0] else 0).num_labels
+            self.num_tokens -= (self._again.pop()[1] if self._again else self._pop_fresh()).num_labels
 
     def take(self, *, most_tokens: int) -> list[Lesson]:
         """The next lessons, of at most so many labelled tokens in all, but one if there is any to take."""
         taken: list[tuple[int, Lesson]] = []
         count = 0
-        is_half_full = 2 * self.num_tokens >= self._most_tokens
-        while self._waiting and (not taken or count + self._waiting[0][1].num_labels <= most_tokens):
-            if self._waiting[0][0] and not is_half_full:
+        may_repeat = 2 * self.num_tokens >= self._most_tokens
+        while self._fresh or (may_repeat and self._again):
+            ahead = self._fresh[0] if self._fresh else self._again[0][1]
+            if taken and count + ahead.num_labels > most_tokens:
                 break
-            taken.append(self._waiting.popleft())
-            count += taken[-1][1].num_labels
+            taken.append((0, self._pop_fresh()) if self._fresh else self._again.popleft())
+            count += ahead.num_labels
         again = [(times + 1, lesson) for times, lesson in taken if times + 1 < self._passes]
-        self._waiting.extend(again)
+        self._again.extend(again)
         self.num_tokens -= count - sum(lesson.num_labels for _, lesson in again)
         return [lesson for _, lesson in taken]
 
-    def _pop(self, index: int) -> Lesson:
-        lesson = self._waiting[index][1]
-        del self._waiting[index]
+    def _pop_fresh(self) -> Lesson:
+        lesson = self._fresh.popleft()
+        self.num_fresh -= lesson.num_labels
         return lesson
 
 
@@ -94,6 +91,10 @@ class _Recording:
     ids: list[IntArray] = field(default_factory=list)
     log_probs: list[FloatArray] = field(default_factory=list)
 
+    @property
+    def num_labels(self) -> int:
+        return sum(map(len, self.ids))
+
 
 class LessonRecorder:
     """Collects labels row by row while sequences decode, and puts lessons into the ring."""
@@ -101,6 +102,7 @@ class LessonRecorder:
     def __init__(self, ring: LessonRing) -> None:
         self._ring = ring
         self._rows: dict[int, _Recording] = {}
+        self.within: set[int] = set()  # rows whose lesson has begun, and has room for more
 
     @property
     def rows(self) -> list[int]:
@@ -108,8 +110,8 @@ class LessonRecorder:
         return list(self._rows)
 
     def start(self, row: int, temperature: float) -> None:
-        """A sequence took the row. It is recorded while there is not enough to learn from, and few others are."""
-        if len(self._rows) < _MOST_ROWS and not self._ring.is_full_of_fresh:
+        """A sequence took the row. It is recorded if few others are."""
+        if len(self._rows) < _MOST_ROWS:
             self._rows[row] = _Recording(temperature)
 
     def note(self, row: int, position: int, ids: IntArray, log_probs: FloatArray, tokens: IntArray) -> None:
@@ -117,15 +119,17 @@ class LessonRecorder:
         recording = self._rows[row]
         if not recording.ids:
             recording.start = position
-        elif sum(map(len, recording.ids)) >= _LONGEST:
+        elif recording.num_labels >= LONGEST_LESSON:
             self._close(recording, tokens)
             recording.start = position
         recording.ids.append(ids)
         recording.log_probs.append(log_probs)
+        (self.within.add if recording.num_labels < LONGEST_LESSON else self.within.discard)(row)
 
     def forget(self, row: int, tokens: IntArray) -> None:
         """The sequence, which has these tokens, leaves the row."""
         recording = self._rows.pop(row, None)
+        self.within.discard(row)
         if recording is not None and recording.ids:
             self._close(recording, tokens)
 
@@ -137,7 +141,7 @@ class LessonRecorder:
         assert end <= len(tokens), "a label without its token"
         self._ring.add(
             Lesson(
-                tokens=tokens[max(recording.start - _LONGEST, 0) : end].copy(),
+                tokens=tokens[max(recording.start - LONGEST_LESSON, 0) : end].copy(),
                 label_ids=ids, label_log_probs=log_probs, temperature=recording.temperature,
             )
         )  # fmt: skip

@@ -10,10 +10,10 @@ from rlhfspec.common.arrays import IntArray
 
 _SHARE = 0.05  # of step time at most, where the rule decides by itself
 _TRIED = 0.01  # of the time that has passed may be spent before anything was saved
-_FIRST_SECONDS = 0.25  # that a step of learning is taken for until one was seen
+_FIRST_SECONDS, _FIRST_LABEL_SECONDS = 0.25, 1e-4  # of a step of learning, and of a label, until one was seen
 _MEMORY = 500.0  # verifications; and so many tell what was before the drafter learnt
 _DEEPEST = 32  # drafted tokens of one path that are told apart
-_GAIN_KEPT = 0.9  # of what was known about the drafter's agreement, at every look
+_GAIN_KEPT = 0.6  # of what was known about the drafter's agreement, at every look
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,8 @@ class LearningBudget:
         self._share = share
         self._step_seconds = self._idle_seconds = self._busy_spent = 0.0
         self._seconds = self._saved = 0.0
-        self._num_tokens = self._num_steps = 0
+        self._num_tokens = 0
+        self._one_step_seconds, self._label_seconds = _FIRST_SECONDS, _FIRST_LABEL_SECONDS
         self._ratio = 1.0  # agreement at the start over agreement now
         self._is_new = True  # nothing was learnt yet
         self._before, self._now = _Rate(), _Rate()
@@ -87,19 +88,32 @@ class LearningBudget:
         self._ratio = ratio if first else _GAIN_KEPT * self._ratio + (1.0 - _GAIN_KEPT) * ratio
 
     def spent(self, *, seconds: float, num_tokens: int, idle: bool = False) -> None:
-        self._is_new = False
         self._seconds += seconds
-        self._num_steps += 1
         self._num_tokens += num_tokens
+        if num_tokens:  # else the copy that drafts got what was learnt
+            self._one_step_seconds, self._is_new = seconds, False
         self._busy_spent += 0.0 if idle else seconds
+
+    def recorded(self, *, seconds: float, num_tokens: int) -> None:
+        """Labels of so many tokens were taken, in a step of the engine."""
+        self._seconds += seconds
+        self._busy_spent += seconds
+        self._label_seconds = seconds / num_tokens
+
+    def may_record(self, num_tokens: int) -> bool:
+        """Whether labels of so many tokens may be taken."""
+        return self._share is not None or self._seconds + num_tokens * self._label_seconds <= self._allowed
 
     def may_learn(self, *, idle: bool) -> bool:
         share = _SHARE if self._share is None else self._share
         if not idle and self._busy_spent > share * self._step_seconds:
             return False
-        step = self._seconds / self._num_steps if self._num_steps else _FIRST_SECONDS
-        allowed = _TRIED * (self._step_seconds + self._idle_seconds) + self._saved
-        return self._share is not None or self._seconds + step <= allowed
+        return self._share is not None or self._seconds + self._one_step_seconds <= self._allowed
+
+    @property
+    def _allowed(self) -> float:
+        """Seconds, where the rule decides."""
+        return _TRIED * (self._step_seconds + self._idle_seconds) + self._saved
 
     @property
     def report(self) -> LearningReport:

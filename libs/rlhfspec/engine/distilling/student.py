@@ -14,11 +14,16 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.structure.anatomy import examine
 from rlhfspec.huggingface.structure.causal_lm import CausalLM, hidden_of
 
-WHOLE_RATE, PART_RATE, ADAM_RATE = 4e-3, 1e-2, 2e-3  # of models, and of a layer that has all to learn; docs/learning.md
+MUON_RATE, ADAM_RATE = 1e-2, 1e-3  # docs/learning.md
+_WARM_UP_STEPS = 50
+_KEPT = 0.99  # of the average, at every optimizer step; of the first steps less
 
 
 class Student:
     """`learn` takes one optimizer step towards the target's distribution (soft labels, KL).
+
+    What drafts is the average of the last hundred steps' weights or so: they themselves are shaken by steps that are
+    large enough to learn soon, and which never become smaller, as a run's end is not known.
 
     model: a Hugging Face causal LM that is nobody else's. names: of the parameters that learn, None: all.
     """
@@ -33,18 +38,28 @@ class Student:
             parameter.requires_grad_(name in self._learning)
         self._followed = [name for name in model.state_dict() if names is not None and name not in names]
         self._at_first = {name: p.detach().clone() for name, p in self._learning.items()}
-        self._optimizers = list(_optimizers(model, self._learning.values(), PART_RATE if names else WHOLE_RATE))
+        self._average = {name: p.detach().clone() for name, p in self._learning.items()}
+        first_names = {id(p): name for name, p in self._learning.items()}
+        state = model.state_dict(keep_vars=True)  # where a weight that is tied has several names
+        self._held_as = {name: first_names[id(t)] for name, t in state.items() if id(t) in first_names}
+        self._num_steps = 0
+        self._optimizers = list(_optimizers(model, self._learning.values()))
+        self._rates = [optimizer.param_groups[0]["lr"] for optimizer in self._optimizers]
 
     def learn(self, lessons: Sequence[Lesson]) -> float:
         """Return the loss before the optimizer step. Without a finite one, all that was learnt is given up."""
         with torch.enable_grad():
             loss = self._loss(lessons)
             loss.backward()  # type: ignore[no-untyped-call]
-        for optimizer in self._optimizers:
+        self._num_steps += 1
+        for optimizer, rate in zip(self._optimizers, self._rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * min(self._num_steps / _WARM_UP_STEPS, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         value = float(loss.detach())
-        if not math.isfinite(value):
+        if math.isfinite(value):
+            self._take_into_the_average()
+        else:
             self._start_over()
         return value
 
@@ -52,21 +67,22 @@ class Student:
     def agreement(self, lessons: Sequence[Lesson], *, at_first: bool = False) -> float:
         """Return how much of the target's distribution the drafter's covers, on average: sum of min(p, q). `at_first`:
         with what it had learnt at the start, which is nothing."""
-        if at_first:
-            self._swap()
+        held = self._at_first if at_first else self._average
+        self._swap(held)
         try:
             log_probs, labels = self._log_probs(lessons)
         finally:
-            if at_first:
-                self._swap()
+            self._swap(held)
         return float(torch.minimum(log_probs.exp(), labels.exp()).sum(-1).mean())
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return dict(self.model.state_dict())
+    def state_dict(self, *, at_first: bool = False) -> dict[str, torch.Tensor]:
+        held = self._at_first if at_first else self._average
+        return dict(self.model.state_dict()) | {name: held[first] for name, first in self._held_as.items()}
 
-    def learnt(self) -> dict[str, torch.Tensor]:
-        """Return a copy of what learns, on the host."""
-        return {name: p.detach().to("cpu", copy=True) for name, p in self._learning.items()}
+    def learnt(self, *, at_first: bool = False) -> dict[str, torch.Tensor]:
+        """Return a copy of the average, on the host, or of what the drafter began with."""
+        held = self._at_first if at_first else self._average
+        return {name: tensor.to("cpu", copy=True) for name, tensor in held.items()}
 
     @torch.no_grad()
     def take(self, learnt: Mapping[str, torch.Tensor]) -> None:
@@ -82,6 +98,7 @@ class Student:
                 raise InvalidRequest("drafter", name, "what was learnt holds numbers that are not finite")
         for name, parameter in self._learning.items():
             parameter.copy_(learnt[name])
+            self._average[name].copy_(learnt[name])
 
     @torch.no_grad()
     def follow(self, policy: Mapping[str, torch.Tensor], drafter: Mapping[str, torch.Tensor] | None) -> bool:
@@ -91,6 +108,9 @@ class Student:
         for name, tensor in self.model.state_dict().items():
             if name in given:
                 tensor.copy_(given[name])
+        for name in self._held_as.keys() & given.keys():  # what it is given is where it begins
+            self._at_first[self._held_as[name]].copy_(given[name])
+            self._average[self._held_as[name]].copy_(given[name])
         return bool(given)
 
     def _loss(self, lessons: Sequence[Lesson]) -> torch.Tensor:
@@ -117,18 +137,26 @@ class Student:
         return logits.log_softmax(-1).gather(-1, ids), labels
 
     @torch.no_grad()
+    def _take_into_the_average(self) -> None:
+        kept = min(_KEPT, self._num_steps / (self._num_steps + 9.0))
+        for name, parameter in self._learning.items():
+            self._average[name].lerp_(parameter, 1.0 - kept)
+
+    @torch.no_grad()
     def _start_over(self) -> None:
         for name, parameter in self._learning.items():
             parameter.copy_(self._at_first[name])
+            self._average[name].copy_(self._at_first[name])
         for optimizer in self._optimizers:
             optimizer.state.clear()
+        self._num_steps = 0
 
-    def _swap(self) -> None:
+    def _swap(self, held: dict[str, torch.Tensor]) -> None:
         for name, parameter in self._learning.items():
-            parameter.data, self._at_first[name] = self._at_first[name], parameter.data
+            parameter.data, held[name] = held[name], parameter.data
 
 
-def _optimizers(model: Any, parameters: Iterable[torch.nn.Parameter], rate: float) -> Iterator[torch.optim.Optimizer]:
+def _optimizers(model: Any, parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.optim.Optimizer]:
     """Muon for matrices between hidden states, AdamW for what is looked up by token and for vectors."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     vocabulary = {id(getattr(end, "weight", None)) for end in ends}
@@ -137,6 +165,6 @@ def _optimizers(model: Any, parameters: Iterable[torch.nn.Parameter], rate: floa
         kinds[parameter.ndim == 2 and id(parameter) not in vocabulary].append(parameter)
     others, matrices = kinds
     if matrices:
-        yield torch.optim.Muon(matrices, lr=rate, weight_decay=0.0)
+        yield torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.0)
     if others:
         yield torch.optim.AdamW(others, lr=ADAM_RATE, weight_decay=0.0)

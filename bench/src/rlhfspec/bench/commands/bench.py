@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhfspec.bench.commands import drain, moving
+from rlhfspec.bench.commands import drain, drift, moving
 from rlhfspec.bench.commands.options import Draft, JsonFile, Model, Pair, checked, chosen, models, names, numbers, show
 from rlhfspec.cli.progress import StatusLine, wide_console
 
@@ -20,6 +21,7 @@ app = typer.Typer(
     help="Benchmarks of generation, training steps and moves.", no_args_is_help=True, add_completion=False
 )
 app.command()(drain.drain)
+app.command()(drift.drift)
 app.command()(moving.rebalance)
 app.command()(moving.migrate)
 
@@ -44,7 +46,7 @@ def generate(
     model: Model = None,
     draft: Draft = None,
     pairs: Annotated[
-        str, typer.Option(help="Tiny models: english, library (real text, acceptance about .6), or both.")
+        str, typer.Option(help="Tiny models: english, library (real text), learnt (library, a drafter that learnt).")
     ] = "english,library",
     quick: Annotated[bool, typer.Option("--quick", help="Run a smaller grid, in at most three minutes.")] = False,
     threads: Annotated[str | None, typer.Option(help="Thread counts, such as 1,2 (the default).")] = None,
@@ -103,10 +105,14 @@ def generate(
 
 
 def _show(results: dict[str, Results], json_file: Path | None, plot_file: Path | None) -> None:
+    from rlhfspec.bench.bars import bars_of_learnt
     from rlhfspec.bench.generating.plot import plot
     from rlhfspec.bench.generating.report import show
     from rlhfspec.bench.generating.results import to_json
 
+    if results.keys() >= {"library", "learnt"}:
+        learnt = results["learnt"]
+        results["learnt"] = replace(learnt, bars=learnt.bars + bars_of_learnt(learnt, results["library"]))
     for pair, found in results.items():
         show(found, wide_console())
         if plot_file is not None:

@@ -78,6 +78,10 @@ def models(
         return model, draft
     from rlhfspec.tiny import ensure
 
+    if pair == "learnt":
+        from rlhfspec.bench.generating.learnt import ensure_learnt
+
+        return str(ensure("library-wide", report=status).library_wide), str(ensure_learnt(status))
     names = ("library-wide", "library-draft") if pair == "library" else (tiny_target, "draft")
     made = ensure(*names, report=status)
     target_path, draft_path = (str(getattr(made, name.replace("-", "_"))) for name in names)

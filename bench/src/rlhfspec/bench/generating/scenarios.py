@@ -22,7 +22,7 @@ BATCHES = (1, 4, 8, 16, 32, 64)
 SCENARIO_NAMES = (*(f"batch-{size}" for size in BATCHES), "long-tail")
 MAX_CONTEXT = 640  # prompts are shorter than 128 tokens, responses at most 512
 
-PAIRS = ("english", "library")  # of tiny models: target and draft, and the text they were trained on
+PAIRS = ("english", "library", "learnt")  # of tiny models; `learnt`: library's target, with a drafter made of it
 _TAIL_SEQUENCES, _TAIL_LIMIT = 64, 512
 _TAIL_MEDIAN_OF_BATCH, _TAIL_SIGMA = 0.75, 0.9  # a few sequences run several times longer than the median
 
@@ -66,7 +66,7 @@ def _scenario(name: str, num_tokens: int, pair: str) -> BenchScenario:
 
 
 def _of_lengths(name: str, lengths: list[int], pair: str) -> BenchScenario:
-    text = library if pair == "library" else corpus
+    text = corpus if pair == "english" else library
     chosen = tuple(tuple(prompt) for prompt in text.prompts(len(lengths), seed=7))
     return BenchScenario(name=name, prompts=chosen, max_tokens=tuple(lengths))
 
