@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_job import a_job
+from small_job import JOB, a_job
 from stages import FakeEngine, Stages, ends, killed, until
 
 from rlhfspec.engine.base import EngineStats, Learnt
@@ -20,7 +20,7 @@ from rlhfspec.engine.distilling.pays import LearningReport
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.generator import learnt as sharing
 from rlhfspec.generator.service import GeneratorService
-from rlhfspec.messages.records import DraftWeights
+from rlhfspec.messages.records import DraftWeights, Prompt
 from rlhfspec.runs.folder.learnt import LEARNT, learnt_lines
 from rlhfspec.training.checkpoint.learnt import LEARNT_FILE, read_learnt, write_learnt
 
@@ -251,3 +251,20 @@ def test_what_it_cost_and_brought_is_written_down(tmp_path: Path) -> None:
     assert (first.weights_version, first.num_accepted) == (0, (3, 2))
     assert (last.weights_version, last.num_accepted) == (1, (0, 0)), "since the line before"
     assert first.num_tokens + last.num_tokens == last.version == 400
+
+
+def test_who_learns_while_it_is_dry_goes_to_work_as_soon_as_there_is_some(tmp_path: Path) -> None:
+    prompt = Prompt(
+        id=f"{JOB}/1/0/0", job=JOB, step=1, prompt=0, replica=0, text="1+1=", token_ids=(5, 6), columns_json="{}",
+        seed=0, weights_version=0,
+    )  # fmt: skip
+
+    async def act(place: Place) -> None:
+        engine = place.start(0, Learner(left=1 << 60))
+        await until(lambda: engine.version > 1000, "it learns")
+        at = engine.version
+        await place.stages.publish("prompts", prompt)
+        await until(lambda: engine.submitted, "it generates")
+        await until(lambda: engine.version > at, "and learns again")
+
+    run(tmp_path, act)
