@@ -65,7 +65,7 @@ def test_ranges_of_any_sizes_arrive_whole_from_another_process(kind: str) -> Non
             for number, size in enumerate(sizes):
                 source.say(f"{move}/{number} {size} {move + number}")
             for number, size in enumerate(sizes):
-                assert landing.take(f"{move}/{number}", size, timeout=30) == pattern(size, move + number)
+                assert landing.take(f"{move}/{number}", size, timeout=120) == pattern(size, move + number)
                 landing.done(f"{move}/{number}")
                 assert source.hear() == f"sent {move}/{number}"
 
@@ -78,7 +78,7 @@ def test_what_a_killed_source_sent_is_whole_and_then_gone(kind: str) -> None:
     with other(SOURCE) as source:
         source.say(landing.offer)
         source.say("m/0 100000 3")
-        view = landing.take("m/0", 100_000, timeout=30)
+        view = landing.take("m/0", 100_000, timeout=120)
     assert view == pattern(100_000, 3)
     landing.done("m/0")
     with pytest.raises(LinkError, match="did not come"):
@@ -185,7 +185,7 @@ def assert_works(landing: WaysIn, key: str) -> None:
     sending = open_sending(landing.offer)
     sending.room(3)[:] = b"abc"
     sending.send(key, 3)
-    assert landing.take(key, 3, timeout=30) == b"abc"
+    assert landing.take(key, 3, timeout=120) == b"abc"
     landing.done(key)
     sending.close()
 
@@ -242,7 +242,7 @@ def test_a_key_twice_ends_the_connection_and_the_first_stays() -> None:
     connection = let_in(landing)
     connection.sendall(header() + b"abc" + header() + b"xyz")
     assert_thrown_out(connection)
-    assert landing.take("m/0", 3, timeout=30) == b"abc"
+    assert landing.take("m/0", 3, timeout=120) == b"abc"
     landing.done("m/0")
     landing.close()
 
@@ -257,7 +257,7 @@ def test_what_nobody_takes_is_forgotten_and_what_nobody_wants_any_more_never_kep
     for key in (what, "m/0"):
         sending.room(5000)[:] = pattern(5000)
         sending.send(key, 5000)
-    assert landing.take("m/0", 5000, timeout=30) == pattern(5000)
+    assert landing.take("m/0", 5000, timeout=120) == pattern(5000)
     assert landing.inbox.num_keys == 1
     landing.done("m/0")
     assert landing.inbox.num_bytes == 0
@@ -323,7 +323,7 @@ def test_strangers_are_few_at_a_time_and_in_nobodys_way(kind: str) -> None:
         strangers.append(stranger)
     sending.room(3)[:] = b"abc"
     sending.send("m/0", 3)
-    assert landing.take("m/0", 3, timeout=30) == b"abc"
+    assert landing.take("m/0", 3, timeout=120) == b"abc"
     num_refused = 0
     for stranger in strangers:
         stranger.settimeout(30)
@@ -381,7 +381,7 @@ def test_memory_that_could_shrink_under_the_reader_is_refused(make: Callable[[],
     connection.sendall(said[1:])
     os.close(file)
     with pytest.raises(LinkError, match="place"):
-        landing.take("m/0", 3, timeout=30)
+        landing.take("m/0", 3, timeout=120)
     assert_thrown_out(connection)
     landing.close()
 
@@ -391,7 +391,7 @@ def test_a_place_that_was_never_handed_over_is_refused() -> None:
     connection = let_in(landing)
     connection.sendall(header(place=7))
     with pytest.raises(LinkError, match="is none that was handed over"):
-        landing.take("m/0", 3, timeout=30)
+        landing.take("m/0", 3, timeout=120)
     assert_thrown_out(connection)
     landing.close()
 
@@ -444,7 +444,7 @@ def test_a_slow_link_is_slow_and_right() -> None:
     content = pattern(500_001)
     sending.room(len(content))[:] = content
     sending.send("m/0", len(content))
-    assert landing.take("m/0", len(content), timeout=30) == content
+    assert landing.take("m/0", len(content), timeout=120) == content
     landing.done("m/0")
     sending.close()
     relay.close()
@@ -459,7 +459,7 @@ def test_a_cable_that_is_cut_in_mid_range() -> None:
     with pytest.raises(LinkError, match=r"broke|closed"):
         sending.send("m/0", 64 << 20)
     with pytest.raises(LinkError, match="did not arrive whole"):
-        landing.take("m/0", 64 << 20, timeout=30)
+        landing.take("m/0", 64 << 20, timeout=120)
     assert landing.inbox.num_bytes == 0
     sending.close()
     relay.close()
@@ -475,7 +475,7 @@ def test_a_range_that_trickles_is_given_up_at_its_deadline() -> None:
     sending.room(1 << 16)
     sending.send("m/0", 1 << 16)
     with pytest.raises(LinkError, match="did not arrive whole"):
-        landing.take("m/0", 1 << 16, timeout=30)
+        landing.take("m/0", 1 << 16, timeout=120)
     stop.set()
     sending.close()
     relay.close()
@@ -502,7 +502,7 @@ def test_with_credentials_bytes_travel_encrypted_and_whole(credentials: tuple[Pa
     for number in range(2):
         sending.room(len(content))[:] = content
         sending.send(f"m/{number}", len(content))
-        assert landing.take(f"m/{number}", len(content), timeout=30) == content
+        assert landing.take(f"m/{number}", len(content), timeout=120) == content
         landing.done(f"m/{number}")
     sending.close()
     landing.close()
