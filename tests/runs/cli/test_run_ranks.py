@@ -166,6 +166,11 @@ def test_a_rank_that_is_none_is_refused_by_the_new_name(job_file: Path) -> None:
         assert f"spec.roles.trainer.{field}: unknown key; {said}" in result.output
 
 
+def test_ranks_of_a_layer_divide_the_heads_of_the_model(job_file: Path) -> None:
+    result = invoke(job_file, "out", "roles.trainer.ranksPerNode=4", "roles.trainer.tensorParallel=4")
+    assert "spec.roles.trainer.tensorParallel: must divide the model's num_key_value_heads (2) (got 4)" in result.output
+
+
 def test_ranks_need_processes_or_torchrun(job_file: Path) -> None:
     result = invoke(job_file, "out", "roles.trainer.ranksPerNode=2")
     assert "spec.roles.trainer.ranksPerNode: needs --processes, or torchrun --nproc-per-node 2" in result.output
