@@ -135,6 +135,8 @@ def workers(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, tuple[
             trainer_address = trainer_address or ask(ours, "address", None)
             ends.append(ours)
         found[way] = (ends[0], ends[1:])
+        if way == "group":
+            ask(ends[0], "meet", [ask(end, "address", None) for end in ends[1:]])
     try:
         yield found
     finally:

@@ -49,14 +49,10 @@ def _to_servers() -> list[Edge]:
 
 
 def _between_workers() -> list[Edge]:
-    """Weights come from whoever has them, or by a group of all; sequences move between those who follow Moves."""
+    """Weights come from the trainer and from whoever has them; sequences move between those who follow Moves."""
     found = [Edge(reader, giver, names.GRPC_PORT, "weights") for reader in READERS for giver in ("trainer", *READERS)]
     met = "ranks of several nodes: where they meet, and what they exchange"
     found.append(Edge("trainer", "trainer", names.RANKS_PORT, met, last=65535))
-    found.append(Edge("trainer", "generator", names.GRPC_PORT, "weights: who is in the group"))
-    group = "weights by group: where it meets, and what it sends"
-    for source, to in (("trainer", "generator"), ("generator", "trainer"), ("generator", "generator")):
-        found.append(Edge(source, to, names.RANKS_PORT, group, last=65535))
     for stage in STAGES:
         if Move in stage.watches:
             found.append(Edge(stage.name, stage.name, names.MOVES_PORT, "a sequence moves: who owns it"))

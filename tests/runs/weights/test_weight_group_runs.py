@@ -48,10 +48,10 @@ def test_the_store_is_the_way_where_the_job_says_so(job_file: Path, starting: Ca
     assert not told(run, "trainer", "by group"), "on a CPU files are quicker"
 
 
-def test_two_ranks_send_their_shares_while_generators_are_killed_and_stopped(
+def test_two_ranks_send_their_shares_while_a_generator_is_stopped_and_killed(
     job_file: Path, starting: Callable[..., Started]
 ) -> None:
-    hold, steps = hold_rewards(job_file), "training.steps=4"
+    hold, steps = hold_rewards(job_file), "training.steps=3"
     ranks = "roles.trainer.ranksPerNode=2"
     stores = starting("one", steps, *TWO, ranks)
     hold.unlink()
@@ -62,8 +62,9 @@ def test_two_ranks_send_their_shares_while_generators_are_killed_and_stopped(
     eventually(lambda: told(run, "trainer", "2 generators want them by group"), "both are in")
     stopped = run.pid_of("generator", 1)
     os.kill(stopped, signal.SIGSTOP)
+    eventually(lambda: told(run, "trainer", "1 generators want them by group"), "the other is in no group")
     hold.unlink()
-    eventually(lambda: told(run, "trainer", "1 goes by the store"), "whoever is stopped holds nobody up for long")
+    eventually(lambda: told(run, "trainer", "version 1 went to 1 by group"), "nobody waits for it")
     os.kill(stopped, signal.SIGKILL)
     code, output = run.ended()
     assert code == 0, output

@@ -52,9 +52,14 @@ def hold_up_seconds(num_bytes: int) -> float:
     """The most that a version waits for its group.
 
     >>> hold_up_seconds(0), hold_up_seconds(16 * 10**9)
-    (25.0, 185.0)
+    (40.0, 200.0)
     """
-    return _CALL_SECONDS + FORM_SECONDS + BUCKET_SECONDS + num_bytes / SLOWEST + COMMIT_SECONDS
+    return _CALL_SECONDS + _sending_seconds(num_bytes) + BUCKET_SECONDS + _CALL_SECONDS + COMMIT_SECONDS
+
+
+def _sending_seconds(num_bytes: int) -> float:
+    """Until the last bucket has to be under way."""
+    return FORM_SECONDS + BUCKET_SECONDS + num_bytes / SLOWEST
 
 
 class GroupSender:
@@ -133,7 +138,7 @@ class GroupSender:
         )  # fmt: skip
         told = Told(
             place=place, header=header, num_senders=self.num_senders, bucket_bytes=self._bucket_bytes,
-            deadline_seconds=FORM_SECONDS + BUCKET_SECONDS + header.num_bytes / SLOWEST,
+            deadline_seconds=_sending_seconds(header.num_bytes),
         )  # fmt: skip
         return VersionUnderWay(self, told, weights, sorted(members))
 

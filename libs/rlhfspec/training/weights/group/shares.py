@@ -21,7 +21,7 @@ class Told:
     header: WeightsHeader
     num_senders: int
     bucket_bytes: int
-    deadline_seconds: float  # for all of it
+    deadline_seconds: float  # until the last bucket is under way
 
 
 class Shares:
@@ -50,9 +50,11 @@ class Shares:
         for number, bucket in enumerate(plan):
             content = fill(bucket, spare[number], weights, rank, told.num_senders)
             digests.append(bucket_digest(content, name_of(told.header, rank, number)))
-            under_way(min(BUCKET_SECONDS, deadline - time.monotonic()))
+            under_way(BUCKET_SECONDS)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{number} of {len(plan)} buckets in {told.deadline_seconds:.0f} s: too slow")
             under_way = channel.broadcast(content)
-        under_way(min(BUCKET_SECONDS, deadline - time.monotonic()))
+        under_way(BUCKET_SECONDS)
         return digests
 
     def close(self) -> None:
