@@ -128,9 +128,10 @@ def test_what_vllm_refuses_is_said_in_one_line(children: Children) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_an_interpreter_that_cannot_be_started_is_said(tmp_path: Path) -> None:
+def test_an_interpreter_that_cannot_be_started_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no such thing >&2\nexit 3\n")
     broken.chmod(0o755)
     with pytest.raises(VllmEnded, match="ended with 3: no such thing"):
-        VllmProcess(broken, {"open": {}}, {}).start()
+        VllmProcess(Path(broken.name), {"open": {}}, {}).start()

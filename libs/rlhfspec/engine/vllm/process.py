@@ -51,7 +51,7 @@ class VllmProcess:
     """
 
     def __init__(self, python: Path, orders: dict[str, dict[str, Any]], environment: dict[str, str]) -> None:
-        self._python = python
+        self._python = python.absolute()  # the child is started in another folder
         self._orders = orders
         self._environment = environment
         self._last_words: deque[str] = deque(maxlen=20)
