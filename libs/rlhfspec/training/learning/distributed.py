@@ -298,9 +298,7 @@ class Leader:
     def num_sharing(self) -> int:
         """How many ranks send a share of the policy's weights each; 1: this one sends them whole, also where ranks hold
         parts of a layer."""
-        shared = self._ranks.tensor is None and any(
-            isinstance(tensor, DTensor) for tensor in self._learner.own_policy().values()
-        )
+        shared = any(isinstance(tensor, DTensor) for tensor in self._learner.own_policy().values())
         return self._ranks.num_ranks if shared else 1
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -348,9 +348,11 @@ class Learner:
 
     def own_policy(self) -> dict[str, Tensor]:
         """The same as this rank keeps it: where ranks share the weights, its own; {} where they are not what the policy
-        is (LoRA)."""
+        is (LoRA) or are parts of its layers."""
         of_policy = self._networks.get("policy")
-        return of_policy.own_weights() if of_policy is not None and self._spec.model.lora is None else {}
+        own = of_policy.own_weights() if of_policy is not None and self._spec.model.lora is None else {}
+        whole_layers = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor)}
+        return whole_layers if len(whole_layers) == len(own) else {}
 
     def critic_state(self) -> dict[str, Tensor]:
         """The critic under the names of `modeling.critic.Critic`. Shares memory likewise."""
