@@ -67,8 +67,9 @@ class GroupReceiver:
     def _answering(self, kind: type[_M], answer: Callable[[_M], WeightsMessage]) -> Callable[[bytes, Any], bytes]:
         def handle(content: bytes, context: grpc.ServicerContext) -> bytes:
             names = {name.decode(errors="replace") for name in context.auth_context().get("x509_common_name", [])}
-            if self._writers is not None and names and names.isdisjoint(self._writers):
-                context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{min(names)} may not bring weights")
+            if self._writers is not None and names.isdisjoint(self._writers):
+                known = ", ".join(sorted(names)) or "one without a certificate"
+                context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{known} may not bring weights")
             try:
                 return answer(parse(kind, content)).model_dump_json().encode()
             except MalformedRecord as error:
