@@ -28,7 +28,7 @@ CONFIGS = {
 }
 TOKENS = 4096
 LAYERS = (2, 4)
-LAYERS_OF_COPIES = (14, 16)  # so many that autocast's copies of weights, and not the head, decide how much it is
+LAYERS_AGAIN = (14, 16)  # so many that layers, or autocast's copies of weights, decide how much it is, and not the head
 MODES: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"model": {"dtype": "bfloat16"}},
@@ -59,7 +59,7 @@ def fake_peak(size: str, settings: Any, again: bool) -> float:
     """Of all layers, by two models of a few: memory is a number and so much more with every layer."""
     from fake_steps import peak_of_step
 
-    counts = LAYERS_OF_COPIES if again and settings.training.autocast != "off" else LAYERS
+    counts = LAYERS_AGAIN if again else LAYERS
     few, more = (peak_of_step(config_of(size, count), settings, TOKENS, again=again) for count in counts)
     a_layer = (more - few) / (counts[1] - counts[0])
     return few + a_layer * (config_of(size).num_hidden_layers - counts[0])
