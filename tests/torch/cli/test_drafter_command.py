@@ -38,17 +38,17 @@ def train(place: Path, *given: str, model: str = "policy", data: str = "data.jso
     return CliRunner().invoke(app, ["drafter", "train", str(place / model), *files, *small, *given])
 
 
-def generated(place: Path, drafter: Path | str | None) -> tuple[list[Any], float]:
+def generated(place: Path, drafter: Path | str | None) -> list[Any]:
     engine = Engine.from_pretrained(
         place / "policy", drafter=drafter, speculation="off" if drafter is None else "model", profile=False,
         max_sequences=4, max_context=64, num_threads=1,
     )  # fmt: skip
     done = engine.generate(PROMPTS * 4, SamplingParams(max_tokens=40, ignore_eos=True))
-    rate = sum(len(each.token_ids) for each in done) / sum(each.stats.num_verifications for each in done)
-    return [(each.token_ids, each.log_probs) for each in done], rate
+    return [(each.token_ids, each.log_probs) for each in done]
 
 
-def test_a_drafter_is_made_and_drafts_better_than_it_began(place: Path) -> None:
+def test_a_drafter_is_made_and_changes_no_token(place: Path) -> None:
+    """That it drafts better shows where there is something to learn (tests/torch/distilling): this text is random."""
     result = train(place, "--tokens", "3000")
     assert result.exit_code == 0, result.output
     last = result.stdout.splitlines()[-1]
@@ -57,11 +57,7 @@ def test_a_drafter_is_made_and_drafts_better_than_it_began(place: Path) -> None:
     made = load_model(place / "made")
     assert made.config.num_hidden_layers == 2
     assert made.config.vocab_size == VOCAB_SIZE
-    tokens, _ = generated(place, None)
-    begun, before = generated(place, "auto")
-    drafted, after = generated(place, place / "made")
-    assert tokens == begun == drafted, "a drafter changes no token"
-    assert after > before
+    assert generated(place, None) == generated(place, "auto") == generated(place, place / "made")
 
 
 def test_transformers_gives_the_logits_of_what_drafts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

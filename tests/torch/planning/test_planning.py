@@ -27,10 +27,10 @@ CONFIGS = {
     "70b": ROOT / "examples" / "cluster" / "70b" / "config.json",
 }
 TOKENS = 4096
-LAYERS = (2, 4)
-LAYERS_AGAIN = (14, 16)  # so many that layers, or autocast's copies of weights, decide how much it is, and not the head
-# Not layers computed again of which every rank has a part (8, 8, True): up to a quarter of what stands beside the states
-# is missing there, half a gigabyte of 8B (docs/gpus.md).
+LAYERS = (4, 6)  # of fewer the head decides
+LAYERS_AGAIN = (14, 16)  # so many that layers, or autocast's copies of weights, decide, and not the head
+# Not layers computed again of which every rank has a part (8, 8, True): up to a quarter of what stands beside the
+# states is missing there, half a gigabyte of 8B (docs/gpus.md).
 RANKS = [(*ranks, again) for ranks in ((1, 1), (8, 1), (8, 2)) for again in (False, True)] + [(8, 8, False)]
 MODES: dict[str, dict[str, Any]] = {
     "float32": {},
