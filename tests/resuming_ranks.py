@@ -42,16 +42,21 @@ def main() -> None:
 
 
 def lead(leader: Leader, folder: Path, step: int) -> None:
+    write_step(leader, folder, step)
+    if step > 1:
+        report = leader.learn(rollouts(1))
+        torch.save({"metrics": report.metrics, "policy": leader.policy_state()}, folder / f"next-{step}.pt")
+    leader.close()
+
+
+def write_step(leader: Leader, folder: Path, step: int) -> None:
+    """A checkpoint after training, where it is the first; else of what the one before it holds."""
     with CheckpointStore(folder / "checkpoints", keep=9) as store:
         if step == 1:
             leader.learn(rollouts(0))
         else:
             leader.load_state(store.open(step - 1)[LEARNER])
         store.save(step, {LEARNER: leader.state()})
-        if step > 1:
-            report = leader.learn(rollouts(1))
-            torch.save({"metrics": report.metrics, "policy": leader.policy_state()}, folder / f"next-{step}.pt")
-    leader.close()
 
 
 if __name__ == "__main__":

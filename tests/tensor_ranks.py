@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from learners import critic, rollouts, spec
+from resuming_ranks import write_step
 from torch.distributed.tensor import DTensor
 
 from rlhfspec.tiny import random_model
-from rlhfspec.training.checkpoint import CheckpointStore
-from rlhfspec.training.checkpoint.shares import LEARNER, write_learner
+from rlhfspec.training.checkpoint.shares import write_learner
 from rlhfspec.training.learning.distributed import Leader, Ranks, follow, joined
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.modeling.digest import digest
@@ -76,14 +76,9 @@ def resumed(ranks: Ranks, folder: Path) -> None:
         follow(learner, ranks, write_learner)
         return
     leader = Leader(learner, ranks, write_learner)
-    with CheckpointStore(folder / "checkpoints", keep=9) as store:
-        if step == 1:
-            leader.learn(rollouts(0))
-        else:
-            leader.load_state(store.open(step - 1)[LEARNER])
-        store.save(step, {LEARNER: leader.state()})
-        leader.learn(rollouts(1))
-        torch.save({"policy": leader.policy_state(), "critic": leader.critic_state()}, folder / f"next-{step}.pt")
+    write_step(leader, folder, step)
+    leader.learn(rollouts(1))
+    torch.save({"policy": leader.policy_state(), "critic": leader.critic_state()}, folder / f"next-{step}.pt")
     leader.close()
 
 

@@ -67,22 +67,21 @@ class Student:
     def agreement(self, lessons: Sequence[Lesson], *, at_first: bool = False) -> float:
         """Return how much of the target's distribution the drafter's covers, on average: sum of min(p, q). `at_first`:
         with what it had learnt at the start, which is nothing."""
-        held = self._at_first if at_first else self._average
-        self._swap(held)
+        drafts_with = self._drafts_with(at_first)
+        self._swap(drafts_with)
         try:
             log_probs, labels = self._log_probs(lessons)
         finally:
-            self._swap(held)
+            self._swap(drafts_with)
         return float(torch.minimum(log_probs.exp(), labels.exp()).sum(-1).mean())
 
     def state_dict(self, *, at_first: bool = False) -> dict[str, torch.Tensor]:
-        held = self._at_first if at_first else self._average
-        return dict(self.model.state_dict()) | {name: held[first] for name, first in self._held_as.items()}
+        drafts_with = self._drafts_with(at_first)
+        return dict(self.model.state_dict()) | {name: drafts_with[first] for name, first in self._held_as.items()}
 
     def learnt(self, *, at_first: bool = False) -> dict[str, torch.Tensor]:
         """Return a copy of the average, on the host, or of what the drafter began with."""
-        held = self._at_first if at_first else self._average
-        return {name: tensor.to("cpu", copy=True) for name, tensor in held.items()}
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self._drafts_with(at_first).items()}
 
     @torch.no_grad()
     def take(self, learnt: Mapping[str, torch.Tensor]) -> None:
@@ -112,6 +111,9 @@ class Student:
             self._at_first[self._held_as[name]].copy_(given[name])
             self._average[self._held_as[name]].copy_(given[name])
         return bool(given)
+
+    def _drafts_with(self, at_first: bool) -> dict[str, torch.Tensor]:
+        return self._at_first if at_first else self._average
 
     def _loss(self, lessons: Sequence[Lesson]) -> torch.Tensor:
         log_probs, labels = self._log_probs(lessons)

@@ -48,6 +48,20 @@ class Patience:
         return self.closed.is_set() or self.clock.now() > self.deadline
 
 
+def channel_to(
+    address: str,
+    credentials: grpc.ChannelCredentials | None,
+    server_name: str | None,
+    options: tuple[tuple[str, int], ...] = (),
+) -> grpc.Channel:
+    """`server_name`: in the certificate of whoever is asked; None: the address is."""
+    target = f"dns:///{address}"  # whatever an address may look like, it is no other scheme
+    if credentials is None:
+        return grpc.insecure_channel(target, options=options)
+    named = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
+    return grpc.secure_channel(target, credentials, options=(*options, *named))
+
+
 class GrpcWeightClient:
     """`server_name`: in the certificate of whoever is asked; None: the address is."""
 
@@ -55,14 +69,14 @@ class GrpcWeightClient:
         self, credentials: grpc.ChannelCredentials | None, max_bytes: int, server_name: str | None = None
     ) -> None:
         self._credentials = credentials
-        self._options = (*OPTIONS, *([("grpc.ssl_target_name_override", server_name)] if server_name else []))
+        self._server_name = server_name
         self._max_bytes = max_bytes
 
     def take(
         self, address: str, request: WeightsRequest, record: Weights, version: Version, patience: Patience
     ) -> FetchOutcome:
         """Into `version`, after what is there already."""
-        with self._channel(address) as channel:
+        with channel_to(address, self._credentials, self._server_name, OPTIONS) as channel:
             call = channel.unary_stream(f"/{SERVICE}/{METHOD}")(request.model_dump_json().encode())
             with _watched(call, patience) as watch:
                 try:
@@ -97,12 +111,6 @@ class GrpcWeightClient:
         if not version.finish():
             raise MalformedRecord(f"the bytes are not those of digest {record.digest}")
         return FetchOutcome(kind="whole")
-
-    def _channel(self, address: str) -> grpc.Channel:
-        target = f"dns:///{address}"  # whatever an address may look like, it is no other scheme
-        if self._credentials is None:
-            return grpc.insecure_channel(target, options=OPTIONS)
-        return grpc.secure_channel(target, self._credentials, options=self._options)
 
 
 class _Watch:

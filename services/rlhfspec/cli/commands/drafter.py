@@ -53,7 +53,7 @@ def train(
     """Make a drafter: the policy answers the prompts, the drafter learns from it. Ctrl-C ends it early, with what is
     learnt by then. Give the folder as model.drafter."""
     from rlhfspec.engine.core import Engine
-    from rlhfspec.engine.distilling.before import AT_ONCE, Limit, distil
+    from rlhfspec.engine.distilling.before import AT_ONCE, Limit, distil, drafter_of
     from rlhfspec.engine.params import SamplingParams
 
     over = threading.Event()
@@ -75,7 +75,7 @@ def train(
             is_over=over.is_set,
             said=lambda now: status(f"learnt from {now.num_tokens:,} tokens in {now.seconds:.0f} s: {_rates(now)}"),
         )
-        _write(engine, out, model)
+        _save(drafter_of(engine), out, model)
     typer.echo(f"{out}: learnt from {report.num_tokens:,} tokens in {report.seconds:.0f} s: {_rates(report)}")
 
 
@@ -159,12 +159,6 @@ def _refuse_taken(out: Path) -> None:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidRequest("--out", str(out), f"cannot be made: {error.strerror}") from None
-
-
-def _write(engine: Any, out: Path, model: str) -> None:
-    from rlhfspec.engine.distilling.before import drafter_of
-
-    _save(drafter_of(engine), out, model)
 
 
 def _save(drafter: Any, out: Path, policy: str) -> None:

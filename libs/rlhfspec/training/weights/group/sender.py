@@ -36,6 +36,7 @@ from rlhfspec.training.weights.group.messages import (
 from rlhfspec.training.weights.group.plan import BUCKET_BYTES, KeptAs, described
 from rlhfspec.training.weights.group.receiver import COMMIT_SECONDS
 from rlhfspec.training.weights.group.shares import Shares, Told
+from rlhfspec.training.weights.grpc_client import channel_to
 from rlhfspec.training.weights.grpc_messages import WeightsMessage, parse
 
 LOOK_SECONDS = 1.0
@@ -82,7 +83,7 @@ class GroupSender:
         self._peers = peers
         self._device = device
         self._credentials = credentials
-        self._options = [("grpc.ssl_target_name_override", server_name)] if server_name and credentials else []
+        self._server_name = server_name
         self._bucket_bytes = bucket_bytes
         self._members: dict[str, Wish] = {}
         self._epoch, self._epoch_of = "", frozenset[str]()
@@ -145,12 +146,7 @@ class GroupSender:
     def call(self, address: str, message: WeightsMessage, answer: type[_M], seconds: float) -> _M:
         """MalformedRecord and grpc.RpcError."""
         if address not in self._channels:
-            target = f"dns:///{address}"
-            self._channels[address] = (
-                grpc.insecure_channel(target)
-                if self._credentials is None
-                else grpc.secure_channel(target, self._credentials, options=self._options)
-            )
+            self._channels[address] = channel_to(address, self._credentials, self._server_name)
         ask = self._channels[address].unary_unary(f"/{GROUP_SERVICE}/{type(message).__name__}")
         return parse(answer, ask(message.model_dump_json().encode(), timeout=seconds))
 
