@@ -10,6 +10,7 @@ import select
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -97,6 +98,17 @@ def test_exactly_on_policy_in_bfloat16(job_file: Path, lora: tuple[str, ...]) ->
 def test_rounded_arithmetic_is_seen_in_the_difference(job_file: Path, overrides: tuple[str, ...]) -> None:
     steps = steps_of(job_file, "rounded", *overrides)
     assert all(1e-4 < step["log_prob_difference"]["max"] < 0.5 for step in steps)
+
+
+@pytest.mark.parametrize("trainer", ["training.autocast=bfloat16", "model.dtype=bfloat16"])
+def test_a_job_in_bfloat16_learns_as_one_in_float32(job_file: Path, trainer: str) -> None:
+    sizes = ("training.steps=16", "training.promptsPerStep=6", "training.optimizer.learningRate=3e-3")
+    ones = [step["reward"]["mean"] for step in train(job_file, "float32", *sizes)]
+    half = ("generation.dtype=bfloat16", trainer)
+    others = [step["reward"]["mean"] for step in train(job_file, "bfloat16", *sizes, *half)]
+    assert others[0] == pytest.approx(ones[0], abs=0.02), "the same policy, near-ties apart"
+    assert min(ones[-1], others[-1]) > 3 * ones[0]
+    assert fmean(others[-4:]) == pytest.approx(fmean(ones[-4:]), abs=0.1)
 
 
 def test_steps_that_run_ahead_say_so_and_are_corrected(job_file: Path) -> None:

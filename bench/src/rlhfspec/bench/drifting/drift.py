@@ -123,6 +123,7 @@ def replayed(settings: DriftSettings, folder: Path, report: Report) -> Iterator[
         )
         for mode in (FROZEN, LEARNING)
     }  # fmt: skip
+    allowed = 0.0  # seconds that may be learnt for: what a step leaves is the next one's
     with CheckpointStore(folder / "checkpoints", keep=settings.steps + 1) as store:
         for step in range(1, len(lines) + 1):
             digests = set()
@@ -134,7 +135,11 @@ def replayed(settings: DriftSettings, folder: Path, report: Report) -> Iterator[
                 done = drain(engine, requests(step))
                 seconds = time.process_time() - began
                 digests.add(digest(done))
-                spent = learnt_for(engine, settings.share * run_seconds)
+                spent = 0.0
+                if mode == LEARNING:
+                    allowed += settings.share * run_seconds
+                    spent = learnt_for(engine, allowed)
+                    allowed -= spent
                 yield _row(mode, step, done, seconds, spent, run_seconds)
             assert len(digests) == 1, "a drafter changed a token"
             report(f"step {step} of {len(lines)}")
@@ -154,10 +159,10 @@ def requests(step: int) -> list[Request]:
 
 
 def learnt_for(engine: Engine, seconds: float) -> float:
-    """Learn for so many seconds of the CPU, to the optimizer step that is nearest. Return how many it were."""
+    """Learn for at most so many seconds of the CPU, as optimizer steps go. Return how many it were."""
     began, took = time.process_time(), 0.0
-    while (spent := time.process_time() - began) + took / 2 < seconds and engine.learn(idle=True):
-        took = time.process_time() - began - spent
+    while (spent := time.process_time() - began) + took < seconds and engine.learn(idle=True):
+        took = max(took, time.process_time() - began - spent)
     return time.process_time() - began
 
 
