@@ -37,9 +37,9 @@ NEAR_TIE = 1e-5  # of two perturbed scores in float32, where the order of sums m
 
 @functools.cache
 def reference() -> Any:
-    """Return the model that engines of the suite generate with; its heads are of a width that all can run. It is never
-    changed."""
-    return random_model("llama", seed=3, vocab_size=VOCAB_SIZE, head_dim=32)
+    """Return the model that engines of the suite generate with; its heads are of a width that all can run, and of its
+    layers a drafter can be made. It is never changed."""
+    return random_model("llama", seed=3, vocab_size=VOCAB_SIZE, num_layers=3, head_dim=32)
 
 
 def request(

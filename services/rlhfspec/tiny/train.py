@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rlhfspec.engine.distilling.muon import Muon
 from rlhfspec.tiny import corpus, library, sums
 from rlhfspec.tiny.recipe import Recipe
 from rlhfspec.tiny.tokenizer import BOS, EOS, PAD, encode
@@ -41,15 +42,17 @@ def build(recipe: Recipe, *, seed: int) -> LlamaForCausalLM:
 def train(recipe: Recipe, report: Report) -> LlamaForCausalLM:
     """A trained model whose weights are exact in bfloat16, so that every dtype holds the same function.
 
-    Bfloat16 autocast on the corpus (on sums its casts cost more than they save); Muon for the matrices of the layers
+    Bfloat16 autocast on the corpus (on sums its casts cost more than they save, and on a CPU without AVX-512 it takes
+    many times as long); Muon for the matrices of the layers
     (half the steps that AdamW needs), AdamW for the rest. Everything is seeded: one machine makes the same model twice.
     """
     model = build(recipe, seed=recipe.seed)
     batches = _lessons(recipe) if recipe.task == "sums" else _windows(recipe)
     optimizers = _optimizers(model, recipe.learning_rate)
+    has_bfloat16 = "AVX512" in torch.backends.cpu.get_cpu_capability()
     model.train()
     for step, (tokens, targets) in enumerate(islice(batches, recipe.num_steps)):
-        loss = _loss(model, tokens, targets, autocast=recipe.task != "sums")
+        loss = _loss(model, tokens, targets, autocast=has_bfloat16 and recipe.task != "sums")
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -67,7 +70,7 @@ def _optimizers(model: LlamaForCausalLM, learning_rate: float) -> tuple[torch.op
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or ".layers." not in name]
     return (
-        torch.optim.Muon(matrices, lr=learning_rate, momentum=0.9, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, learning_rate, momentum=0.9, weight_decay=0.05, like_adamw=True),
         torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     )
 

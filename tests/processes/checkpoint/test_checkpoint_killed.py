@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import warmed
 
 from rlhfspec.training.checkpoint import CheckpointStore
+from rlhfspec.training.checkpoint.learnt import read_learnt, write_learnt
 
 
 def state(step: int) -> dict[str, Any]:
@@ -45,15 +47,26 @@ def save_for_ever(folder: Path, pipe: int) -> None:
         os._exit(1)
 
 
-def test_a_kill_at_any_moment_loses_nothing(folder: Path) -> None:
-    """The process dies somewhere within a save; what it had announced is there, whole, for the next one."""
-    draw = random.Random(7)
+def write_learnt_for_ever(folder: Path, pipe: int) -> None:
+    """The same of what a drafter learns."""
+    try:
+        version = (read_learnt(folder) or (0,))[0]
+        while True:
+            version += 1
+            write_learnt(folder, version, {"weight": torch.full((64, 64), float(version))}, by="generator-0")
+            os.write(pipe, f"{version}\n".encode())
+    finally:
+        os._exit(1)
+
+
+def killed_at_some_moments(draw: random.Random, save: Callable[[Path, int], None], folder: Path) -> Iterator[int]:
+    """After each kill, what the process had announced last."""
     announced = 0
     for _ in range(20):
         reading, writing = os.pipe()
         process = os.fork()
         if process == 0:
-            save_for_ever(folder, writing)
+            save(folder, writing)
         os.close(writing)
         with os.fdopen(reading) as lines:
             for _ in range(1 + draw.randrange(4)):
@@ -63,10 +76,23 @@ def test_a_kill_at_any_moment_loses_nothing(folder: Path) -> None:
             os.kill(process, signal.SIGKILL)
             announced = max([announced, *map(int, lines.readlines())])
         assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
+        yield announced
+
+
+def test_a_kill_at_any_moment_loses_nothing(folder: Path) -> None:
+    """The process dies somewhere within a save; what it had announced is there, whole, for the next one."""
+    for announced in killed_at_some_moments(random.Random(7), save_for_ever, folder):
         with CheckpointStore(folder, keep=2) as store:
             assert store.latest() in (announced, announced + 1)
             check(store.load(store.latest() or 0), store.latest() or 0)
-        announced = store.steps()[-1]
+
+
+def test_a_kill_while_it_is_written_leaves_what_was_learnt_whole(folder: Path) -> None:
+    for announced in killed_at_some_moments(random.Random(8), write_learnt_for_ever, folder):
+        found = read_learnt(folder)
+        assert found is not None
+        assert found[0] in (announced, announced + 1)
+        assert torch.equal(found[1]["weight"], torch.full((64, 64), float(found[0])))
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 from moving import at_once, bits, drain, in_rounds, request, reserved
+from worst_drafter import noisy
 
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.base import Learning, Learnt
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.distilling import learning as distilling
+from rlhfspec.engine.distilling import pays
 from rlhfspec.engine.distilling.lessons import Lesson, LessonRecorder, LessonRing
 from rlhfspec.engine.distilling.pays import LearningBudget
 from rlhfspec.engine.distilling.student import Student
@@ -129,24 +134,6 @@ def test_sequences_move_and_are_preempted_while_both_drafters_are_noise(model: A
                 engines[1 - index].preempt(name)
     assert {name: bits(each) for name, each in done.items()} == expected
     assert num_moves > 3
-
-
-def noisy(engine: Engine, rng: np.random.Generator) -> Engine:
-    """The engine, whose drafter is another one in every step."""
-    genuine, draft = engine.step, engine.state.draft
-    assert draft is not None
-    assert engine.state.student is not None
-    held = engine.state.student.state_dict()
-    scales = {name: float(tensor.float().std()) or 1.0 for name, tensor in held.items()}
-
-    def step() -> Any:
-        noise = {n: torch.from_numpy(rng.normal(0, scales[n], t.shape)).to(t.dtype) for n, t in held.items()}
-        draft.runner.load_weights(noise)
-        engine.check_integrity()
-        return genuine()
-
-    engine.step = step  # type: ignore[method-assign]
-    return engine
 
 
 @pytest.mark.parametrize("draft", ["auto", "given"])
@@ -342,6 +329,69 @@ def test_no_more_than_its_share_is_spent() -> None:
             idle += 0.05
     assert busy == pytest.approx(0.5, abs=0.06)
     assert idle == pytest.approx(25.0)
+
+
+def test_where_nothing_pays_a_short_step_is_only_noted(model: Any) -> None:
+    """Calls that learning makes in a step of a millisecond, Python's and those into C; no clock is looked at."""
+    engine, counted, num_steps = make(model, learning="auto"), Counter[str](), 0
+    learning = engine.learning
+    assert learning is not None
+    learning.budget.spent(seconds=1e6, num_tokens=512)
+    genuine = learning.stepped
+
+    def stepped(step: Any, **said: Any) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        genuine(dataclasses.replace(step, seconds=0.001), **said)
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        callers = (frame, frame.f_back) if event == "call" else (frame,)
+        if event in ("call", "c_call") and any("/distilling/" in each.f_code.co_filename for each in callers if each):
+            counted[event] += 1
+
+    learning.stepped = stepped  # type: ignore[method-assign]
+    sys.setprofile(count)
+    try:
+        for seed in range(4):
+            generate(engine, seed, num_tokens=70)
+    finally:
+        sys.setprofile(None)
+    assert num_steps > 100
+    assert counted.total() < 20 * num_steps, counted
+
+
+def test_looking_at_steps_now_and_then_tells_what_looking_at_each_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(1)
+    told = []
+    steps = [(rng.integers(1, 6, 4).astype(np.int32), bool(rng.random() < 0.8)) for _ in range(3000)]
+    for look_seconds in (0.05, 0.0):
+        monkeypatch.setattr(pays, "_LOOK_SECONDS", look_seconds)
+        budget = LearningBudget(share=None)
+        for number, (num_tokens, drafted) in enumerate(steps):
+            budget.stepped(seconds=0.001, num_tokens=num_tokens, drafted=drafted)
+            if number == 1000:
+                budget.agreed(0.5, 0.8)
+                budget.spent(seconds=0.01, num_tokens=512)
+        told.append(budget.report)
+    rarely, always = told
+    assert rarely.num_accepted == always.num_accepted
+    for name in ("seconds", "saved_seconds", "tokens_before", "tokens_now"):
+        assert getattr(rarely, name) == pytest.approx(getattr(always, name), rel=0.01), name
+
+
+def test_a_lesson_that_is_put_away_is_paid_for(model: Any) -> None:
+    engine = recording_only(model)
+    assert engine.learning is not None
+    put_away: list[int] = []
+    genuine = engine.learning.budget.recorded
+
+    def recorded(*, seconds: float, num_tokens: int = 0) -> None:
+        put_away.append(num_tokens)
+        genuine(seconds=seconds, num_tokens=num_tokens)
+
+    engine.learning.budget.recorded = recorded  # type: ignore[method-assign]
+    generate(engine)
+    assert put_away.count(0) == len(PROMPTS)
 
 
 def test_labels_are_paid_for() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfspec.engine.distilling.learning import LESSON_TOKENS, next_look
-from rlhfspec.engine.distilling.pays import LearningBudget
+from rlhfspec.engine.distilling.pays import _NOTING_SECONDS, LearningBudget
 
 CHAIN, SEQUENCES = 6, 4
 
@@ -83,3 +83,20 @@ def test_the_rule_is_right_in_nine_jobs_of_ten() -> None:
         if always >= 0.97 * off or off - ruled >= 0.5 * (off - always):
             right.append(job.name)
     assert len(right) >= 9, right
+
+
+def test_in_steps_of_a_millisecond_what_every_step_costs_counts_too() -> None:
+    """Where nothing pays: learning, labels and what is noted of each step, all in all at most a hundredth."""
+    budget, clock, spent = LearningBudget(share=None), 0.0, 0.0
+    for _ in range(100_000):
+        clock += 0.001
+        spent += _NOTING_SECONDS
+        budget.stepped(seconds=0.001, num_tokens=np.ones(SEQUENCES, np.int32), drafted=False)
+        if budget.may_record(256):
+            budget.recorded(seconds=0.01, num_tokens=256)
+            spent += 0.01
+        if budget.may_learn(idle=False):
+            budget.spent(seconds=0.03, num_tokens=LESSON_TOKENS)
+            spent += 0.03
+        assert spent <= 0.0101 * clock + 0.001
+    assert spent > 0.008 * clock, "what may be spent is"

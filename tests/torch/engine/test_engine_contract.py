@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import pytest
 from on_device import LOG_PROB_TOLERANCE
+from worst_drafter import noisy
 
 from rlhfspec.engine import Engine
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.distilling import learning as distilling
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.testing.engine import EngineContract
@@ -20,9 +24,31 @@ CHAIN = DraftPlan(drafter="model", depth=3, width=1, branch=1)
 SUFFIX_TREE = DraftPlan(drafter="suffix", depth=4, width=2, branch=2)
 
 
-def make(model: Any, mode: str | DraftPlan) -> Engine:
-    config = EngineConfig(max_sequences=8, max_context=96, profile=False, num_threads=1, speculation=mode)
-    return make_engine(model, config, draft=perturbed(model, 0.15), tokenizer=hugging_face_tokenizer())
+def make(model: Any, mode: str | DraftPlan, **options: Any) -> Engine:
+    draft = options.pop("draft", None) or perturbed(model, 0.15)
+    config = EngineConfig(max_sequences=8, max_context=96, profile=False, num_threads=1, speculation=mode, **options)
+    return make_engine(model, config, draft=draft, tokenizer=hugging_face_tokenizer())
+
+
+def made(model: Any, mode: str | DraftPlan) -> Engine:
+    """With a drafter made of the model, which learns between any two steps, and is noise in the next one."""
+    engine = noisy(make(model, mode, draft="auto", learning=1.0), np.random.default_rng(5))
+    step = engine.step
+
+    def step_and_learn() -> Any:
+        report = step()
+        engine.learn(idle=True)
+        return report
+
+    engine.step = step_and_learn  # type: ignore[method-assign]
+    return engine
+
+
+@pytest.fixture
+def little_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that short responses make optimizer steps, each of which reaches the drafter."""
+    monkeypatch.setattr(distilling, "LESSON_TOKENS", 16)
+    monkeypatch.setattr(distilling, "_SWAP_EVERY", 1)
 
 
 class TestEngine(EngineContract):
@@ -39,3 +65,21 @@ class TestMovable(MovableContract):
 
     def make(self, model: Any, mode: Any) -> Engine:
         return make(model, mode)
+
+
+@pytest.mark.usefixtures("little_is_learnt_from")
+class TestMadeDrafter(EngineContract):
+    log_prob_tolerance = LOG_PROB_TOLERANCE
+    modes = ("off", TREE)
+
+    def make(self, model: Any, mode: Any) -> Engine:
+        return made(model, mode)
+
+
+@pytest.mark.usefixtures("little_is_learnt_from")
+class TestMovableMadeDrafter(MovableContract):
+    log_prob_tolerance = LOG_PROB_TOLERANCE
+    modes = ("off", TREE)
+
+    def make(self, model: Any, mode: Any) -> Engine:
+        return made(model, mode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams, oracle
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.distilling import learning as distilling
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.tiny import perturbed, random_model
@@ -36,12 +38,18 @@ def model() -> Any:
     return random_model("llama", seed=3, vocab_size=VOCAB)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def pair(request: pytest.FixtureRequest, model: Any) -> tuple[Engine, Engine]:
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "made of the policy, and learns"])
+def pair(request: pytest.FixtureRequest, model: Any) -> Iterator[tuple[Engine, Engine]]:
     """A roomy engine that never speculates, and a cramped one to be driven every which way."""
-    plain = engine_for(model, dtype=request.param, speculation="off")
-    driven = engine_for(model, dtype=request.param, speculation="adaptive", kv_cache_tokens=352)
-    return plain, driven
+    options: dict[str, Any] = {"dtype": request.param}
+    if "made" in request.param:
+        options = {"draft": "auto", "learning": 1.0}
+        model = random_model("llama", seed=3, vocab_size=VOCAB, num_layers=3)
+    plain = engine_for(model, dtype=options.get("dtype", "float32"), speculation="off")
+    driven = engine_for(model, speculation="adaptive", kv_cache_tokens=352, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distilling, "LESSON_TOKENS", 64)  # so that a few short responses make an optimizer step
+        yield plain, driven
 
 
 def some_requests(rng: np.random.Generator, count: int, temperature: float) -> list[Request]:
@@ -81,6 +89,7 @@ def run(engine: Engine, requests: list[Request], rng: np.random.Generator | None
             engine.preempt(victims[int(rng.integers(len(victims)))].request.id)
         for completion in engine.step().finished:
             done[completion.id] = completion
+        engine.learn(idle=False)
         engine.check_integrity()
     return done
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from views import Hand, a_full_view, a_view, load, picture, state, tell, terminal, written
 
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.messages.records import Sample, Score
+from rlhfspec.messages.records import Load, Sample, Score
 from rlhfspec.messages.records.evaluations import example_evaluation
 from rlhfspec.messages.records.metrics import StepMetrics, example_step
 from rlhfspec.messages.transport.clock import FakeClock
@@ -275,6 +275,25 @@ def test_what_a_drafter_learnt_is_shown_where_one_learns() -> None:
     tell(view, told)
     [line] = [line for line in picture(view, console) if "drafter" in line]
     assert "12.0     s learning  2.82 tokens a verification, at 36k" in line
+
+
+def test_how_old_a_drafter_is_is_shown_once_it_was_seen_to_learn() -> None:
+    console = terminal()
+    view, _ = a_view(console)
+    view.step(example_step(step=1))
+    told = replace(load("g0"), tokens_while_learning=2.82, drafter_version=4000, weights_version=3)
+
+    def shown(*loads: Load) -> str:
+        tell(view, *loads)
+        [line] = [line for line in picture(view, console) if "drafter" in line]
+        return line
+
+    assert "at 4k" in shown(told)
+    assert "at 4k" in shown(replace(told, weights_version=4)), "it may have learnt long before"
+    assert "at 9k" in shown(replace(told, drafter_version=9000, weights_version=4))
+    later = replace(told, drafter_version=9000, weights_version=6)
+    assert "age 2" in shown(later)
+    assert "at 12k" in shown(replace(later, drafter_version=12_000))
 
 
 def test_eta_counts_down_within_a_step_and_never_below_the_next() -> None:

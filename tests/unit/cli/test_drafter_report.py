@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from typer.testing import CliRunner, Result
@@ -34,6 +35,14 @@ def test_it_shows_acceptance_by_step_and_depth_and_what_it_cost(tmp_path: Path) 
         ["1", "1,024", "1.5", "4.0", "5.00", "100%", "100%", "100%", "100%", "0%", "0%"],
     ]
     assert "learning took 4.5 s of generators and saved an estimated 12.0 s" in result.output
+
+
+def test_it_says_how_old_the_drafter_is(tmp_path: Path) -> None:
+    append_learnt_line(tmp_path, a_line(0, 3, 1, 1))
+    assert "learnt last 0 steps ago" in report(tmp_path).output
+    append_learnt_line(tmp_path, replace(a_line(1, 3, 1, 1), num_tokens=0))
+    append_learnt_line(tmp_path, replace(a_line(0, 5, 1, 1), num_tokens=0))
+    assert "learnt last 2 steps ago" in report(tmp_path).output
 
 
 def test_of_many_steps_it_shows_some_and_the_last(tmp_path: Path) -> None:

@@ -80,7 +80,9 @@ class DraftLearning:
 
     def forget(self, sequence: Sequence) -> None:
         row = sequence.row
-        self._recorder.forget(row, self._rows.tokens[row, : self._rows.lengths[row]])
+        began = time.perf_counter()
+        if self._recorder.forget(row, self._rows.tokens[row, : self._rows.lengths[row]]):
+            self.budget.recorded(seconds=time.perf_counter() - began)
 
     def record(self, new: Committed, kept: IntArray, logits: torch.Tensor) -> None:
         """Before the first `kept[s]` new tokens are appended: what the target thought of them."""
@@ -117,13 +119,14 @@ class DraftLearning:
 
     def learn(self, *, idle: bool) -> bool:
         """Take one optimizer step, if there is something to learn and it may; return whether it did."""
-        began = time.perf_counter()
-        if idle:
-            self.budget.idled(began - self._idle_since)
-        self._idle_since = began
         are_fresh = self._ring.num_fresh >= LESSON_TOKENS
+        if idle:
+            now = time.perf_counter()
+            self.budget.idled(now - self._idle_since)
+            self._idle_since = now
         if not (are_fresh or idle) or not self.budget.may_learn(idle=idle):
             return False
+        began = self._idle_since = time.perf_counter()
         lessons = self._ring.take(most_tokens=LESSON_TOKENS)
         if not lessons:
             self._swap()

@@ -126,12 +126,14 @@ class LessonRecorder:
         recording.log_probs.append(log_probs)
         (self.within.add if recording.num_labels < LONGEST_LESSON else self.within.discard)(row)
 
-    def forget(self, row: int, tokens: IntArray) -> None:
-        """The sequence, which has these tokens, leaves the row."""
+    def forget(self, row: int, tokens: IntArray) -> bool:
+        """The sequence, which has these tokens, leaves the row; return whether it leaves a lesson."""
         recording = self._rows.pop(row, None)
         self.within.discard(row)
-        if recording is not None and recording.ids:
-            self._close(recording, tokens)
+        if recording is None or not recording.ids:
+            return False
+        self._close(recording, tokens)
+        return True
 
     def _close(self, recording: _Recording, tokens: IntArray) -> None:
         ids, log_probs = np.concatenate(recording.ids), np.concatenate(recording.log_probs)

@@ -14,6 +14,8 @@ _FIRST_SECONDS, _FIRST_LABEL_SECONDS = 0.25, 1e-4  # of a step of learning, and 
 _MEMORY = 500.0  # verifications; and so many tell what was before the drafter learnt
 _DEEPEST = 32  # drafted tokens of one path that are told apart
 _GAIN_KEPT = 0.6  # of what was known about the drafter's agreement, at every look
+_LOOK_SECONDS = 0.05  # of steps between two looks at what they brought: where they are short, most are only noted
+_NOTING_SECONDS = 3e-6  # what learning costs a step in which it does nothing: less is left (docs/learning.md)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +55,35 @@ class LearningBudget:
         self._share = share
         self._step_seconds = self._idle_seconds = self._busy_spent = 0.0
         self._seconds = self._saved = 0.0
-        self._num_tokens = 0
+        self._num_tokens = self._num_steps = 0
         self._one_step_seconds, self._label_seconds = _FIRST_SECONDS, _FIRST_LABEL_SECONDS
         self._ratio = 1.0  # agreement at the start over agreement now
         self._is_new = True  # nothing was learnt yet
         self._before, self._now = _Rate(), _Rate()
         self._num_accepted = np.zeros(_DEEPEST + 1, np.int64)
+        self._num_noted, self._noted_seconds = 0, 0.0  # steps since the last look
+        self._drafted: list[IntArray] = []  # of those that the drafter drafted for, the tokens of each sequence
+        self._drafted_seconds = 0.0
 
     def stepped(self, *, seconds: float, num_tokens: IntArray, drafted: bool) -> None:
         """A step of the engine: tokens of each sequence that decodes. `drafted`: by the drafter that learns."""
-        self._step_seconds += seconds
-        if not drafted or not len(num_tokens):
+        self._num_noted += 1
+        self._noted_seconds += seconds
+        if drafted and len(num_tokens):
+            self._drafted.append(num_tokens)
+            self._drafted_seconds += seconds
+        if self._noted_seconds >= _LOOK_SECONDS:
+            self._look()
+
+    def _look(self) -> None:
+        """Take all steps that were noted into account."""
+        self._step_seconds += self._noted_seconds
+        self._num_steps += self._num_noted
+        self._num_noted, self._noted_seconds = 0, 0.0
+        if not self._drafted:
             return
+        num_tokens, seconds = np.concatenate(self._drafted), self._drafted_seconds
+        self._drafted, self._drafted_seconds = [], 0.0
         accepted = np.clip(num_tokens - 1, 0, _DEEPEST)  # an end of a sequence cuts some off
         self._num_accepted += np.bincount(accepted, minlength=_DEEPEST + 1)
         self._now.add(len(num_tokens), int(num_tokens.sum()))
@@ -79,26 +98,30 @@ class LearningBudget:
 
     def took(self) -> None:
         """The drafter has now what others learnt."""
+        self._look()
         self._is_new = False
 
     def agreed(self, at_first: float, now: float) -> None:
         """How much of the target's distribution the drafter covered in lessons that it had not learnt from."""
+        self._look()
         ratio = at_first / now if now > 0 else 1.0
         first = self._ratio == 1.0
         self._ratio = ratio if first else _GAIN_KEPT * self._ratio + (1.0 - _GAIN_KEPT) * ratio
 
     def spent(self, *, seconds: float, num_tokens: int, idle: bool = False) -> None:
+        self._look()
         self._seconds += seconds
         self._num_tokens += num_tokens
         if num_tokens:  # else the copy that drafts got what was learnt
             self._one_step_seconds, self._is_new = seconds, False
         self._busy_spent += 0.0 if idle else seconds
 
-    def recorded(self, *, seconds: float, num_tokens: int) -> None:
-        """Labels of so many tokens were taken, in a step of the engine."""
+    def recorded(self, *, seconds: float, num_tokens: int = 0) -> None:
+        """Labels of so many tokens were taken, in a step of the engine; 0: they were put away as a lesson."""
         self._seconds += seconds
         self._busy_spent += seconds
-        self._label_seconds = seconds / num_tokens
+        if num_tokens:
+            self._label_seconds = seconds / num_tokens
 
     def may_record(self, num_tokens: int) -> bool:
         """Whether labels of so many tokens may be taken."""
@@ -113,10 +136,12 @@ class LearningBudget:
     @property
     def _allowed(self) -> float:
         """Seconds, where the rule decides."""
-        return _TRIED * (self._step_seconds + self._idle_seconds) + self._saved
+        tried = _TRIED * (self._step_seconds + self._idle_seconds) - self._num_steps * _NOTING_SECONDS
+        return tried + self._saved
 
     @property
     def report(self) -> LearningReport:
+        self._look()
         return LearningReport(
             num_tokens=self._num_tokens, seconds=self._seconds, saved_seconds=self._saved,
             tokens_before=self._before.value, tokens_now=self._now.value,

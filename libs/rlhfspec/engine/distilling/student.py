@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rlhfspec.engine.distilling.lessons import Lesson
+from rlhfspec.engine.distilling.muon import Muon
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.structure.anatomy import examine
 from rlhfspec.huggingface.structure.causal_lm import CausalLM, hidden_of
@@ -167,6 +168,6 @@ def _optimizers(model: Any, parameters: Iterable[torch.nn.Parameter]) -> Iterato
         kinds[parameter.ndim == 2 and id(parameter) not in vocabulary].append(parameter)
     others, matrices = kinds
     if matrices:
-        yield torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.0)
+        yield Muon(matrices, MUON_RATE)
     if others:
         yield torch.optim.AdamW(others, lr=ADAM_RATE, weight_decay=0.0)

@@ -163,7 +163,9 @@ def _learning(progress: RunProgress) -> Text | None:
     text = Text(f"{sum(load.learning_seconds for load in progress.loads):<9.1f}").append("s learning  ", "dim")
     before = busiest.tokens_before_learning  # None: it began with what others had learnt
     text.append(f"{'' if before is None else f'{before:.2f} -> '}{busiest.tokens_while_learning:.2f}", "bold")
-    return text.append(f" tokens a verification, at {busiest.drafter_version // 1000}k", "dim")
+    age = progress.drafter_age
+    what = f"age {age}" if age else f"at {busiest.drafter_version // 1000}k"
+    return text.append(f" tokens a verification, {what}", "dim")
 
 
 def _speed_of_step(last: StepMetrics) -> Text:

@@ -47,6 +47,8 @@ class RunProgress:
         self.workers: tuple[tuple[ProcessState, float], ...] = ()  # with each its utilisation: of a run with processes
         self.last_sample: Sample | None = None
         self.moves: Counter[MoveOutcome] = Counter()  # that have ended, by how
+        self._learnt = (-1, 0)  # the newest version that a drafter was seen to have learnt, and the policy's then
+        self.drafter_age: int | None = None  # steps since a drafter last learnt; None: not yet seen
         self.why_moved = ""  # of the last plan: why something goes elsewhere, or why nothing does
         self._done: set[str] = set()
         self._step_of_samples = 0
@@ -74,6 +76,14 @@ class RunProgress:
 
     def known(self, run: RunState) -> None:
         self.loads = tuple(worker.load for worker in run.generators if worker.load is not None)
+        learnt = max((load.drafter_version for load in self.loads), default=0)
+        policy = max((load.weights_version for load in self.loads), default=0)
+        before, since = self._learnt
+        if learnt > before:
+            self._learnt = (learnt, policy)
+            self.drafter_age = 0 if before >= 0 else None
+        elif self.drafter_age is not None:
+            self.drafter_age = policy - since
 
     def moved(self, moved: Moved) -> None:
         self.moves = self.moves + Counter((moved.how,))

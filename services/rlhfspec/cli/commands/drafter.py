@@ -100,6 +100,9 @@ def report(
     wide_console().print(_table(lines))
     spent, saved = sum(line.seconds for line in lines), sum(line.saved_seconds for line in lines)
     typer.echo(f"learning took {spent:.1f} s of generators and saved an estimated {saved:.1f} s")
+    learnt = [line.weights_version for line in lines if line.num_tokens]
+    if learnt:
+        typer.echo(f"a drafter learnt last {max(line.weights_version for line in lines) - max(learnt)} steps ago")
 
 
 @app.command()

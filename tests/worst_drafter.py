@@ -1,0 +1,28 @@
+"""The worst drafter there can be: it has other random weights in every step. No token may know of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhfspec.engine import Engine
+
+
+def noisy(engine: Engine, rng: np.random.Generator) -> Engine:
+    """The engine, whose drafter, made of its policy, is another one in every step."""
+    genuine, draft = engine.step, engine.state.draft
+    assert draft is not None
+    assert engine.state.student is not None
+    held = engine.state.student.state_dict()
+    scales = {name: float(tensor.float().std()) or 1.0 for name, tensor in held.items()}
+
+    def step() -> Any:
+        noise = {n: torch.from_numpy(rng.normal(0, scales[n], t.shape)).to(t.dtype) for n, t in held.items()}
+        draft.runner.load_weights(noise)
+        engine.check_integrity()
+        return genuine()
+
+    engine.step = step  # type: ignore[method-assign]
+    return engine
