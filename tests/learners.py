@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,11 @@ def spec(name: str = "grpo", *, algorithm: Any = None, model: Any = None, **trai
             "training": {"optimizer": {"learningRate": 1e-3}, "steps": 4, "autocast": "off", **training},
         }
     )
+
+
+def stored_spec(folder: Path, dtype: str) -> job.Spec:
+    """A job of the model that a test left in this folder, which trains a critic too."""
+    return spec("ppo", model={"path": str(folder / "stored"), "dtype": dtype}, tokensPerMicroBatch=40, fuse="off")
 
 
 def policy(seed: int = 1) -> Any:

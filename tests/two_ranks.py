@@ -5,15 +5,20 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
-from learners import critic, policy, rollouts, spec
+from learners import critic, policy, rollouts, spec, stored_spec
 
-from rlhfspec.errors import NumericalError, StageStalled
+from rlhfspec.errors import InvalidRequest, NumericalError, StageStalled
+from rlhfspec.huggingface.proof import reference
+from rlhfspec.huggingface.proof.check import report_of
+from rlhfspec.huggingface.proof.reference import ask
 from rlhfspec.sweep.classes import tiny_config, tiny_model
 from rlhfspec.training.checkpoint import CheckpointStore
 from rlhfspec.training.checkpoint.shares import LEARNER, write_learner
 from rlhfspec.training.learning.distributed import Leader, Ranks, follow, joined
 from rlhfspec.training.learning.learner import Learner
+from rlhfspec.training.modeling import loading
 from rlhfspec.training.modeling.digest import digest
 from rlhfspec.training.modeling.loading import prepared
 
@@ -56,6 +61,31 @@ def mixed(ranks: Ranks, folder: Path, recompute: str) -> None:
         torch.save({"log_probs": log_probs, "policy": state}, folder / f"mixed-{recompute}.pt")
 
 
+def stored(ranks: Ranks, folder: Path, dtype: str) -> None:
+    """A model whose file is in bfloat16, with a critic of it: who asks for the right answers, and what is trained."""
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "ask", lambda *given, **options: asked.append(1) or ask(*given, **options))
+        learner = Learner.from_spec(stored_spec(folder, dtype), ranks=ranks, num_threads=1)
+    weights = {"policy": learner.policy_state(), "critic": learner.critic_state()}
+    begun = {model: {name: each.clone() for name, each in state.items()} for model, state in weights.items()}
+    types = {str(parameter.dtype) for parameter in learner.policy.parameters()}
+    log_probs = learner.learn(rollouts(0)).log_probs
+    found = {"asked": len(asked), "types": sorted(types), "report": repr(report_of(learner.policy))}
+    torch.save(found | begun | {"log_probs": log_probs}, folder / f"stored-{dtype}-{ranks.rank}.pt")
+
+
+def refused(ranks: Ranks, folder: Path) -> None:
+    """What the first rank refuses no rank waits for."""
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == 0:
+            patch.setattr(loading, "TOLERANCES", dict.fromkeys(loading.TOLERANCES, -1.0))
+            patch.setattr(reference, "_FACTOR", 0)
+        with pytest.raises(InvalidRequest) as error:
+            Learner.from_spec(stored_spec(folder, "float32"), ranks=ranks, num_threads=1)
+    (folder / f"refused-{ranks.rank}").write_text(str(error.value))
+
+
 def overflow(learner: Learner, ranks: Ranks, folder: Path) -> None:
     step = rollouts(0)
     step.rewards[6] = 1e300
@@ -86,6 +116,9 @@ def main() -> None:
                 follow(learner, ranks, write_learner)
         for recompute in ("off", "on"):
             mixed(ranks, folder, recompute)
+        for dtype in ("float32", "bfloat16"):
+            stored(ranks, folder, dtype)
+        refused(ranks, folder)
         overflow(new_learner("dr-grpo", ranks), ranks, folder)
         silence(learner, ranks, folder)
 

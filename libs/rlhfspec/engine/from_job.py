@@ -11,7 +11,7 @@ from rlhfspec.engine.forward.models import follow_engine
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.huggingface.cutting import Group, load_part
 from rlhfspec.huggingface.devices import device_of, settled
-from rlhfspec.huggingface.loading import load_model
+from rlhfspec.huggingface.loading import load_stored
 from rlhfspec.huggingface.structure.positions import max_context
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.drafters import AUTO, may_run_draft_model
@@ -25,7 +25,7 @@ def make(job: RLHFJob, load_tokenizer: Callable[[], Any], group: Group | None = 
     target = _target(job, group)
     draft = None
     if may_run_draft_model(job.spec.generation.speculation.mode) and model.drafter is not None:
-        draft = model.drafter if model.drafter == AUTO else load_model(model.drafter, field="spec.model.drafter")
+        draft = model.drafter if model.drafter == AUTO else load_stored(model.drafter, field="spec.model.drafter")
     return make_engine(target, _config(job), draft=draft, tokenizer=load_tokenizer(), group=group)
 
 
@@ -36,7 +36,7 @@ def follow(job: RLHFJob, group: Group) -> None:
 
 def _target(job: RLHFJob, group: Group | None) -> Any:
     path = job.spec.model.path
-    return load_model(path, field=_FIELD) if group is None else load_part(path, group, field=_FIELD)
+    return load_stored(path, field=_FIELD) if group is None else load_part(path, group, field=_FIELD)
 
 
 def _config(job: RLHFJob) -> EngineConfig:

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.fused.audit import not_audited
-from rlhfspec.huggingface.loading import LOAD_ERRORS, load_model
+from rlhfspec.huggingface.loading import LOAD_ERRORS, load_stored
 
 _ATTRIBUTE = "rlhfspec_cut"
 BY_COLUMNS, BY_ROWS, JOINED, LOOKED_UP = "colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"
@@ -123,14 +123,14 @@ def share(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def load_part(path: str | Path, group: Group, *, field: str = "path") -> Any:
-    """This process's part of the model at `path`, in float32 on the CPU. All processes of the group call it.
+    """This process's part of the model at `path`, as `load_stored` has it. All processes of the group call it.
 
     Raises InvalidRequest, before weights are read, for a model that cannot be cut so.
     """
     whole = _without_weights(path, field)
     styles = planned(whole, path, group.num_ranks, field)
     with _on_its_only_device():
-        model = load_model(path, field=field, num_ranks=group.num_ranks)
+        model = load_stored(path, field=field, num_ranks=group.num_ranks)
     parameters = {name: parameter.shape for name, parameter in whole.state_dict().items()}
     cut = Cut(group, parameters, dict(_axes(model, styles)))
     made: dict[int, nn.Parameter] = {}  # tied ones stay so
@@ -149,7 +149,7 @@ def _without_weights(path: str | Path, field: str) -> Any:
         with torch.device("meta"):
             return loader.from_config(config, dtype=torch.float32)
     except LOAD_ERRORS:
-        return load_model(path, field=field)  # says what is wrong with it
+        return load_stored(path, field=field)  # says what is wrong with it
 
 
 def planned(model: Any, path: str | Path, num_ranks: int, field: str) -> dict[str, str]:

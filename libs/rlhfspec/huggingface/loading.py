@@ -1,4 +1,8 @@
-"""From a folder or a hub id to a Hugging Face model in memory, with every weight it trains or runs on from there."""
+"""From a folder or a hub id to a Hugging Face model in memory, with every weight it trains or runs on from there.
+
+What is to be kept in fewer bits is never made wide: `load_stored` leaves weights in the type of their file, and where
+they lie there (safetensors are mapped), so that processes of one machine have them once.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ import pickle
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.huggingface.fused.widened import widen
 from rlhfspec.huggingface.structure.trace import FORWARD_ERRORS, first_line
 
 # What nothing runs on: masks and angles that old versions of transformers saved, layers that predict further tokens.
@@ -24,8 +31,16 @@ LOAD_ERRORS = (*FORWARD_ERRORS, OSError, EOFError, ImportError, SafetensorError,
 NO_MORE_THREADS = "can't start new thread"  # as Python says it
 
 
-def load_model(path: str | Path, *, field: str = "path", only_trunk: bool = False, num_ranks: int = 1) -> Any:
-    """The Hugging Face causal LM at `path` (a local folder or a hub id), in float32 on the CPU.
+def load_model(path: str | Path, *, field: str = "path") -> Any:
+    """The same as `load_stored`, all in float32."""
+    model = load_stored(path, field=field)
+    widen(model.parameters())
+    return model
+
+
+def load_stored(path: str | Path, *, field: str = "path", only_trunk: bool = False, num_ranks: int = 1) -> Any:
+    """The Hugging Face causal LM at `path` (a local folder or a hub id) on the CPU: parameters that are bfloat16 in its
+    file stay so, all else is in float32.
 
     transformers draws at random what a checkpoint lacks, and ignores what it has beyond the model: both are refused.
     only_trunk: the head may be another or none, as in a sequence classifier that a critic starts from.
@@ -36,7 +51,7 @@ def load_model(path: str | Path, *, field: str = "path", only_trunk: bool = Fals
 
     loader: Any = AutoModelForCausalLM
     try:
-        with _no_report_of_its_own():
+        with _no_report_of_its_own(), _in_types_of_the_file() as buffers:
             model, info = loader.from_pretrained(
                 path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True,
                 distributed_config=DistributedConfig(tp_size=num_ranks) if num_ranks > 1 else None,
@@ -57,7 +72,47 @@ def load_model(path: str | Path, *, field: str = "path", only_trunk: bool = Fals
         field=field,
         path=str(path),
     )
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.dtype != torch.bfloat16:
+            parameter.data = parameter.data.float()
+    for name, dtype in buffers.items():
+        module, _, leaf = name.rpartition(".")
+        held = model.get_submodule(module)._buffers
+        held[leaf] = held[leaf].to(dtype)
     return model.eval()
+
+
+_buffers_made: ContextVar[dict[str, torch.dtype] | None] = ContextVar("types of buffers of a model that is loaded")
+
+
+@contextmanager
+def _in_types_of_the_file() -> Iterator[dict[str, torch.dtype]]:
+    """transformers would cast all that it reads to the one type that it makes a model in; here nothing is cast. Yields
+    what it made, once it has: the types of the model's buffers."""
+    _let_types_stay()
+    made: dict[str, torch.dtype] = {}
+    token = _buffers_made.set(made)
+    try:
+        yield made
+    finally:
+        _buffers_made.reset(token)
+
+
+@cache
+def _let_types_stay() -> None:
+    """Have transformers' own rule, which it asks a model for before it reads, say so while `_buffers_made` is there."""
+    from transformers import PreTrainedModel
+
+    usual = PreTrainedModel._get_dtype_plan
+
+    def plan(model: Any, dtype: torch.dtype) -> dict[str, Any]:
+        made = _buffers_made.get(None)
+        if made is None:
+            return usual(model, dtype)
+        made.update((name, buffer.dtype) for name, buffer in model.named_buffers())
+        return {"*": None}  # every name: the type that it has
+
+    PreTrainedModel._get_dtype_plan = plan  # type: ignore[method-assign, assignment]
 
 
 def refuse_other_weights(

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from rlhfspec.worker.ends import MoveEndpoint
     from rlhfspec.worker.mirror import Mirror
 
-KEPT_VERSIONS = 2  # of weights, beyond what staleness needs
+KEPT_VERSIONS = 2  # of weights: the newest, and the one before it while others are still about to take that
 
 
-def kept_versions(job: RLHFJob) -> int:
-    return KEPT_VERSIONS + job.spec.training.max_staleness
+def kept_versions(job: RLHFJob, stage: str = "trainer") -> int:
+    """How many a store has. The trainer's has those that staleness allows to be in use besides; a generator's and a
+    critic's, which hand on what they have received, are asked for the newest two at most."""
+    return KEPT_VERSIONS + (job.spec.training.max_staleness if stage == "trainer" else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

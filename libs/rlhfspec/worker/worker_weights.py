@@ -34,7 +34,7 @@ class WorkerWeights:
         """Before the gRPC server of `health` starts."""
         self._stage = bus.stage.name
         self._connections = connections
-        self._keep = kept_versions(job)
+        self._keep = kept_versions(job, self._stage)
         self._bus = bus
         self._infos: dict[tuple[str, int], WorkerInfo] = {}
         self._lock = threading.Lock()

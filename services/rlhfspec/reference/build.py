@@ -21,7 +21,7 @@ def build(job: RLHFJob, context: Context) -> ReferenceService:
     context.say("loading the reference")
     most, device = max_context(job), device_of(job.spec)
     scorer = LogProbScorer(
-        load_reference(job.spec.model, max_context=most),
+        load_reference(job.spec.model, max_context=most, stored=device != "cpu"),
         temperature=job.spec.generation.temperature,
         max_context=most,
         dtype=_dtype(settled(job.spec, device)),

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from learners import critic, policy, rollouts, spec
+from learners import critic, policy, rollouts, spec, stored_spec
 from places import TESTS
 from rank_sets import run_ranks
 
 from rlhfspec.sweep.classes import tiny_config, tiny_model
+from rlhfspec.tiny import random_model
 from rlhfspec.training.checkpoint.shares import write_learner
 from rlhfspec.training.learning.distributed import Leader, Ranks, joined
 from rlhfspec.training.learning.learner import Learner
@@ -26,6 +27,7 @@ from rlhfspec.training.modeling.loading import prepared
 def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two ranks left what they found."""
     folder = tmp_path_factory.mktemp("ranks")
+    random_model("llama", seed=1).bfloat16().save_pretrained(folder / "stored")
     run_ranks("two_ranks", 2, str(folder))
     return folder
 
@@ -100,6 +102,26 @@ def test_two_ranks_that_compute_layers_again_train_the_same_bits(found: Path) ->
     kept, again = (torch.load(found / f"mixed-{name}.pt", weights_only=True) for name in ("off", "on"))
     assert torch.equal(kept["log_probs"], again["log_probs"])
     assert digest(kept["policy"]) == digest(again["policy"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_first_rank_alone_proves_the_model_and_all_have_what_one_has(found: Path, dtype: str) -> None:
+    """Of a file in bfloat16, of which each rank takes its shares as they are and has them in its own type."""
+    theirs = [torch.load(found / f"stored-{dtype}-{rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert [each["asked"] for each in theirs] == [2, 0], "policy and critic"
+    assert theirs[0]["types"] == theirs[1]["types"] == [f"torch.{dtype}"]
+    assert theirs[0]["report"] == theirs[1]["report"]
+    learner = Learner.from_spec(stored_spec(found, dtype), num_threads=1)
+    assert digest(theirs[0]["policy"]) == digest(learner.policy_state())
+    assert digest(theirs[0]["critic"]) == digest(learner.critic_state())
+    difference = (theirs[0]["log_probs"] - learner.learn(rollouts(0)).log_probs).abs().max()
+    assert difference < (1e-4 if dtype == "float32" else 0.2)  # other rows at a time, other roundings
+
+
+def test_no_rank_waits_for_a_model_that_the_first_one_refuses(found: Path) -> None:
+    """And each says why: whose error is told first is anyone's guess."""
+    for rank in (0, 1):
+        assert "logits differ from Hugging Face's" in (found / f"refused-{rank}").read_text()
 
 
 def test_every_rank_trains_on_its_own_device_what_one_trains(on_devices: Path) -> None:

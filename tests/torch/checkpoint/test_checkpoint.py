@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peaks import peak_above
 
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.tiny import random_model
@@ -382,19 +383,6 @@ def test_an_export_of_other_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"missing \['model.norm.weight'\], unknown \['extra'\]"):
         export_hf(tmp_path / "export", weights, model.config)
     assert list(tmp_path.iterdir()) == []
-
-
-def peak_above(work: Callable[[], object]) -> int:
-    """Bytes of memory that this process had at most while it worked, above what it had before."""
-
-    def resident(which: str) -> int:
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(next(line for line in status.splitlines() if line.startswith(which)).split()[1])
-
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
-    work()
-    return resident("VmHWM") - before
 
 
 def take_96_mib() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +17,14 @@ from weight_nodes import FromTheTrainer, cluster
 
 from rlhfspec.errors import StorageError, WeightsVersionError
 from rlhfspec.testing.weight_store import WeightStoreContract, state
-from rlhfspec.training.modeling.digest import checksum, digest, digest_and_checksum
+from rlhfspec.training.modeling import digest as digest_module
+from rlhfspec.training.modeling.digest import checksum, digest, hash_of
 from rlhfspec.training.modeling.tensor_files import read_noted, read_tensors, write_tensors
 from rlhfspec.training.weights import FileWeightStore, MemoryWeightStore, WeightStore, newest_kept
+from rlhfspec.training.weights import file as file_module
+from rlhfspec.training.weights import packed as packed_module
 from rlhfspec.training.weights.file import HASHES
+from rlhfspec.training.weights.grpc import GrpcWeightStore
 
 
 class TestStores(WeightStoreContract):
@@ -118,7 +126,7 @@ def test_what_a_file_says_of_itself_replaces_no_check(tmp_path: Path, others: st
     record = FileWeightStore(tmp_path, keep=1).put("sums", "policy", 1, state(1))
     path = Path(record.uri.removeprefix("file:"))
     _, notes = read_noted(path)
-    assert notes[HASHES] == " ".join(digest_and_checksum(state(1)))
+    assert notes[HASHES] == f"{digest(state(1))} {checksum(state(1))}"
     wrong = {"digest": notes[HASHES], "checksum": f"{digest(state(2))} {checksum(state(2))}"}[others]
     write_tensors(path, state(2), notes={HASHES: wrong})
     with pytest.raises(StorageError, match=f"holds weights of digest {digest(state(2))}, not {record.digest}"):
@@ -160,3 +168,46 @@ def test_what_a_killed_writer_left_goes_with_the_next_version(tmp_path: Path) ->
     FileWeightStore(tmp_path, keep=1).put("sums", "policy", 8, state(8))
     assert not left.exists()
     assert others.exists(), "of another job"
+
+
+def slow_digest(tensors: dict[str, torch.Tensor]) -> str:
+    """By one thread, from the definition: names, types, shapes and the hash of each tensor's bytes, in order."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        total.update(f"{name}\0{str(tensor.dtype).removeprefix('torch.')}\0{tuple(tensor.shape)}\0".encode())
+        total.update(hashlib.sha256(bytes(tensor.reshape(-1).view(torch.uint8).tolist())).digest())
+    return total.hexdigest()
+
+
+@pytest.mark.parametrize("make", [lambda folder: FileWeightStore(folder, keep=2), lambda _: GrpcWeightStore(keep=2)])
+def test_a_put_hashes_in_threads_what_one_thread_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], WeightStore]
+) -> None:
+    """And no tensor twice: not what is tied, nor what was copied from elsewhere."""
+    hashed: list[tuple[str, int]] = []
+
+    def heard(new: Any, data: Any) -> bytes:
+        if new is digest_module.SHA256:
+            hashed.append((threading.current_thread().name, len(data)))
+        return hash_of(new, data)
+
+    for module in (file_module, packed_module):
+        monkeypatch.setattr(module, "hash_of", heard)
+    store = make(tmp_path)
+    record = store.put("sums", "policy", 1, state(1))
+    assert record.digest == digest(state(1)) == slow_digest(state(1))
+    assert all(name.startswith("hashing") for name, _ in hashed)
+    assert sum(size for _, size in hashed) == sum(t.nbytes for name, t in state(1).items() if name != "head")
+
+
+@pytest.mark.parametrize("make", [lambda folder: FileWeightStore(folder, keep=2), lambda _: GrpcWeightStore(keep=2)])
+def test_a_devices_weights_come_down_once(
+    tmp_path: Path, second: ModuleType, make: Callable[[Path], WeightStore]
+) -> None:
+    weights = {name: tensor.to("second:0") for name, tensor in state(1).items() if name != "head"}
+    store = make(tmp_path)
+    with second.counted() as seen:
+        record = store.put("sums", "policy", 1, weights)
+    assert seen.d2h_bytes == sum(tensor.nbytes for tensor in weights.values())
+    assert record.digest == digest({name: tensor.cpu() for name, tensor in weights.items()})

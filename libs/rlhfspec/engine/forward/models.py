@@ -20,7 +20,8 @@ from rlhfspec.engine.forward.runner import ModelRunner, RunnerConfig
 from rlhfspec.engine.kv.state import EngineState, KVSpace
 from rlhfspec.errors import InvalidRequest, did_you_mean
 from rlhfspec.huggingface.cutting import Group, cut_of
-from rlhfspec.huggingface.loading import load_model
+from rlhfspec.huggingface.fused.widened import widen
+from rlhfspec.huggingface.loading import load_stored
 from rlhfspec.huggingface.structure.causal_lm import max_positions
 from rlhfspec.job.choices.drafters import AUTO, OFF
 from rlhfspec.kernels.cpu import build
@@ -32,8 +33,8 @@ log = logging.getLogger(__name__)
 
 def load_state(path: str | Path, *, drafter: str | Path | None, options: dict[str, Any]) -> EngineState:
     config = _config(options)
-    model = load_model(path)
-    draft = drafter if drafter is None or drafter == AUTO else load_model(drafter, field="drafter")
+    model = load_stored(path)
+    draft = drafter if drafter is None or drafter == AUTO else load_stored(drafter, field="drafter")
     return make_state(model, config, draft=draft, tokenizer=_tokenizer(path))
 
 
@@ -71,7 +72,9 @@ def _draft_and_student(model: Any, config: EngineConfig, draft: Any, group: Grou
         learning_part = learning_names(draft)
     student = None
     if draft is not None and (config.learning != OFF or learning_part is not None):
-        student = Student(copy.deepcopy(draft).to(config.device), learning_part, max_context=config.max_context)
+        learning = copy.deepcopy(draft).to(config.device)
+        widen(learning.parameters())
+        student = Student(learning, learning_part, max_context=config.max_context)
     return draft, student
 
 

@@ -27,10 +27,11 @@ from rlhfspec.engine.forward.led import Others
 from rlhfspec.engine.kv.cache import give_back, new_kv
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.cutting import cut_of
-from rlhfspec.huggingface.fused.casting import Precision, cast, precision_of, round_parameters, widen
+from rlhfspec.huggingface.fused.casting import Precision, cast, narrow, precision_of
 from rlhfspec.huggingface.fused.experts import ExpertLoad
 from rlhfspec.huggingface.fused.fuse import FusedModel, fuse
 from rlhfspec.huggingface.fused.native import native_decoder
+from rlhfspec.huggingface.fused.widened import widen
 from rlhfspec.huggingface.proof.check import OWN_BITS, RunnerProof, prove
 from rlhfspec.huggingface.proof.probes import choose
 from rlhfspec.huggingface.proof.reference import TOLERANCES, Rounding, ask
@@ -80,7 +81,8 @@ class ModelRunner:
     def __init__(self, model: Any, config: RunnerConfig) -> None:
         began = time.perf_counter()
         self.config = config
-        widen(model)
+        if config.dtype != torch.bfloat16 and config.device.type == "cpu":
+            widen(model.parameters())  # as it will be: by layers it would only take longer
         anatomy = examine(model, name=config.name, max_context=config.max_context)
         self.vocab_size = anatomy.vocab_size
         self.num_token_ids = int(model.get_input_embeddings().num_embeddings)  # that it takes; it may give fewer
@@ -92,7 +94,7 @@ class ModelRunner:
         room = min(config.max_context, config.num_blocks * config.block_size)
         probes = choose(anatomy, model.config, room, self.num_token_ids)
         precision = precision_of(model, config.dtype)
-        round_parameters(model, precision)
+        narrow(model, precision)
         rounding = Rounding(model, precision, arithmetic=config.arithmetic, activations=self.activation_dtype)
         reference = ask(model, anatomy, probes, name=config.name, rounding=rounding)
         check_fits(

@@ -83,11 +83,11 @@ def cast(model: nn.Module, precision: Precision) -> None:
         parameter.data = parameter.data.to(precision.of(name))
 
 
-def widen(model: nn.Module) -> None:
-    """In place: parameters of fewer bits become float32, which loses nothing."""
-    for parameter in model.parameters():
-        if parameter.dtype == torch.bfloat16:
-            parameter.data = parameter.data.float()
+def narrow(model: nn.Module, precision: Precision) -> None:
+    """In place, before anything is proved: parameters that are to be bfloat16 are so, and `widened` runs them."""
+    for name, parameter in model.named_parameters():
+        if precision.of(name) == torch.bfloat16:
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def round_parameters(model: nn.Module, precision: Precision) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from rlhfspec.huggingface.fused.casting import Precision
 from rlhfspec.huggingface.fused.experts import PackedExperts, is_experts
 from rlhfspec.huggingface.fused.guard import Guard
 from rlhfspec.huggingface.fused.rotary import RotaryTable
+from rlhfspec.huggingface.fused.widened import layers_of, outside, widen
 from rlhfspec.huggingface.structure.causal_lm import CausalLM, anatomy_of
 from rlhfspec.kernels.linear import (
     ActivationName,
@@ -121,15 +122,22 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 def fuse(model: nn.Module, precision: Precision, *, arithmetic: str, max_context: int) -> FusedModel:
     """Exchange experts, gated MLPs, linear layers, norms, activations and rotary tables, outer modules first.
 
-    The parameters are rounded already (`casting.round_parameters`).
+    The parameters are rounded already, to bfloat16 or as `casting.round_parameters` does it. What our kernels take is
+    float32: a layer is widened when it is its turn, and nothing holds what it was exchanged for.
     """
     fused = FusedModel(model, precision, arithmetic, Guard(arithmetic=arithmetic))
     fused.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     native = arithmetic != "torch"
     called = anatomy_of(model).called
-    for name, module in list(model.named_modules()):
-        if native and name in called and _attached(model, name):
-            _swap(fused, name, module)
+    if native:
+        layers = layers_of(model)
+        widen(outside(model, layers))
+        for name in [name for name, _ in model.named_modules()]:
+            if name in called and _attached(model, name):
+                module = model.get_submodule(name)
+                widen(module.parameters() if module in layers else ())
+                _swap(fused, name, module)
+        widen(model.parameters())
     for name, module in list(model.named_modules()):
         if name in called and type(module).__name__.endswith("RotaryEmbedding"):
             _replace(model, name, RotaryTable(module, max_context))

@@ -51,6 +51,15 @@ class WeightProducts(TorchFunctionMode):
         for name, weight in weights:
             self._weights[weight.untyped_storage().data_ptr()] = weight, precision.of(name)
 
+    def copied(self, weight: Tensor, copy: Tensor) -> None:
+        """A weight that it knows lies there as well, until that is `gone`."""
+        known = self._weights.get(weight.untyped_storage().data_ptr())
+        if known is not None:
+            self._weights[copy.untyped_storage().data_ptr()] = known
+
+    def gone(self, copy: Tensor) -> None:
+        self._weights.pop(copy.untyped_storage().data_ptr(), None)
+
     def forget(self) -> None:
         """Hold no weight any more: transformers keeps the last attention function, and with it this object."""
         self._weights.clear()

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.fused.casting import Precision, rounded
 from rlhfspec.huggingface.fused.guard import WeightProducts
+from rlhfspec.huggingface.fused.widened import one_layer_wide
 from rlhfspec.huggingface.proof.probes import Probe, Scattered, random_past
 from rlhfspec.huggingface.structure.attention import AttentionSpec, attending, visible
 from rlhfspec.huggingface.structure.causal_lm import Anatomy
@@ -47,7 +48,7 @@ class Rounding(WeightProducts):
     def __init__(
         self, model: Any, precision: Precision, *, arithmetic: str, activations: torch.dtype = torch.float32
     ) -> None:
-        """The model's parameters hold rounded values already (`round_parameters`). activations: what is computed in."""
+        """The model's parameters hold rounded values already (`casting`). activations: what is computed in."""
         super().__init__()
         self.activations = activations  # rounded in the second asking only: here is where right answers differ
         self.dtype = precision.usual
@@ -173,13 +174,14 @@ class Reference:
 @torch.inference_mode()
 def ask(model: Any, anatomy: Anatomy, probes: Sequence[Probe], *, name: str, rounding: Rounding) -> Reference:
     """name: what messages call the model. Raises UnsupportedModel."""
-    answers = tuple(_answer(model, anatomy, probe, name, rounding, nullcontext()) for probe in probes)
-    rounding.noise = torch.Generator().manual_seed(0)
-    with _rounded_outputs(model) if rounding.rounds_activations else nullcontext():
-        moved = [
-            _answer(model, anatomy, probe, name, rounding, _following(answer, rounding))
-            for probe, answer in zip(probes, answers, strict=True)
-        ]
+    with one_layer_wide(model, rounding):
+        answers = tuple(_answer(model, anatomy, probe, name, rounding, nullcontext()) for probe in probes)
+        rounding.noise = torch.Generator().manual_seed(0)
+        with _rounded_outputs(model) if rounding.rounds_activations else nullcontext():
+            moved = [
+                _answer(model, anatomy, probe, name, rounding, _following(answer, rounding))
+                for probe, answer in zip(probes, answers, strict=True)
+            ]
     rounding.forget()
     noise, _ = compare(moved, answers, probes)
     return Reference(type(model).__name__, name, tuple(probes), answers, noise)

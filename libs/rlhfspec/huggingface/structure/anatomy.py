@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from rlhfspec.errors import UnsupportedModel
+from rlhfspec.huggingface.fused.widened import one_layer_wide
 from rlhfspec.huggingface.structure.attention import AttentionSpec, attending
 from rlhfspec.huggingface.structure.causal_lm import Anatomy, keep_anatomy, within_positions
 from rlhfspec.huggingface.structure.past import past_of
@@ -44,17 +45,19 @@ _SHUFFLED = (7, 2, 9, 3, 11)  # places of the tokens that are run again, in anot
 def examine(model: Any, *, name: str, max_context: int) -> Anatomy:
     """Finds the anatomy and leaves it on the model. name: what messages call it. Raises UnsupportedModel."""
     tracer = _Tracer(model, name)
-    near = tracer.run(within_positions(model, _NEAR_TOKENS))  # though the context may be shorter
-    tracer.check_tokens_stay_apart(near)
-    tracer.check_lengths_do_not_matter(near, max(max_context, near.num_tokens))
-    far = near
-    if max_context > _NEAR_TOKENS + _FAR_TOKENS:
-        far = tracer.run(_FAR_TOKENS, past=max_context - _FAR_TOKENS)
-        tracer.check_tokens_stay_apart(far)
+    with one_layer_wide(model):
+        near = tracer.run(within_positions(model, _NEAR_TOKENS))  # though the context may be shorter
+        tracer.check_tokens_stay_apart(near)
+        tracer.check_lengths_do_not_matter(near, max(max_context, near.num_tokens))
+        far = near
+        if max_context > _NEAR_TOKENS + _FAR_TOKENS:
+            far = tracer.run(_FAR_TOKENS, past=max_context - _FAR_TOKENS)
+            tracer.check_tokens_stay_apart(far)
+        attentions = tracer.specs(near, far)
     anatomy = Anatomy(
         trunk=near.trunk,
         trunk_output=near.trunk_output,
-        attentions=tracer.specs(near, far),
+        attentions=attentions,
         width=near.width,
         vocab_size=near.vocab_size,
         called=frozenset(path for path, _, _ in near.modules),

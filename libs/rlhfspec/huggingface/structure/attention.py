@@ -104,10 +104,19 @@ def attending(model: Any, name: str, function: Any = None, *, masks: bool = Fals
         AttentionInterface.register(name, function)
     if masks:
         AttentionMaskInterface.register(name, eager_mask)
-    with as_before(model):
-        model.set_attn_implementation(name)
-        use_eager_experts(model)
-        yield
+    try:
+        with as_before(model):
+            model.set_attn_implementation(name)
+            use_eager_experts(model)
+            yield
+    finally:
+        registered: Any = AttentionInterface
+        if function is not None and registered()[name] is function:
+            AttentionInterface.register(name, _over)  # it may hold a whole model, for as long as it stands there
+
+
+def _over(*_: Any, **__: Any) -> Any:
+    raise AssertionError("called after what it was registered for")
 
 
 @contextmanager

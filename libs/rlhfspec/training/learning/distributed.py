@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from rlhfspec.common.ranks import RankTold, rank_told
 from rlhfspec.errors import StageStalled, StorageError
+from rlhfspec.huggingface.fused.widened import widen
 from rlhfspec.training.learning.rollouts import Rollouts
 
 T = TypeVar("T")
@@ -115,18 +116,25 @@ class Ranks:
         return DeviceMesh.from_group(self.data.device, device.type)
 
     def shard(
-        self, module: nn.Module, trunk: Any, device: torch.device, computes_in: torch.dtype = torch.float32
+        self,
+        module: nn.Module,
+        trunk: Any,
+        device: torch.device,
+        computes_in: torch.dtype = torch.float32,
+        *,
+        widens: bool = False,
     ) -> None:
         """FSDP2: each rank keeps a share of every weight and of its optimizer state; blocks are whole when they run.
 
         The module comes from the host: a block goes to the device, and is cut there before the next one comes.
-        computes_in: on a device a block is gathered in this type, and its gradients are added in float32.
+        computes_in: on a device a block is gathered in this type, and its gradients are added in float32. widens: what
+        is in bfloat16, as it was stored, becomes float32 there.
         """
         if self.sharing.num_ranks == 1:
             return
         mesh = self._mesh(device)
         for part in (*_blocks(trunk), module):
-            _take(part, device)
+            _take(part, device, widens)
             policy = MixedPrecisionPolicy()
             if part is not module and device.type != "cpu" and computes_in != torch.float32:
                 policy = MixedPrecisionPolicy(param_dtype=computes_in, reduce_dtype=torch.float32)
@@ -390,12 +398,13 @@ def _next_command(ranks: Ranks) -> tuple[str, tuple[Any, ...]]:
     return command
 
 
-def _take(part: nn.Module, device: torch.device) -> None:
+def _take(part: nn.Module, device: torch.device, widens: bool) -> None:
     """To the device, but for what is cut there already."""
     part._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
+    widen(part.parameters(recurse=False) if widens else ())
     for child in part.children():
         if not isinstance(child, FSDPModule):
-            _take(child, device)
+            _take(child, device, widens)
 
 
 def _of_other_types(part: nn.Module) -> list[nn.Module]:

@@ -35,6 +35,7 @@ from torch import Tensor
 from rlhfspec import job
 from rlhfspec.errors import InvalidRequest, NumericalError, StorageError
 from rlhfspec.huggingface.devices import settled
+from rlhfspec.huggingface.fused.widened import widen
 from rlhfspec.huggingface.structure.causal_lm import CausalLM, within_positions
 from rlhfspec.messages.loop import scoring_stages
 from rlhfspec.training.learning.aggregation import token_indices
@@ -91,13 +92,15 @@ class Learner:
         ranks: Ranks | None = None,
         num_threads: int | None = None,
         device: str = "cpu",
+        stored: bool = False,
     ) -> None:
         """`policy` and `critic` as `load_policy` and `load_critic` make them; they are trained in place. What another
-        rank trains is left alone and may be None."""
+        rank trains is left alone and may be None. stored: as those were told."""
         self.version = 0
         self._spec = spec = settled(spec, device)
         self._num_threads = num_threads or torch.get_num_threads()
         self._device = torch.device(device)
+        self._widens = stored and spec.model.dtype == "float32"  # what is still in bfloat16, on the device
         self._chains = chains_of(spec, ranks or Ranks(), self._num_threads, self._device)
         self._ranks = self._chains.ranks
         self._policy = policy
@@ -111,15 +114,15 @@ class Learner:
         if "critic" in self._chains.models and critic is not None:
             tensor_parallel.cut(critic.trunk, self._ranks.tensor, field="spec.model.critic")
         trunks = _trunks(self._chains.models, policy, critic)
-        room = ActivationRoom(spec, trunks, self._device, self._computes_in)
+        room = ActivationRoom(spec, trunks, self._device, self._computes_in, widens=self._widens)
         if "policy" in self._chains.models:
-            self._forward = _policy_forward(spec, self._unshared(policy), self._ranks, self._device, self._computes_in)
+            self._forward = self._policy_forward(self._unshared(policy))
             self._networks["policy"] = Network(
                 policy, training.optimizer, training, field="spec.training.optimizer", ranks=self._ranks
             )
         if "critic" in self._chains.models:
             assert critic is not None, "this algorithm trains a critic"
-            self._ranks.shard(self._unshared(critic), critic.trunk, self._device, self._computes_in)
+            self._shard(self._unshared(critic), critic.trunk)
             settings = training.critic_optimizer
             self._networks["critic"] = Network(
                 critic, settings, training, field="spec.training.criticOptimizer", ranks=self._ranks
@@ -130,19 +133,44 @@ class Learner:
     def from_spec(
         cls, spec: job.Spec, *, ranks: Ranks | None = None, num_threads: int | None = None, device: str = "cpu"
     ) -> Learner:
-        """Loads what this rank trains."""
-        max_context, threads = spec.max_context, num_threads or torch.get_num_threads()
-        models = chains_of(spec, ranks or Ranks(), threads, torch.device(device)).models
-        seed, policy, critic = spec.training.seed, None, None
-        if "policy" in models:
-            policy = load_policy(spec.model, seed=seed, max_context=max_context)
-        if "critic" in models:
-            critic = load_critic(spec.model, max_context=max_context)
-        return cls(spec, policy, critic, ranks=ranks, num_threads=num_threads, device=device)
+        """Loads what this rank trains. What goes to a device, or of which ranks hold shares, is widened there."""
+        threads = num_threads or torch.get_num_threads()
+        chains = chains_of(spec, ranks or Ranks(), threads, torch.device(device))
+        stored = device != "cpu" or chains.ranks.num_ranks > 1
+        how: dict[str, Any] = {"max_context": spec.max_context, "ranks": chains.ranks, "stored": stored}
+        policy, critic = None, None
+        if "policy" in chains.models:
+            policy = load_policy(spec.model, seed=spec.training.seed, **how)
+        if "critic" in chains.models:
+            critic = load_critic(spec.model, **how)
+        return cls(spec, policy, critic, ranks=ranks, num_threads=num_threads, device=device, stored=stored)
 
     def _unshared(self, module: Any) -> Any:
         """On the device; where ranks share it, it is taken there block by block."""
-        return module.to(self._device) if self._ranks.sharing.num_ranks == 1 else module
+        if self._ranks.sharing.num_ranks > 1:
+            return module
+        module.to(self._device)
+        widen(module.parameters() if self._widens else ())
+        return module
+
+    def _shard(self, module: Any, trunk: Any) -> None:
+        self._ranks.shard(module, trunk, self._device, self._computes_in, widens=self._widens)
+
+    def _policy_forward(self, policy: Any) -> PolicyForward:
+        spec = self._spec
+        temperature = spec.generation.temperature
+        if spec.training.exact_on_policy:
+            if self._ranks.num_ranks > 1:
+                problem = f"runs on one rank, not on {self._ranks.num_ranks}"
+                raise InvalidRequest("spec.training.exactOnPolicy", True, problem)
+            from rlhfspec.training.modeling.exact import ExactForward, check_exact
+
+            check_exact(spec)
+            max_context = within_positions(policy, spec.max_context)
+            return ExactForward(policy, temperature, max_context=max_context, dtype=spec.generation.dtype)
+        forward = TorchForward(policy, temperature)
+        self._shard(forward, forward.parts.trunk)
+        return forward
 
     @property
     def policy(self) -> Any:
@@ -393,23 +421,6 @@ class Learner:
     def _trains_critic(self) -> bool:
         """Here, or on the other rank."""
         return "critic" in scoring_stages(self._spec.algorithm)
-
-
-def _policy_forward(
-    spec: job.Spec, policy: Any, ranks: Ranks, device: torch.device, computes_in: torch.dtype
-) -> PolicyForward:
-    temperature = spec.generation.temperature
-    if spec.training.exact_on_policy:
-        if ranks.num_ranks > 1:
-            raise InvalidRequest("spec.training.exactOnPolicy", True, f"runs on one rank, not on {ranks.num_ranks}")
-        from rlhfspec.training.modeling.exact import ExactForward, check_exact
-
-        check_exact(spec)
-        max_context = within_positions(policy, spec.max_context)
-        return ExactForward(policy, temperature, max_context=max_context, dtype=spec.generation.dtype)
-    forward = TorchForward(policy, temperature)
-    ranks.shard(forward, forward.parts.trunk, device, computes_in)
-    return forward
 
 
 def _trunks(models: Sequence[str], policy: Any, critic: Critic | None) -> list[Any]:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlhfspec import job
+from rlhfspec.huggingface.fused.widened import one_layer_wide
 from rlhfspec.training.learning.distributed import Ranks
 from rlhfspec.training.modeling.recomputed import activation_bytes, recompute
 
@@ -28,15 +30,26 @@ GIB = 1 << 30
 class ActivationRoom:
     """Of the models that a rank trains. Made while they are on the host, where two short rows are tried."""
 
-    def __init__(self, spec: job.Spec, trunks: Sequence[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        spec: job.Spec,
+        trunks: Sequence[nn.Module],
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        widens: bool = False,
+    ) -> None:
+        """dtype: what is computed in. widens: what is in bfloat16 still will be float32 on the device."""
         self._setting = spec.training.activation_checkpointing
         self._trunks = trunks
         self._device = device
         self._kept: list[int | None] = []
         if self._setting == "auto" and device.type != "cpu":
             num_tokens = max(spec.training.tokens_per_micro_batch, spec.max_context)
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                self._kept = [activation_bytes(trunk, num_tokens) for trunk in trunks]
+            for trunk in trunks:
+                as_it_runs = one_layer_wide(trunk) if widens else nullcontext()
+                with as_it_runs, torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                    self._kept.append(activation_bytes(trunk, num_tokens))
 
     def settle(self, trained: Iterable[torch.Tensor], ranks: Ranks) -> bool:
         """Once the weights are on the device: layers are computed again, or not, and on all ranks alike."""

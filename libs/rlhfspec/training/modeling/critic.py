@@ -25,7 +25,7 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.loading import LOAD_ERRORS, refuse_other_weights
 from rlhfspec.huggingface.structure.anatomy import examine
 from rlhfspec.huggingface.structure.causal_lm import CausalLM, within_positions
-from rlhfspec.training.modeling.loading import load_causal_lm, prepared
+from rlhfspec.training.modeling.loading import Sharing, load_causal_lm, prepared
 from rlhfspec.training.modeling.packed import PackedRow, hidden_states
 
 _FILE = "critic.safetensors"
@@ -56,11 +56,16 @@ class Critic(nn.Module):
         save_model(self, str(folder / _FILE))
 
 
-def load_critic(model: job.Model, *, max_context: int = 1024) -> Critic:
-    """A critic saved by `Critic.save`, or a new head on the trunk of a causal LM."""
+def load_critic(
+    model: job.Model, *, max_context: int = 1024, stored: bool = False, ranks: Sharing | None = None
+) -> Critic:
+    """A critic saved by `Critic.save`, or a new head on the trunk of a causal LM; that one as `load_causal_lm` says."""
     path, field = (model.path, "spec.model.path") if model.critic is None else (model.critic, "spec.model.critic")
     if not (Path(path) / _FILE).exists():
-        return Critic(load_causal_lm(path, field=field, dtype=model.dtype, max_context=max_context, only_trunk=True))
+        trunk = load_causal_lm(
+            path, field=field, dtype=model.dtype, max_context=max_context, only_trunk=True, stored=stored, ranks=ranks
+        )
+        return Critic(trunk)
     return _saved_critic(Path(path), field, model.dtype, max_context)
 
 

@@ -13,19 +13,21 @@ Example:
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from rlhfspec import job
-from rlhfspec.errors import UnsupportedModel
-from rlhfspec.huggingface.fused.casting import Precision, cast, precision_of, round_parameters
-from rlhfspec.huggingface.loading import load_model
-from rlhfspec.huggingface.proof.check import BITS_BY_COMPANY, keep_report
+from rlhfspec.errors import InvalidRequest, UnsupportedModel
+from rlhfspec.huggingface.fused.casting import Precision, cast, narrow, precision_of
+from rlhfspec.huggingface.fused.widened import one_layer_wide, widen
+from rlhfspec.huggingface.loading import load_stored
+from rlhfspec.huggingface.proof.check import BITS_BY_COMPANY, keep_report, report_of
 from rlhfspec.huggingface.proof.reference import TOLERANCES, FollowedChoices, ProbeResult, Reference, Rounding, ask
 from rlhfspec.huggingface.structure.anatomy import examine
-from rlhfspec.huggingface.structure.causal_lm import CausalLM, within_positions
+from rlhfspec.huggingface.structure.causal_lm import Anatomy, CausalLM, anatomy_of, keep_anatomy, within_positions
 from rlhfspec.huggingface.structure.trace import FORWARD_ERRORS, first_line
 from rlhfspec.messages.records.models import ModelReport
 from rlhfspec.training.modeling.packed import attend, hidden_states, use_packed_attention
@@ -34,9 +36,28 @@ from rlhfspec.training.modeling.probed import answers, every_row, probes_of, ran
 _DEFAULT_CONTEXT = 1024
 
 
-def load_policy(model: job.Model, *, seed: int = 0, max_context: int = _DEFAULT_CONTEXT) -> Any:
-    """The policy as it begins; with a LoRA block, its update is drawn from the seed and only it takes gradients."""
-    policy = load_causal_lm(model.path, field="spec.model.path", dtype=model.dtype, max_context=max_context)
+class Sharing(Protocol):
+    """The ranks that train a model together; `training.learning.distributed.Ranks` is one."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    def told_by(self, rank: int, thing: Any) -> Any: ...
+
+
+def load_policy(
+    model: job.Model, *, seed: int = 0, max_context: int = _DEFAULT_CONTEXT, stored: bool = False,
+    ranks: Sharing | None = None,
+) -> Any:  # fmt: skip
+    """The policy as it begins; with a LoRA block, its update is drawn from the seed and only it takes gradients.
+    stored, ranks: as of `load_causal_lm`; an update is of the type of what it is added to, which is widened for it."""
+    policy = load_causal_lm(
+        model.path, field="spec.model.path", dtype=model.dtype, max_context=max_context,
+        stored=stored and model.lora is None, ranks=ranks,
+    )  # fmt: skip
     if model.lora is not None:
         from rlhfspec.training.modeling.lora import add_lora
 
@@ -44,41 +65,69 @@ def load_policy(model: job.Model, *, seed: int = 0, max_context: int = _DEFAULT_
     return policy
 
 
-def load_reference(model: job.Model, *, max_context: int = _DEFAULT_CONTEXT) -> Any:
-    """The model that the KL is measured against: never trained, so without LoRA."""
+def load_reference(model: job.Model, *, max_context: int = _DEFAULT_CONTEXT, stored: bool = False) -> Any:
+    """The model that the KL is measured against: never trained, so without LoRA. stored: as of `prepared`."""
     path, field = (
         (model.path, "spec.model.path") if model.reference is None else (model.reference, "spec.model.reference")
     )
-    return load_causal_lm(path, field=field, dtype=model.dtype, max_context=max_context).requires_grad_(False)
+    reference = load_causal_lm(path, field=field, dtype=model.dtype, max_context=max_context, stored=stored)
+    return reference.requires_grad_(False)
 
 
 def load_causal_lm(
-    path: str | Path, *, field: str, dtype: str, max_context: int = _DEFAULT_CONTEXT, only_trunk: bool = False
-) -> Any:
-    """The model at `path`, a folder or a hub id; `field` is what messages call it."""
-    model = load_model(path, field=field, only_trunk=only_trunk)
-    return prepared(model, dtype=dtype, max_context=max_context, name=field)
+    path: str | Path, *, field: str, dtype: str, max_context: int = _DEFAULT_CONTEXT, only_trunk: bool = False,
+    stored: bool = False, ranks: Sharing | None = None,
+) -> Any:  # fmt: skip
+    """The model at `path`, a folder or a hub id; `field` is what messages call it. stored: as of `prepared`.
+
+    ranks: all of them call it. The first proves what the model is, and the others take its word: they map the file, and
+    read no more of it than they will take.
+    """
+    model = load_stored(path, field=field, only_trunk=only_trunk)
+    options: dict[str, Any] = {"dtype": dtype, "max_context": max_context, "name": field, "stored": stored}
+    if ranks is None or ranks.num_ranks == 1:
+        return prepared(model, **options)
+    found: tuple[Anatomy, ModelReport] | None = None
+    refusal = field, str(path), "rank 0 could not try it"
+    if ranks.rank > 0:
+        found, refusal = ranks.told_by(0, (found, refusal))
+        if found is None:
+            raise InvalidRequest(*refusal)
+        return _made_ready(_in_its_type(model, dtype, stored), *found)
+    try:
+        model = prepared(model, **options)
+        found = anatomy_of(model), report_of(model)
+        return model
+    except InvalidRequest as error:
+        refusal = error.field, str(error.value), error.problem
+        raise
+    finally:
+        ranks.told_by(0, (found, refusal))
 
 
-def prepared(model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_CONTEXT, name: str = "model") -> Any:
+def prepared(
+    model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_CONTEXT, name: str = "model",
+    stored: bool = False,
+) -> Any:  # fmt: skip
     """A causal LM in memory made ready for packed rows, in place; `check.report_of` says what was found.
 
     What is proved is the model as it will run, in its dtype: against plain Hugging Face in float32 that has the same
-    weights. dtype: as in a job's model block. max_context: tokens of its longest sequence.
+    weights. dtype: as in a job's model block. max_context: tokens of its longest sequence. stored: weights that are in
+    bfloat16 stay so, though they will run in float32: a layer is widened when it comes to its device.
     """
-    dtype = "float32" if dtype == "auto" else dtype
     began = time.perf_counter()
-    model.eval()
+    dtype, kept_as = _types(dtype)
     max_context = within_positions(model, max_context)
-    anatomy = examine(model, name=name, max_context=max_context)
-    kept_as: torch.dtype = getattr(torch, dtype)
-    precision = precision_of(model, kept_as)
-    round_parameters(model, precision)
+    if kept_as == torch.float32 and not stored:
+        widen(model.parameters())
+    anatomy = examine(model.eval(), name=name, max_context=max_context)
+    narrow(model, precision_of(model, kept_as))
     rounding = Rounding(model, Precision(torch.float32), arithmetic="fma", activations=kept_as)
     reference = ask(model, anatomy, probes_of(model, max_context), name=name, rounding=rounding)
-    cast(model, precision)
-    use_packed_attention(model)
-    difference = reference.check(_packed_answers(model, reference), TOLERANCES[kept_as], whose="the trainer's")
+    use_packed_attention(_in_its_type(model, dtype, stored))
+    with nullcontext() if kept_as == torch.bfloat16 else one_layer_wide(model):
+        found = _packed_answers(model, reference)
+    difference = reference.check(found, TOLERANCES[kept_as], whose="the trainer's")
     report = ModelReport(
         model=type(model).__name__,
         path="packed",
@@ -92,6 +141,31 @@ def prepared(model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_
         attention_split=None,
         seconds=time.perf_counter() - began,
     )
+    return _made_ready(model, anatomy, report)
+
+
+def _types(dtype: str) -> tuple[str, torch.dtype]:
+    """
+    >>> _types("auto")
+    ('float32', torch.float32)
+    """
+    name = "float32" if dtype == "auto" else dtype
+    return name, getattr(torch, name)
+
+
+def _in_its_type(model: Any, dtype: str, stored: bool) -> Any:
+    kept_as = _types(dtype)[1]
+    if kept_as == torch.bfloat16:
+        cast(model, precision_of(model, kept_as))
+    elif not stored:
+        widen(model.parameters())
+    return model.eval()
+
+
+def _made_ready(model: Any, anatomy: Anatomy, report: ModelReport) -> Any:
+    """What was found on a model of this class and these weights, here or on another rank."""
+    keep_anatomy(model, anatomy)
+    use_packed_attention(model)
     keep_report(model, report)
     return model.requires_grad_(True)
 

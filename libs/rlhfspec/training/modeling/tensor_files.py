@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,9 +22,16 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 _CHUNK_BYTES = 16 << 20  # copied from a device at a time
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, notes: Mapping[str, str] | None = None) -> None:
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    notes: Mapping[str, str] | None = None,
+    wrote: Callable[[list[str], int, int], None] | None = None,
+) -> None:
     """Written to disk when this returns; whoever shares the folder must not read `path` before. `notes`: for whoever
-    reads them with the tensors.
+    reads them with the tensors. `wrote`: is told of each tensor its names, and from where to where it is in the file
+    already.
 
     Example:
         >>> import tempfile
@@ -40,7 +47,11 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, notes: Map
         with path.open("wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
             for name in _in_order(stored):
+                begin = file.tell()
                 _write_bytes(file, stored[name])
+                if wrote is not None:
+                    file.flush()
+                    wrote([name, *(other for other, one in same_as.items() if one == name)], begin, file.tell())
         sync(path)
     except OSError as error:
         raise StorageError(path, f"cannot be written: {error}") from error

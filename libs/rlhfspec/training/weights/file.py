@@ -1,26 +1,37 @@
 """Weights between processes that share a file system: one safetensors file a version, renamed into place.
 
-In memory (`/dev/shm`) nothing is copied but once: readers map the file, and check it once each. A file that is unlinked
+In memory (`/dev/shm`) nothing is copied but once: what is hashed is the file, tensor by tensor while it is written, in
+threads, and readers map it and check it once each. A file that is unlinked
 stays whole for those who have mapped it.
 
-What is checked where: who puts a version hashes its tensors, not the file, and notes in the file its digest (sha256)
-and its checksum (xxh3_128). Who gets it uses no tensor before either the file says that it holds what the record
-announced and every byte of it, as read, has that checksum, or else all of it has the record's digest: a damaged or
-another file is refused whatever it says. A checksum can be forged: who may write in the folder is believed.
+What is checked where: who puts a version notes in the file its digest (sha256) and its checksum (xxh3_128). Who gets it
+uses no tensor before either the file says that it holds what the record announced and every byte of it, as read, has
+that checksum, or else all of it has the record's digest: a damaged or another file is refused whatever it says. A
+checksum can be forged: who may write in the folder is believed.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 
 from rlhfspec.errors import StorageError
 from rlhfspec.messages.records import Role, Weights
-from rlhfspec.training.modeling.digest import checksum, digest, digest_and_checksum
+from rlhfspec.training.modeling.digest import (
+    SHA256,
+    XXH3,
+    HashedTensor,
+    checksum,
+    combined,
+    digest,
+    hash_of,
+    hashing_threads,
+)
 from rlhfspec.training.modeling.tensor_files import read_noted, sync, write_tensors
 from rlhfspec.training.weights.base import StateDict, StorePlace, not_kept, refuse_other, retired, weights_record
 
@@ -55,16 +66,13 @@ class FileWeightStore:
         self._remove(self._path(job, role, old) for old in gone)  # first: the new one can have its memory
         self._remove(self._numbered(job, role, WRITING))
         writing = path.with_suffix(f".{os.getpid()}{WRITING}")
-        with ThreadPoolExecutor(1) as beside:
-            hashing = beside.submit(digest_and_checksum, state_dict)
-            try:
-                write_tensors(writing, state_dict, notes={HASHES: NOT_YET_HASHED})
-                hashes = hashing.result()
-                _note(writing, hashes)
-                writing.replace(path)
-                sync(self._folder)
-            finally:
-                writing.unlink(missing_ok=True)
+        try:
+            hashes = _written(writing, state_dict)
+            _note(writing, hashes)
+            writing.replace(path)
+            sync(self._folder)
+        finally:
+            writing.unlink(missing_ok=True)
         if version in retired(self._kept(job, role), self._keep):
             self._remove([path])
         return weights_record(job, role, version, uri=f"{_SCHEME}{path}", digest=hashes[0])
@@ -103,6 +111,42 @@ class FileWeightStore:
     def _remove(self, paths: Iterable[Path]) -> None:
         for path in paths:
             path.unlink(missing_ok=True)
+
+
+def _written(path: Path, state_dict: StateDict) -> list[str]:
+    """Digest and checksum of what is in the file then. A device's tensors come down once."""
+    found: dict[str, Future[tuple[bytes, bytes]]] = {}
+    with hashing_threads() as threads:
+
+        def hash_beside(names: list[str], begin: int, end: int) -> None:
+            found.update(dict.fromkeys(names, threads.submit(_hashes, path, begin, end)))
+
+        write_tensors(path, state_dict, notes={HASHES: NOT_YET_HASHED}, wrote=hash_beside)
+        hashes = {name: future.result() for name, future in found.items()}
+    return [
+        combined(
+            new,
+            (
+                HashedTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), hashes[name][place])
+                for name, tensor in state_dict.items()
+            ),
+        )
+        for place, new in enumerate((SHA256, XXH3))
+    ]
+
+
+def _hashes(path: Path, begin: int, end: int) -> tuple[bytes, bytes]:
+    """sha256 and xxh3 of a part of the file."""
+    if begin == end:
+        return hash_of(SHA256, b""), hash_of(XXH3, b"")
+    page = begin - begin % mmap.ALLOCATIONGRANULARITY
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), end - page, offset=page, prot=mmap.PROT_READ) as mapped,
+        memoryview(mapped) as whole,
+        whole[begin - page :] as part,
+    ):
+        return hash_of(SHA256, part), hash_of(XXH3, part)
 
 
 def _note(path: Path, hashes: Iterable[str]) -> None:

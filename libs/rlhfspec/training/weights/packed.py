@@ -11,9 +11,9 @@ Example:
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rlhfspec.errors import MalformedRecord, StorageError
 from rlhfspec.messages.records import Role
+from rlhfspec.training.modeling.digest import SHA256, HashedTensor, combined, hash_of, hashing_threads
 from rlhfspec.training.weights.base import StateDict, identity
 from rlhfspec.training.weights.buffers import Buffers
 
@@ -131,37 +132,44 @@ class GrowingDigest:
     """modeling.digest of a buffer that fills from its beginning."""
 
     def __init__(self, packed: PackedWeights) -> None:
-        places = {place.name: place for place in packed.header.places()}
-        named = [*places.items(), *((name, places[same]) for name, same in packed.header.same_as.items())]
-        self._places = sorted(named, key=lambda item: item[0])
+        self._header = packed.header
+        self._places = packed.header.places()
         self._memory = packed.memory
-        self._hash = hashlib.sha256()
-        self._next = 0  # of `_places`
-        self._at = 0  # of the bytes of that place
+        self._hashes: list[bytes] = []  # of the places that are whole
+        self._at, self._hash = 0, SHA256()  # of the next one: its bytes up to where are hashed
         self._begin()
 
     def advance(self, num_bytes: int) -> None:
         """So many are there."""
-        while self._next < len(self._places):
-            _, place = self._places[self._next]
+        while len(self._hashes) < len(self._places):
+            place = self._places[len(self._hashes)]
             upto = min(place.end, num_bytes)
             if upto > self._at:
                 self._hash.update(self._memory[self._at : upto])
                 self._at = upto
             if self._at < place.end:
                 return
-            self._next += 1
+            self._hashes.append(self._hash.digest())
             self._begin()
 
     def hexdigest(self) -> str:
-        assert self._next == len(self._places), "bytes are missing"
-        return self._hash.hexdigest()
+        assert len(self._hashes) == len(self._places), "bytes are missing"
+        return digest_of(self._header, self._hashes)
 
     def _begin(self) -> None:
-        if self._next < len(self._places):
-            name, place = self._places[self._next]
-            self._hash.update(f"{name}\0{place.dtype}\0{place.shape}\0".encode())
-            self._at = place.begin
+        if len(self._hashes) < len(self._places):
+            self._at = self._places[len(self._hashes)].begin
+            self._hash = SHA256()
+
+
+def digest_of(header: WeightsHeader, hashes: Sequence[bytes]) -> str:
+    """modeling.digest of a version whose stored tensors have these hashes, in their order."""
+    of_stored = {
+        place.name: HashedTensor(place.name, place.dtype, place.shape, own)
+        for place, own in zip(header.places(), hashes, strict=True)
+    }
+    tied = (of_stored[same]._replace(name=name) for name, same in header.same_as.items())
+    return combined(SHA256, (*of_stored.values(), *tied))
 
 
 def described_tensors(what: str, state_dict: StateDict) -> tuple[list[tuple[str, str, list[int]]], dict[str, str]]:
@@ -184,7 +192,7 @@ def described_tensors(what: str, state_dict: StateDict) -> tuple[list[tuple[str,
 
 
 def pack(job: str, role: Role, version: int, state_dict: StateDict, buffers: Buffers) -> PackedWeights:
-    """A copy, hashed tensor by tensor while it is in the caches."""
+    """A copy, whose tensors are hashed in threads as they are there."""
     stored, same_as = described_tensors(f"{role}/{version}", state_dict)
     header = WeightsHeader.model_construct(
         job=job, role=role, version=version, digest="", num_bytes=0, tensors=stored, same_as=same_as
@@ -192,11 +200,13 @@ def pack(job: str, role: Role, version: int, state_dict: StateDict, buffers: Buf
     places = header.places()
     num_bytes = end_of(places)
     packed = PackedWeights(header.model_copy(update={"num_bytes": num_bytes}), buffers.take(num_bytes))
-    growing = GrowingDigest(packed)
-    for place in places:
-        _view(packed.buffer, place).copy_(state_dict[place.name].detach())
-        growing.advance(place.end)
-    return PackedWeights(packed.header.model_copy(update={"digest": growing.hexdigest()}), packed.buffer)
+    hashing = []
+    with hashing_threads() as threads:
+        for place in places:
+            _view(packed.buffer, place).copy_(state_dict[place.name].detach())
+            hashing.append(threads.submit(hash_of, SHA256, packed.memory[place.begin : place.end]))
+    digest = digest_of(packed.header, [each.result() for each in hashing])
+    return PackedWeights(packed.header.model_copy(update={"digest": digest}), packed.buffer)
 
 
 def machine_memory() -> int:

@@ -1,0 +1,100 @@
+"""A model whose weights are kept in bfloat16 runs in float32 and is never whole in it: one layer at a time is.
+
+So what is proved at load takes of the host's memory the weights as their file keeps them, and one layer.
+
+Example:
+    >>> from rlhfspec.huggingface.fused.casting import Precision, cast
+    >>> from rlhfspec.tiny import random_model
+    >>> model = random_model("llama", seed=0)
+    >>> cast(model, Precision(torch.bfloat16))
+    >>> with one_layer_wide(model):
+    ...     model(torch.tensor([[5, 6]])).logits.dtype, model.model.layers[0].mlp.up_proj.weight.dtype
+    (torch.float32, torch.bfloat16)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Knows(Protocol):
+    """Tells weights from other tensors by where they lie."""
+
+    def copied(self, weight: Tensor, copy: Tensor) -> None: ...
+
+    def gone(self, copy: Tensor) -> None: ...
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers: of the lists of modules that lie in no other list, the one with the most weights."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    within = {part for each in lists for part in each.modules() if part is not each}
+    outermost = [each for each in lists if each not in within]
+    return list(dict.fromkeys(max(outermost, key=_num_weights, default=())))
+
+
+def outside(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of what is in no layer; a layer may have one of them as well."""
+    within = {part for layer in layers for part in layer.modules()}
+    modules = [module for module in model.modules() if module not in within]
+    return list(dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None))
+
+
+def widen(parameters: Iterable[nn.Parameter]) -> None:
+    """In place and for good: those in bfloat16 become float32, which loses nothing."""
+    for parameter in parameters:
+        if parameter.dtype == torch.bfloat16:
+            parameter.data = parameter.data.float()
+
+
+@contextmanager
+def one_layer_wide(model: nn.Module, knows: Knows | None = None) -> Iterator[None]:
+    """Within, a layer's weights are float32 while it runs, and those outside of layers throughout."""
+    layers = layers_of(model)
+    running: list[Any] = []  # layers within layers there are none; a layer may run again and again
+
+    def enter(module: nn.Module, args: Any) -> None:
+        running.append(_wide(module.parameters(), knows))
+        running[-1].__enter__()
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop().__exit__(None, None, None)
+
+    handles = []
+    with _wide(outside(model, layers), knows):
+        for layer in layers:
+            handles.append(layer.register_forward_pre_hook(enter))
+            handles.append(layer.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            while running:  # something else was raised on the way into a layer
+                leave(model, (), None)
+
+
+@contextmanager
+def _wide(parameters: Iterable[nn.Parameter], knows: Knows | None) -> Iterator[None]:
+    narrow = [(parameter, parameter.data) for parameter in parameters if parameter.dtype == torch.bfloat16]
+    with torch.inference_mode(False):
+        for parameter, kept in narrow:
+            parameter.data = kept.float()
+            if knows is not None:
+                knows.copied(kept, parameter.data)
+    try:
+        yield
+    finally:
+        for parameter, kept in narrow:
+            if knows is not None:
+                knows.gone(parameter.data)
+            parameter.data = kept
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,42 @@
+"""What of its host's memory a process takes to load a model in bfloat16 and to prove it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import warmed
+from places import TESTS
+from transformers import LlamaConfig, LlamaForCausalLM
+
+# How often the file's size: the file as it is mapped, one layer in float32, and what the engine packs for its kernels.
+MOST = {"engine": 2.7, "policy": 1.9, "policy of a GPU": 1.9, "reference of a GPU": 1.9}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of some 190 MB in bfloat16."""
+    folder = tmp_path_factory.mktemp("large")
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=768, intermediate_size=3072, num_hidden_layers=10, num_attention_heads=12,
+        num_key_value_heads=12, max_position_embeddings=256, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.sweep(parts=4)
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells a process its peak")
+@pytest.mark.parametrize("role", MOST)
+def test_no_more_than_one_layer_is_in_float32(role: str, large: Path) -> None:
+    """With the whole model in float32 an engine took 4.7 times the file."""
+    command = [sys.executable, "-m", "host_peak", role, str(large)]
+    done = warmed.run(command, capture_output=True, text=True, timeout=240, cwd=TESTS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    size = (large / "model.safetensors").stat().st_size
+    found = int(done.stdout) / size
+    print(f"{role}: {found:.2f} times the file")
+    assert found < MOST[role]
