@@ -136,7 +136,7 @@ def workers(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, tuple[
             ends.append(ours)
         found[way] = (ends[0], ends[1:])
         if way == "group":
-            ask(ends[0], "meet", [ask(end, "address", None) for end in ends[1:]])
+            ask(ends[0], "meet", args.receivers)
     try:
         yield found
     finally:
@@ -189,22 +189,23 @@ def peak_bytes(*, begin: bool, before: int) -> int:
 class ByGroup:
     """What a run does: versions go to the group while they are put into the store."""
 
-    def __init__(self, store: Any, stage: str, server: Any) -> None:
+    def __init__(self, store: Any, trainer: str | None, server: Any, address: str) -> None:
         from rlhfspec.training.weights.group.messages import Wish
         from rlhfspec.training.weights.group.receiver import GroupReceiver
+        from rlhfspec.training.weights.group.sender import GroupSender
         from rlhfspec.training.weights.group.ways import Ways
 
         self._store = store
-        self._sender: Any = None
-        if stage != "trainer":
-            self._receiver = GroupReceiver(Wish(wants=True), Ways("group"))
-            self._receiver.add_to(server)
+        if trainer is None:
+            self._sender = GroupSender("bench", host=HOST)
+            self._sender.add_to(server)
+        else:
+            self._receiver = GroupReceiver(
+                Wish(wants=True), Ways("group"), address=address, trainer_address=lambda: trainer
+            )
 
-    def meet(self, addresses: list[str]) -> None:
-        from rlhfspec.training.weights.group.sender import GroupSender
-
-        self._sender = GroupSender("bench", host=HOST, peers=lambda: addresses)
-        while len(self._sender.members) < len(addresses):
+    def meet(self, num_generators: int) -> None:
+        while len(self._sender.members) < num_generators:
             time.sleep(0.1)
 
     def put(self, job: str, role: Any, version: int, state: Any) -> Any:
@@ -247,7 +248,7 @@ def make_store(*, stage: str, way: str, folder: Path, trainer: str | None, size:
     if stage == "trainer" or way != "direct":
         store.add_to(server, f"{HOST}:{port}")
     if way == "group":
-        store = ByGroup(store, stage, server)
+        store = ByGroup(store, None if stage == "trainer" else trainer, server, f"{HOST}:{port}")
         server.start()
         return store, f"{HOST}:{port}", lambda: server.stop(None).wait()
     server.start()

@@ -18,6 +18,10 @@ COMPONENTS = ("operator", "nats", "redis", "dashboard", "install", "test")
 OUTSIDE = ("dns", "api", "prometheus")
 
 
+LAST_PORT = 65535
+IN_A_GROUP = ("trainer", "generator")  # roles between which weights go by a process group
+
+
 @dataclass(frozen=True, slots=True)
 class Edge:
     source: str
@@ -52,7 +56,7 @@ def _between_workers() -> list[Edge]:
     """Weights come from the trainer and from whoever has them; sequences move between those who follow Moves."""
     found = [Edge(reader, giver, names.GRPC_PORT, "weights") for reader in READERS for giver in ("trainer", *READERS)]
     met = "ranks of several nodes: where they meet, and what they exchange"
-    found.append(Edge("trainer", "trainer", names.RANKS_PORT, met, last=65535))
+    found.append(Edge("trainer", "trainer", names.RANKS_PORT, met, last=LAST_PORT))
     for stage in STAGES:
         if Move in stage.watches:
             found.append(Edge(stage.name, stage.name, names.MOVES_PORT, "a sequence moves: who owns it"))
@@ -71,10 +75,22 @@ def _of_the_release() -> list[Edge]:
     return [*reports, *askers, *lookers, *live, *named, Edge("prometheus", "operator", names.HTTP_PORT, "metrics")]
 
 
+def group_edges() -> list[Edge]:
+    """Between pods that have the label `names.WEIGHTS` alone: who of two connects is decided by their addresses."""
+    why = "weights by a process group, of jobs that have them so"
+    return [
+        Edge(source, to, names.RANKS_PORT, why, last=LAST_PORT)
+        for source in IN_A_GROUP
+        for to in IN_A_GROUP
+        if (source, to) != ("trainer", "trainer")  # which is open already
+    ]
+
+
 def as_file() -> dict[str, object]:
     """files/edges.yaml: what the templates read."""
     return {
         "roles": list(names.ROLES),
         "components": list(COMPONENTS),
+        "group": {"roles": list(IN_A_GROUP), "port": names.RANKS_PORT, "last": LAST_PORT},
         "edges": [{name: value for name, value in asdict(edge).items() if value} for edge in edges()],
     }

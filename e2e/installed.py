@@ -199,13 +199,13 @@ def example(name: str, **spec: Any) -> dict[str, Any]:
     return merged(merged(job, {"spec": {"roles": roles}}), {"spec": spec})
 
 
-def on_the_laptop(job: dict[str, Any], folder: Path) -> Path:
-    """The same job in one process of this machine: its run folder."""
+def on_the_laptop(job: dict[str, Any], folder: Path, *options: str) -> Path:
+    """The same job in one process of this machine, or with `--processes` in several: its run folder."""
     folder.mkdir(parents=True, exist_ok=True)
     file, out = folder / "job.yaml", folder / "run"
     file.write_text(yaml.safe_dump(job))
     subprocess.run(
-        [sys.executable, "-m", "rlhfspec.cli.start", "run", str(file), "--out", str(out)],
+        [sys.executable, "-m", "rlhfspec.cli.start", "run", str(file), "--out", str(out), *options],
         check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     return out

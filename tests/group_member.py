@@ -6,10 +6,9 @@ import sys
 import time
 from typing import Any
 
-from weight_groups import LOOPBACK, GroupNode, record_of, weights
+from weight_groups import GroupNode, GroupTrainer, record_of, weights
 
 from rlhfspec.training.weights.group import shares
-from rlhfspec.training.weights.group.sender import GroupSender
 
 MEGABYTE = 1 << 20
 NUM_BYTES = 32 * MEGABYTE
@@ -20,16 +19,16 @@ def state(version: int) -> Any:
     return weights(version, num_bytes=NUM_BYTES)
 
 
-def receive() -> None:
+def receive(trainer: str) -> None:
     """Says where it is, and for each number that it is told whether it has that version, whole."""
-    node = GroupNode()
+    node = GroupNode(lambda: trainer)
     print(node.address, flush=True)
     for line in sys.stdin:
         print("has" if node.has(int(line), state(int(line))) else "has not", flush=True)
 
 
-def send(address: str) -> None:
-    """Half of a version."""
+def send() -> None:
+    """Says where it is, and then that it has sent half of a version."""
     fill = shares.fill
 
     def filled(bucket: Any, *arguments: Any) -> Any:
@@ -41,13 +40,11 @@ def send(address: str) -> None:
 
     filled.count = 0  # type: ignore[attr-defined]
     shares.fill = filled
-    sender = GroupSender("sums", host=LOOPBACK, peers=lambda: [address], bucket_bytes=MEGABYTE)
+    trainer = GroupTrainer(bucket_bytes=MEGABYTE)
+    sender = trainer.sender
+    print(trainer.address, flush=True)
     while not sender.members:
         time.sleep(0.01)
     sending = sender.begin("policy", 1, state(1))
     assert sending is not None
     sending.end(record_of(1, state(1)).digest)
-
-
-if __name__ == "__main__":
-    receive() if len(sys.argv) == 1 else send(sys.argv[1])

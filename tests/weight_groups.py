@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,15 +34,31 @@ def record_of(version: int, state: dict[str, Tensor]) -> Weights:
     return weights_record("sums", "policy", version, uri=f"grpc:policy/{version}", digest=digest(state))
 
 
-class GroupNode:
-    """A generator's receiver, at an address."""
+class GroupTrainer:
+    """A trainer's sender, at an address."""
 
-    def __init__(self, *, dtype: Any = "", **settings: Any) -> None:
-        self.receiver = GroupReceiver(Wish(wants=True, dtype=dtype), Ways("group"), **settings)
+    def __init__(self, **settings: Any) -> None:
+        self.sender = GroupSender("sums", host=LOOPBACK, **settings)
         self.server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
         self.address = f"{LOOPBACK}:{self.server.add_insecure_port(f'{LOOPBACK}:0')}"
-        self.receiver.add_to(self.server)
+        self.sender.add_to(self.server)
         self.server.start()
+
+    def close(self) -> None:
+        self.sender.close()
+        self.server.stop(None).wait()
+
+
+class GroupNode:
+    """A generator's receiver, which keeps an address to itself as a generator's server does."""
+
+    def __init__(self, trainer: Callable[[], str | None], *, dtype: Any = "") -> None:
+        self.trainer = trainer
+        self._listening = socket.create_server((LOOPBACK, 0))
+        self.address = f"{LOOPBACK}:{self._listening.getsockname()[1]}"
+        self.receiver = GroupReceiver(
+            Wish(wants=True, dtype=dtype), Ways("group"), address=self.address, trainer_address=lambda: self.trainer()
+        )
 
     def has(self, version: int, state: dict[str, Tensor]) -> bool:
         """Nothing, or every bit."""
@@ -51,18 +68,22 @@ class GroupNode:
 
     def close(self) -> None:
         self.receiver.close()
-        self.server.stop(None).wait()
+        self._listening.close()
 
 
 class GroupOfNodes:
     def __init__(self, leaving: ExitStack, num_nodes: int, **settings: Any) -> None:
-        self.nodes = [GroupNode(**settings) for _ in range(num_nodes)]
-        self.addresses = [node.address for node in self.nodes]
-        for node in self.nodes:
-            leaving.callback(node.close)
-        self.sender = GroupSender("sums", host=LOOPBACK, peers=lambda: list(self.addresses), bucket_bytes=1 << 16)
-        leaving.callback(self.sender.close)
+        self.trainer = GroupTrainer(bucket_bytes=1 << 16)
+        leaving.callback(self.trainer.close)
+        self.sender = self.trainer.sender
+        self._leaving, self._settings = leaving, settings
+        self.nodes = [self.joined() for _ in range(num_nodes)]
         self.until_members(num_nodes)
+
+    def joined(self) -> GroupNode:
+        node = GroupNode(lambda: self.trainer.address, **self._settings)
+        self._leaving.callback(node.close)
+        return node
 
     def until_members(self, count: int) -> None:
         eventually(lambda: len(self.sender.members) == count)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
+import grpc
 import torch
 
 from gpu_parts.measure import Day
@@ -41,11 +42,13 @@ def weights(day: Day) -> None:
 
 def between_gpus(day: Day, state: dict[str, torch.Tensor], num_bytes: int) -> None:
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    other = context.Process(target=receive, args=(theirs,), daemon=True)
+    sender = GroupSender("day", host=HOST, device=str(day.device))
+    server = grpc.server(ThreadPoolExecutor(4))
+    port = server.add_insecure_port(f"{HOST}:0")
+    sender.add_to(server)
+    server.start()
+    other = context.Process(target=receive, args=(f"{HOST}:{port}",), daemon=True)
     other.start()
-    address = ours.recv()
-    sender = GroupSender("day", host=HOST, peers=lambda: [address], device=str(day.device))
     sender.kept_as = lambda _: lambda _: torch.bfloat16
     while not sender.members:
         time.sleep(0.05)
@@ -63,20 +66,16 @@ def between_gpus(day: Day, state: dict[str, torch.Tensor], num_bytes: int) -> No
     day.tell("weights", "a group whose receiver is gone is given up", int(is_given_up), "", "= 1")
     day.tell("weights", "which takes", time.perf_counter() - began, "s", "<= 40")
     sender.close()
+    server.stop(None)
 
 
-def receive(orders: Any) -> None:
+def receive(trainer: str) -> None:
     """The other process, on the second GPU."""
-    import grpc
-
     from rlhfspec.training.weights.group.messages import Wish
     from rlhfspec.training.weights.group.receiver import GroupReceiver
     from rlhfspec.training.weights.group.ways import Ways
 
     torch.cuda.set_device(1)
-    server = grpc.server(ThreadPoolExecutor(4))
-    GroupReceiver(Wish(wants=True, dtype="bfloat16", device="cuda:1"), Ways("group")).add_to(server)
-    port = server.add_insecure_port(f"{HOST}:0")
-    server.start()
-    orders.send(f"{HOST}:{port}")
-    server.wait_for_termination()
+    wish = Wish(wants=True, dtype="bfloat16", device="cuda:1")
+    GroupReceiver(wish, Ways("group"), address=f"{HOST}:1", trainer_address=lambda: trainer)
+    threading.Event().wait()

@@ -29,6 +29,7 @@ NAME = "app.kubernetes.io/name"
 COMPONENT = "app.kubernetes.io/component"  # of the release's own pods: operator, nats, redis, dashboard
 JOB, ROLE, WORKER, RUN = f"{GROUP}/job", f"{GROUP}/role", f"{GROUP}/worker", f"{GROUP}/run"
 RESTART_ID = f"{GROUP}/restart-id"  # annotation of a pod: the restart.id it was started under
+WEIGHTS = f"{GROUP}/weights"  # label of the pods between which weights go by a process group: `group`
 LEADER = f"{GROUP}/leader"  # label of the operator's pod that acts; the Service selects it
 
 CONTAINER = "worker"  # of a pod of a job: the one that computes
@@ -41,7 +42,7 @@ TOKEN_FILE = PurePosixPath("/var/run/secrets/rlhfspec/token")  # control's
 STORAGE = PurePosixPath("/storage")  # the job's claim: data, models, run folders; relative paths of a job begin here
 CACHE = STORAGE / "cache"  # models and data that are made or downloaded once
 HTTP_PORT, GRPC_PORT, MOVES_PORT, LINK_PORT = 8080, 50051, 50052, 50053  # of every worker's pod
-RANKS_PORT = 29500  # of the trainer's first pod: where ranks of several nodes meet
+RANKS_PORT = 29500  # of the trainer's first pod: where ranks of several nodes meet; gloo and NCCL take any above it
 REPORT_PORT = 8443  # of the operator's Service
 NATS_PORT, REDIS_PORT, DASHBOARD_PORT = 4222, 6379, 8000
 # In the certificate of every worker: its address is its pod's, which no certificate can know beforehand.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,13 +33,12 @@ Get = Callable[[Weights], dict[str, Tensor]]
 
 
 class WeightGroup:
-    """A generator has a receiver from the beginning; the trainer a sender from its first version on."""
+    """A generator has a receiver, the trainer a sender."""
 
-    def __init__(self, make_sender: Callable[[], GroupSender], receiver: GroupReceiver | None, ways: Ways) -> None:
-        self._make_sender = make_sender
+    def __init__(self, sender: GroupSender | None, receiver: GroupReceiver | None, ways: Ways) -> None:
+        self._sender = sender
         self._receiver = receiver
         self._ways = ways
-        self._sender: GroupSender | None = None
 
     @classmethod
     def of(
@@ -48,7 +47,7 @@ class WeightGroup:
         job: RLHFJob,
         stage: str,
         health: Health,
-        generators: Callable[[], Iterable[str]],
+        trainer_address: Callable[[], str | None],
         told: Callable[[str, float], None],
     ) -> WeightGroup | None:
         """Before the server of `health` starts; None where the job has weights go by the store."""
@@ -56,47 +55,38 @@ class WeightGroup:
         device = device_of(spec)
         if transfer == "store" or (transfer == "auto" and device == "cpu"):
             return None
-        host = health.grpc_address.rpartition(":")[0]
-        ways = Ways(transfer, told)
-        folder = connections.credentials
-        receiver = None
-        if stage == "generator":
-            is_own = spec.generation.engine.name == "own"
-            narrow = is_own and settled(spec, device).generation.dtype == "bfloat16"
-            on = "cpu" if spec.share_gpus else device  # NCCL takes no two processes on one GPU
-            wish = Wish(wants=True, dtype="bfloat16" if narrow else "", device=on, host=host.strip("[]"))
-            receiver = GroupReceiver(wish, ways, writers=("trainer",) if folder else None)
-            receiver.add_to(health.server)
-
-        def make_sender() -> GroupSender:
-            return GroupSender(
-                job.metadata.name,
-                host=host,
-                peers=generators,
-                device=device,
-                credentials=channel_credentials(folder, stage) if folder else None,
-                server_name=connections.worker_host,
-            )
-
-        return cls(make_sender, receiver, ways)
+        ways, folder = Ways(transfer, told), connections.credentials
+        if stage == "trainer":
+            host = health.grpc_address.rpartition(":")[0]
+            askers = ("generator",) if folder else None
+            sender = GroupSender(job.metadata.name, host=host, device=device, askers=askers)
+            sender.add_to(health.server)
+            return cls(sender, None, ways)
+        is_own = spec.generation.engine.name == "own"
+        narrow = is_own and settled(spec, device).generation.dtype == "bfloat16"
+        on = "cpu" if spec.share_gpus else device  # NCCL takes no two processes on one GPU
+        receiver = GroupReceiver(
+            Wish(wants=True, dtype="bfloat16" if narrow else "", device=on),
+            ways,
+            address=health.grpc_address,
+            trainer_address=trainer_address,
+            credentials=channel_credentials(folder, stage) if folder else None,
+            server_name=connections.worker_host,
+        )
+        return cls(None, receiver, ways)
 
     def sent_by(self, num_ranks: int, send: Callable[[Any], list[list[str]]] | None, policy: Any) -> None:
         """`training.weights.base.SentByRanks`, before the first version."""
-        self.sender.kept_as = partial(_kept_as, policy)
+        assert self._sender is not None, "it is the trainer's"
+        self._sender.kept_as = partial(_kept_as, policy)
         if send is not None:
-            self.sender.num_senders = num_ranks
-            self.sender.send = lambda told, _: send(told)
-
-    @property
-    def sender(self) -> GroupSender:
-        if self._sender is None:
-            self._sender = self._make_sender()
-        return self._sender
+            self._sender.num_senders = num_ranks
+            self._sender.send = lambda told, _: send(told)
 
     @contextmanager
     def sending(self, role: Role, version: int, weights: StateDict) -> Iterator[Callable[[Weights], Any]]:
         """Beside what is done within; then what is given is told the record."""
-        sending = self.sender.begin(role, version, weights)
+        sending = None if self._sender is None else self._sender.begin(role, version, weights)
         if sending is None:
             yield lambda _: None
             return

@@ -50,7 +50,7 @@ class WorkerWeights:
             from rlhfspec.worker.weight_group import WeightGroup
 
             self.group = WeightGroup.of(
-                connections, job, self._stage, health, self._generator_addresses, lambda *took: self.told(*took)
+                connections, job, self._stage, health, self._trainer_address, lambda *took: self.told(*took)
             )
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
@@ -71,7 +71,7 @@ class WorkerWeights:
             self.group.sent_by(num_ranks, send, policy)
 
     async def __aenter__(self) -> Self:
-        if self._served is not None or (self.group is not None and self._stage == "trainer"):
+        if self._served is not None or self.group is not None:
             self._hearing = asyncio.create_task(self._hear())
         return self
 
@@ -111,9 +111,6 @@ class WorkerWeights:
 
     def _peer_addresses(self) -> list[str]:
         return [info.grpc_address for info in list(self._infos.values()) if info.stage in READERS]
-
-    def _generator_addresses(self) -> list[str]:
-        return [info.grpc_address for info in list(self._infos.values()) if info.stage == "generator"]
 
     async def _hear(self) -> None:
         inbox = await self._bus.subscribe(WorkerInfo)

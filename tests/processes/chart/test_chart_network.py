@@ -132,6 +132,32 @@ def test_exactly_the_edges_of_the_map_are_allowed() -> None:
     assert found == wanted
 
 
+@needs_helm
+def test_weights_go_by_a_group_between_the_pods_of_jobs_that_have_them_so_alone() -> None:
+    policies = policies_of()
+    plain = [job_pod(role) for role in names.ROLES]
+    labelled = [job_pod(role, **{names.WEIGHTS: "group"}) for role in names.ROLES]
+
+    def found(sources: list[Pod], others: list[Pod]) -> set[tuple[str, str]]:
+        return {
+            (source.name, to.name)
+            for source in sources
+            for to in others
+            if any(reaches(policies, source, to, port) for port in (RANKS_PORT, 41234, 65535))
+        }
+
+    wanted = {(edge.source, edge.to) for edge in edges.group_edges()}
+    assert wanted == {("trainer", "generator"), ("generator", "trainer"), ("generator", "generator")}
+    ranks = {("trainer", "trainer")}
+    assert found(labelled, labelled) == wanted | ranks, "no other role, though it has the label"
+    for pods in ((plain, plain), (plain, labelled), (labelled, plain)):
+        assert found(*pods) == ranks
+    trainer, generator = (job_pod(role, **{names.WEIGHTS: "group"}) for role in edges.IN_A_GROUP)
+    assert not reaches(policies, trainer, generator, GRPC_PORT), "weights are asked for"
+    assert not reaches(policies, generator, trainer, RANKS_PORT - 1)
+    assert not reaches(policies, Pod("generator", "other", generator.labels), trainer, RANKS_PORT)
+
+
 def test_the_map_has_the_edges_that_a_run_needs() -> None:
     """By hand, so that an edge that is lost there is missed here."""
     found = {(edge.source, edge.to, edge.port) for edge in edges.edges()}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import warmed
 from group_member import MEGABYTE, MIDDLE, NUM_BYTES, state
-from weight_groups import LOOPBACK, GroupNode, eventually, record_of
+from weight_groups import GroupNode, GroupTrainer, eventually, record_of
 
 from rlhfspec.training.weights.group import shares
 from rlhfspec.training.weights.group.sender import GroupSender, hold_up_seconds
@@ -30,7 +30,10 @@ class Member:
             [sys.executable, "-c", START + call], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         leaving.callback(self.end)
-        self.said = self.process.stdout.readline().strip()
+        self.said = self.next_line()
+
+    def next_line(self) -> str:
+        return str(self.process.stdout.readline().strip())
 
     def has(self, version: int) -> bool:
         self.process.stdin.write(f"{version}\n")
@@ -66,6 +69,12 @@ def half_way(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     return events
 
 
+def trainer_of(leaving: ExitStack) -> GroupTrainer:
+    trainer = GroupTrainer(bucket_bytes=MEGABYTE)
+    leaving.callback(trainer.close)
+    return trainer
+
+
 def sent(sender: GroupSender, version: int) -> str:
     """What went wrong; within the written time."""
     began = time.monotonic()
@@ -80,17 +89,16 @@ def sent(sender: GroupSender, version: int) -> str:
 def test_a_generator_that_is_killed_or_stopped_half_way(
     number: signal.Signals, leaving: ExitStack, half_way: list[Callable[[], None]]
 ) -> None:
-    members = [Member(leaving, "g.receive()") for _ in range(2)]
-    addresses = [member.said for member in members]
-    sender = GroupSender("sums", host=LOOPBACK, peers=lambda: addresses, bucket_bytes=MEGABYTE)
-    leaving.callback(sender.close)
+    trainer = trainer_of(leaving)
+    sender = trainer.sender
+    members = [Member(leaving, f"g.receive({trainer.address!r})") for _ in range(2)]
     eventually(lambda: len(sender.members) == 2)
     assert sent(sender, 1) == ""
     half_way.append(lambda: members[1].process.send_signal(number))
     assert sent(sender, 2), "not all have it"
     assert members[0].has(1)
     assert not members[0].has(2), "it takes that version by the store"
-    eventually(lambda: sender.members == {addresses[0]})
+    eventually(lambda: sender.members == {members[0].said})
     assert sent(sender, 3) == "", "of those who live"
     assert members[0].has(3)
     if number == signal.SIGSTOP:
@@ -104,14 +112,13 @@ def test_a_generator_that_is_killed_or_stopped_half_way(
 def test_a_generator_that_comes_half_way_is_in_from_the_next_version_on(
     leaving: ExitStack, half_way: list[Callable[[], None]]
 ) -> None:
-    members = [Member(leaving, "g.receive()") for _ in range(2)]
-    addresses = [members[0].said]
-    sender = GroupSender("sums", host=LOOPBACK, peers=lambda: list(addresses), bucket_bytes=MEGABYTE)
-    leaving.callback(sender.close)
+    trainer = trainer_of(leaving)
+    sender = trainer.sender
+    members = [Member(leaving, f"g.receive({trainer.address!r})")]
     eventually(lambda: len(sender.members) == 1)
 
     def come() -> None:
-        addresses.append(members[1].said)
+        members.append(Member(leaving, f"g.receive({trainer.address!r})"))
         eventually(lambda: len(sender.members) == 2)
 
     half_way.append(come)
@@ -124,15 +131,16 @@ def test_a_generator_that_comes_half_way_is_in_from_the_next_version_on(
 def test_a_trainer_that_is_killed_half_way_leaves_nothing_and_its_next_start_brings_the_version(
     leaving: ExitStack,
 ) -> None:
-    node = GroupNode()
+    trainer = Member(leaving, "g.send()")
+    trainers = [trainer.said]
+    node = GroupNode(lambda: trainers[-1])
     leaving.callback(node.close)
-    trainer = Member(leaving, f"g.send({node.address!r})")
-    assert trainer.said == "half of it is sent"
+    assert trainer.next_line() == "half of it is sent"
     trainer.process.kill()
     trainer.process.wait()
     assert not node.has(1, state(1))
-    sender = GroupSender("sums", host=LOOPBACK, peers=lambda: [node.address], bucket_bytes=MEGABYTE)
-    leaving.callback(sender.close)
-    eventually(lambda: len(sender.members) == 1)
-    assert sent(sender, 1) == ""
+    again = trainer_of(leaving)
+    trainers.append(again.address)
+    eventually(lambda: len(again.sender.members) == 1)
+    assert sent(again.sender, 1) == ""
     assert node.has(1, state(1))

@@ -22,14 +22,22 @@ from rlhfspec.messages.servers.credentials.certificates import (
     server_credentials,
 )
 from rlhfspec.training.modeling.digest import digest
-from rlhfspec.training.weights.group import channel, receiver, shares
+from rlhfspec.training.weights.group import channel, receiver, sender, shares
 from rlhfspec.training.weights.group.channel import TwoBuffers
-from rlhfspec.training.weights.group.messages import GroupAsk, GroupCommit, GroupSaid, Wish
+from rlhfspec.training.weights.group.messages import (
+    GROUP_METHOD,
+    GROUP_SERVICE,
+    GroupAsk,
+    GroupCommit,
+    GroupOrder,
+    Wish,
+)
 from rlhfspec.training.weights.group.plan import buckets, described, fill
 from rlhfspec.training.weights.group.receiver import GroupReceiver
 from rlhfspec.training.weights.group.sender import GroupSender, hold_up_seconds
 from rlhfspec.training.weights.group.shares import Shares, Told
 from rlhfspec.training.weights.group.ways import Ways
+from rlhfspec.training.weights.grpc_messages import MAX_MESSAGE_BYTES
 
 
 def every_kind() -> dict[str, Tensor]:
@@ -61,6 +69,15 @@ def test_version_after_version_comes_to_all_bit_for_bit() -> None:
                 assert found["tied"].data_ptr() == found["layers.2"].data_ptr(), "sent once, and tied again"
             epochs.add(group.sender._epoch)
         assert len(epochs) == 1, "one group for as long as the same are in"
+
+
+def test_a_model_of_thousands_of_tensors_comes_too() -> None:
+    """Whose names and shapes take more than other messages may."""
+    state = {f"model.layers.{number // 40}.experts.{number % 40}.weight": torch.ones(2) for number in range(2000)}
+    with group_of(1) as group:
+        assert len(described("sums", "policy", 1, state).model_dump_json()) > MAX_MESSAGE_BYTES
+        assert group.sent(1, state) == ""
+        assert group.nodes[0].has(1, state)
 
 
 def test_weights_are_sent_in_the_type_that_generators_keep_them_in() -> None:
@@ -171,7 +188,9 @@ def test_a_version_that_is_mixed_with_another_is_found(monkeypatch: pytest.Monke
 def test_a_transfer_that_is_not_under_way_makes_no_version() -> None:
     with group_of(1) as group:
         commit = GroupCommit(transfer="0" * 16, digest="ab" * 32, digests=[[]])
-        assert group.sender.call(group.addresses[0], commit, GroupSaid, 5.0).problem
+        order = GroupOrder(order="0" * 16, commit=commit)
+        with pytest.raises(RuntimeError, match="not under way here"):
+            group.sender.tell_all({group.nodes[0].address: order}, 5.0)
         assert not group.nodes[0].has(1, weights(1))
 
 
@@ -229,20 +248,28 @@ def test_the_more_often_it_fails_the_more_versions_go_without(hanging: threading
         hanging.clear()
 
 
-def test_who_leaves_and_who_joins_is_in_the_next_group(tmp_path: Path) -> None:
+def test_who_falls_silent_and_who_joins_is_in_the_next_group(monkeypatch: pytest.MonkeyPatch) -> None:
     with group_of(2) as group:
         assert group.sent(1, weights(1)) == ""
-        gone = group.nodes[1]
-        gone.close()
-        assert group.sent(2, weights(2)), "one of its members is not there"
+        group.nodes[1].trainer = lambda: None
+        with monkeypatch.context() as patched:
+            patched.setattr(sender, "_CALL_SECONDS", 0.5)
+            assert "has not answered" in group.sent(2, weights(2)), "one of its members is not there"
         group.until_members(1)
         assert group.sent(3, weights(3)) == ""
-        with group_of(1) as other:
-            group.addresses.append(other.addresses[0])
-            group.until_members(2)
-            assert group.sent(4, weights(4)) == ""
-            assert group.nodes[0].has(4, weights(4))
-            assert other.nodes[0].has(4, weights(4))
+        other = group.joined()
+        group.until_members(2)
+        assert group.sent(4, weights(4)) == ""
+        assert group.nodes[0].has(4, weights(4))
+        assert other.has(4, weights(4))
+
+
+def test_who_leaves_is_waited_for_by_nobody() -> None:
+    with group_of(2) as group:
+        group.nodes[1].close()
+        assert group.sender.members == {group.nodes[0].address}
+        assert group.sent(1, weights(1)) == ""
+        assert group.nodes[0].has(1, weights(1))
 
 
 def test_who_has_found_the_store_quicker_is_not_in() -> None:
@@ -256,21 +283,24 @@ def test_who_has_found_the_store_quicker_is_not_in() -> None:
         assert [node.has(1, weights(1)) for node in group.nodes] == [True, False]
 
 
-def test_only_the_trainer_of_the_run_may_bring_weights(tmp_path: Path) -> None:
+def test_only_generators_of_the_run_may_take_part(tmp_path: Path) -> None:
     create_credentials(tmp_path, ("trainer", "critic", "generator"))
     server = grpc.server(ThreadPoolExecutor(4))
-    port = server.add_secure_port("127.0.0.1:0", server_credentials(tmp_path, "generator"))
-    node = GroupReceiver(Wish(wants=True), Ways("group"), writers=("trainer",))
-    node.add_to(server)
+    address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', server_credentials(tmp_path, 'trainer'))}"
+    trainer = GroupSender("sums", host="127.0.0.1", askers=("generator",))
+    trainer.add_to(server)
     server.start()
-    address = f"127.0.0.1:{port}"
-    for role, may in (("trainer", True), ("critic", False)):
-        credentials = channel_credentials(tmp_path, role)
-        one = GroupSender("sums", host="127.0.0.1", peers=lambda: [address], credentials=credentials)
-        if may:
-            eventually(lambda one=one: one.members == {address})
-        else:
-            with pytest.raises(grpc.RpcError, match="critic may not bring weights"):
-                one.call(address, GroupAsk(job="sums"), Wish, 5.0)
-        one.close()
+    with grpc.secure_channel(address, channel_credentials(tmp_path, "critic")) as channel:
+        ask = GroupAsk(member="127.0.0.1:1", wish=Wish(wants=True)).model_dump_json().encode()
+        with pytest.raises(grpc.RpcError, match="critic may not take part"):
+            channel.unary_unary(f"/{GROUP_SERVICE}/{GROUP_METHOD}")(ask, timeout=5.0)
+    assert not trainer.members
+    node = GroupReceiver(
+        Wish(wants=True), Ways("group"), address="127.0.0.1:2", trainer_address=lambda: address,
+        credentials=channel_credentials(tmp_path, "generator"),
+    )  # fmt: skip
+    eventually(lambda: trainer.members == {"127.0.0.1:2"})
+    node.close()
+    assert not trainer.members, "it has left"
+    trainer.close()
     server.stop(None).wait()

@@ -53,6 +53,22 @@ def test_a_node_is_told_which_it_is_and_where_the_first_is() -> None:
     assert service["metadata"]["ownerReferences"] == world.pods[FIRST]["metadata"]["ownerReferences"]
 
 
+def labelled(**roles: Any) -> set[str]:
+    """Roles whose pods have the label of those among which weights go by a group."""
+    world = World(job_body(roles=roles))
+    world.to_running()
+    pods = [pod["metadata"]["labels"] for pod in world.pods.values() if names.WEIGHTS in pod["metadata"]["labels"]]
+    return {labels[names.ROLE] for labels in pods if labels[names.WEIGHTS] == "group"}
+
+
+def test_ports_are_open_between_trainer_and_generators_where_weights_go_by_a_group() -> None:
+    gpu, members = {"resources": {"limits": {"nvidia.com/gpu": 1}}}, {"trainer", "generator"}
+    assert labelled(generator={"weights": "group"}) == members
+    assert labelled(generator=gpu, trainer=gpu) == members, "auto, on GPUs"
+    assert labelled(generator=gpu) == labelled(trainer=gpu) == labelled() == set()
+    assert labelled(generator=gpu | {"weights": "store"}, trainer=gpu) == set()
+
+
 def test_only_the_first_node_answers_and_is_asked() -> None:
     world = running()
     first, second = (world.pods[name]["spec"]["containers"][0] for name in (FIRST, SECOND))
@@ -82,6 +98,7 @@ def test_when_a_rank_is_killed_the_set_begins_again_and_nothing_else() -> None:
     world.settle()
     assert world.healthy()[0] == "False"
     assert KILLED in world.healthy()[2], "the condition names the rank"
+    assert [(delete.name, delete.grace_seconds) for delete in world.deletes] == [(FIRST, 2)], "it may hang for ever"
     assert world.made == [], "not beside one of the earlier set"
     again(world)
     assert sorted(world.made) == [FIRST, SECOND]

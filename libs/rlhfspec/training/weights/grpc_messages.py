@@ -56,15 +56,15 @@ class WeightsAnswer(WeightsMessage):
 _M = TypeVar("_M", bound=WeightsMessage)
 
 
-def parse(kind: type[_M], content: bytes) -> _M:
+def parse(kind: type[_M], content: bytes, most: int = MAX_MESSAGE_BYTES) -> _M:
     """
     >>> parse(WeightsAnswer, b'{"kind": "ask", "peer": "unix:/tmp/x"}')
     Traceback (most recent call last):
         ...
     rlhfspec.errors.MalformedRecord: malformed record: peer: Value error, is no host:port
     """
-    if len(content) > MAX_MESSAGE_BYTES:
-        raise MalformedRecord(f"{len(content)} bytes, more than {MAX_MESSAGE_BYTES}")
+    if len(content) > most:
+        raise MalformedRecord(f"{len(content)} bytes, more than {most}")
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:

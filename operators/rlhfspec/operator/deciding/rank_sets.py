@@ -6,6 +6,10 @@ from rlhfspec.operator.deciding.draft import Draft
 from rlhfspec.operator.deciding.failures import count_in, end_of
 from rlhfspec.operator.deciding.observed import PodView, Worker
 
+BROKEN_SECONDS = (
+    2  # of grace for the rest of a set that lacks a rank: it can finish nothing, and may hang in an exchange
+)
+
 
 def has_left(pod: PodView) -> bool:
     """Rank 0, at another node, let its ranks go, and may still have something to do."""
@@ -41,9 +45,10 @@ def keep_together(draft: Draft, due: list[Worker]) -> list[Worker]:
         return due
     pods = [pod for pod in draft.pods if pod.role == "trainer"]
     ends = any((pod.is_finished and not has_left(pod)) or pod.is_deleting or pod.run != draft.run_uid for pod in pods)
+    grace = BROKEN_SECONDS if any(pod.is_finished and end_of(pod).cause == "failure" for pod in pods) else None
     for pod in pods if ends else ():
         if not pod.is_deleting and (not pod.is_finished or has_left(pod)):
-            draft.remove(pod)
+            draft.remove(pod, grace)
     own = [key for key in due if key[0] == "trainer"]
     times = [memory.restart_not_before for name, memory in draft.memory.workers.items() if name.startswith("trainer-")]
     waits = any(at is not None and at > draft.now for at in times)

@@ -38,7 +38,7 @@ def pod(draft: Draft, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
     metadata = {
         "name": names.pod_name(draft.job.name, role, worker),
         "namespace": draft.job.namespace,
-        "labels": names.labels_of(draft.job.name, role, worker) | {names.RUN: draft.run_uid},
+        "labels": names.labels_of(draft.job.name, role, worker) | {names.RUN: draft.run_uid} | _group(draft, role),
         "annotations": {names.RESTART_ID: restart_id_of(draft, role)},
         "ownerReferences": [owner],
     }
@@ -53,6 +53,13 @@ def pod(draft: Draft, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
     whole["metadata"] |= {"name": metadata["name"], "namespace": metadata["namespace"], "ownerReferences": [owner]}
     whole["spec"]["restartPolicy"] = "Never"
     return whole
+
+
+def _group(draft: Draft, role: str) -> dict[str, str]:
+    """For the network policy of pods among which weights go by a process group (`worker.weight_group`)."""
+    roles, way = ("trainer", "generator"), draft.spec.roles.generator.weights
+    is_in = way == "group" or (way == "auto" and all(num_gpus(draft, each) for each in roles))
+    return {names.WEIGHTS: "group"} if role in roles and is_in else {}
 
 
 def _templates(draft: Draft, options: PodOptions) -> tuple[Mapping[Any, Any], ...]:

@@ -1,5 +1,5 @@
-"""What trainer and generators say to each other about a group: `/rlhfspec.WeightsGroup/GroupAsk`, `GroupBegin` and
-`GroupCommit`."""
+"""What generators and the trainer say to each other about a group, all of it by `/rlhfspec.WeightsGroup/GroupAsk`: a
+generator asks what is to be done, does it, and says with its next question what became of it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from pydantic import Field
 from rlhfspec.messages.records import Role
 from rlhfspec.training.weights.grpc_messages import Address, WeightsMessage
 
-GROUP_SERVICE = "rlhfspec.WeightsGroup"
-MAX_BYTES = 3 << 20  # of a message; gRPC takes 4 MB
+GROUP_SERVICE, GROUP_METHOD = "rlhfspec.WeightsGroup", "GroupAsk"
+MAX_BYTES = 3 << 20  # of names and shapes; gRPC takes 4 MB
+MAX_ORDER_BYTES = 4 << 20
 MAX_MEMBERS = 1024
-
-
-class GroupAsk(WeightsMessage):
-    job: str = Field(max_length=253)
 
 
 class Wish(WeightsMessage):
@@ -25,7 +22,21 @@ class Wish(WeightsMessage):
     wants: bool
     dtype: Literal["", "bfloat16", "float32"] = ""
     device: str = Field("cpu", max_length=20)  # type of the device that it receives on
-    host: str = Field("127.0.0.1", max_length=100)
+
+
+class GroupSaid(WeightsMessage):
+    """Of an order. `problem`: empty: it is as it should be; else why not."""
+
+    order: str = Field(pattern="^[0-9a-f]{16}$")
+    problem: str = Field("", max_length=1000)
+
+
+class GroupAsk(WeightsMessage):
+    """`member`: where others reach the process that asks. `said`: of the order that it had last."""
+
+    member: Address
+    wish: Wish
+    said: GroupSaid | None = None
 
 
 class GroupBegin(WeightsMessage):
@@ -54,7 +65,9 @@ class GroupCommit(WeightsMessage):
     digests: list[list[str]]
 
 
-class GroupSaid(WeightsMessage):
-    """Empty: it is as it should be; else why not."""
+class GroupOrder(WeightsMessage):
+    """One of the two; neither: there is nothing to do. An order is given until it is answered."""
 
-    problem: str = Field("", max_length=1000)
+    order: str = Field("", pattern="^([0-9a-f]{16})?$")
+    begin: GroupBegin | None = None
+    commit: GroupCommit | None = None

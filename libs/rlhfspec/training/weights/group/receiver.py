@@ -1,14 +1,14 @@
-"""A generator's side: takes part in a group when it is asked to, and has a version once all of it was compared."""
+"""A generator's side: asks what is to be done, takes part in a group, and has a version once all was compared."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, TypeVar
+from contextlib import suppress
 
 import grpc
 import torch
@@ -17,41 +17,60 @@ from rlhfspec.errors import MalformedRecord
 from rlhfspec.messages.records import Weights
 from rlhfspec.training.weights.buffers import Buffers
 from rlhfspec.training.weights.group.channel import BUCKET_SECONDS, Channels, Place, TwoBuffers, name_of
-from rlhfspec.training.weights.group.messages import GROUP_SERVICE, GroupAsk, GroupBegin, GroupCommit, GroupSaid, Wish
+from rlhfspec.training.weights.group.messages import (
+    GROUP_METHOD,
+    GROUP_SERVICE,
+    MAX_ORDER_BYTES,
+    GroupAsk,
+    GroupBegin,
+    GroupCommit,
+    GroupOrder,
+    GroupSaid,
+    Wish,
+)
 from rlhfspec.training.weights.group.plan import Bucket, bucket_digest, buckets
 from rlhfspec.training.weights.group.ways import Ways
-from rlhfspec.training.weights.grpc_messages import WeightsMessage, parse
+from rlhfspec.training.weights.grpc_client import OPTIONS, channel_to
+from rlhfspec.training.weights.grpc_messages import parse
 from rlhfspec.training.weights.packed import PackedWeights, WeightsHeader, machine_memory
 
 COMMIT_SECONDS = 5.0  # for what is under way when the sender has sent all
+_ASK_SECONDS = 0.1
+_CALL_SECONDS = 2.0
+_OPTIONS = (*OPTIONS, ("grpc.max_reconnect_backoff_ms", 1000))
 log = logging.getLogger(__name__)
-_M = TypeVar("_M", bound=WeightsMessage)
 
 
 class GroupReceiver:
-    """`wish`: what this process says when it is asked, `ways` whether it wants at all. `writers`: roles, as their
-    certificates name them, that may bring weights here; None: whoever can connect."""
+    """`wish`: what this process says when it asks, `ways` whether it wants at all. `address`: where others reach it,
+    `trainer_address`: the trainer's gRPC server, None while there is none."""
 
-    def __init__(self, wish: Wish, ways: Ways, *, writers: Collection[str] | None = None, max_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        wish: Wish,
+        ways: Ways,
+        *,
+        address: str,
+        trainer_address: Callable[[], str | None],
+        credentials: grpc.ChannelCredentials | None = None,
+        server_name: str | None = None,
+    ) -> None:
         self._wish = wish
         self._ways = ways
-        self._writers = writers
-        self._max_bytes = max_bytes or machine_memory()
+        self._address = address
+        self._trainer_address = trainer_address
+        self._credentials = credentials
+        self._server_name = server_name
+        self._max_bytes = machine_memory()
         self._lock = threading.Lock()
         self._buffers = Buffers()
         self._channels = Channels()
         self._arriving: _Arriving | None = None
         self._taken: tuple[tuple[str, str, int, str], PackedWeights] | None = None
-
-    def add_to(self, server: grpc.Server) -> None:
-        answers: list[tuple[type[Any], Callable[[Any], WeightsMessage]]] = [
-            (GroupAsk, self._ask), (GroupBegin, self._begin), (GroupCommit, self._commit)
-        ]  # fmt: skip
-        methods = {
-            kind.__name__: grpc.unary_unary_rpc_method_handler(self._answering(kind, answer))
-            for kind, answer in answers
-        }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(GROUP_SERVICE, methods),))
+        self._closed = threading.Event()
+        self._trainer: tuple[str, grpc.Channel] | None = None
+        self._asking = threading.Thread(target=self._run, name="weights-group", daemon=True)
+        self._asking.start()
 
     def take(self, record: Weights) -> dict[str, torch.Tensor] | None:
         """The version, if it came by the group."""
@@ -61,63 +80,90 @@ class GroupReceiver:
             return self._taken[1].tensors()
 
     def close(self) -> None:
-        with self._lock:
-            self._channels.close()
+        """The trainer is told, so that it waits for this process no more."""
+        self._closed.set()
+        self._asking.join(_CALL_SECONDS)
+        self._channels.close()
 
-    def _answering(self, kind: type[_M], answer: Callable[[_M], WeightsMessage]) -> Callable[[bytes, Any], bytes]:
-        def handle(content: bytes, context: grpc.ServicerContext) -> bytes:
-            names = {name.decode(errors="replace") for name in context.auth_context().get("x509_common_name", [])}
-            if self._writers is not None and names.isdisjoint(self._writers):
-                known = ", ".join(sorted(names)) or "one without a certificate"
-                context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{known} may not bring weights")
-            try:
-                return answer(parse(kind, content)).model_dump_json().encode()
-            except MalformedRecord as error:
-                context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-                raise AssertionError("refused") from None
+    def _run(self) -> None:
+        said: GroupSaid | None = None
+        while True:
+            order = self._ask(said)
+            if order is not None:
+                said = self._done(order)
+            if (order is None or said is None) and self._closed.wait(_ASK_SECONDS):
+                break
+        self._ask(None)
+        self._forget_trainer()
 
-        return handle
+    def _ask(self, said: GroupSaid | None) -> GroupOrder | None:
+        """None: there was no answer, so what was said has to be said again."""
+        address = self._trainer_address()
+        if address is None:
+            return None
+        wants = self._ways.wants_group and not self._closed.is_set()
+        wish = self._wish.model_copy(update={"wants": wants})
+        ask = GroupAsk(member=self._address, wish=wish, said=said)
+        if self._trainer is None or self._trainer[0] != address:
+            self._forget_trainer()
+            self._trainer = address, channel_to(address, self._credentials, self._server_name, _OPTIONS)
+        call = self._trainer[1].unary_unary(f"/{GROUP_SERVICE}/{GROUP_METHOD}")
+        with suppress(grpc.RpcError, MalformedRecord):
+            answer = call(ask.model_dump_json().encode(), timeout=_CALL_SECONDS)
+            return parse(GroupOrder, answer, MAX_ORDER_BYTES)
+        return None
 
-    def _ask(self, ask: GroupAsk) -> Wish:
-        return self._wish.model_copy(update={"wants": self._ways.wants_group})
+    def _forget_trainer(self) -> None:
+        if self._trainer is not None:
+            self._trainer[1].close()
+            self._trainer = None
 
-    def _begin(self, begin: GroupBegin) -> GroupSaid:
+    def _done(self, order: GroupOrder) -> GroupSaid | None:
+        if order.begin is None and order.commit is None:
+            return None
+        try:
+            problem = self._begin(order.begin) if order.begin is not None else ""
+            problem = problem or (self._commit(order.commit) if order.commit is not None else "")
+        except (MalformedRecord, RuntimeError, MemoryError) as error:  # torch's own are of the second
+            problem = str(error)
+        return GroupSaid(order=order.order, problem=problem[:1000])
+
+    def _begin(self, begin: GroupBegin) -> str:
         header = WeightsHeader.parse(begin.header.encode(), max_bytes=self._max_bytes)
         if (header.job, header.role, header.version) != (begin.job, begin.role, begin.version):
-            raise MalformedRecord(f"its header is of {header.job}/{header.role}/{header.version}"[:200])
-        with self._lock:
-            self._channels.keep_only(begin.epoch)
-            packed = PackedWeights(header, self._buffers.take(header.num_bytes))
-            self._arriving = _Arriving(begin, packed, self._channels, self._wish)
-        return GroupSaid()
+            return f"its header is of {header.job}/{header.role}/{header.version}"
+        self._channels.keep_only(begin.epoch)
+        packed = PackedWeights(header, self._buffers.take(header.num_bytes))
+        self._arriving = _Arriving(begin, packed, self._channels, self._wish.device, self._address)
+        return ""
 
-    def _commit(self, commit: GroupCommit) -> GroupSaid:
+    def _commit(self, commit: GroupCommit) -> str:
         arriving = self._arriving
         if arriving is None or arriving.begin.transfer != commit.transfer:
-            return GroupSaid(problem="this transfer is not under way here")
+            return "this transfer is not under way here"
         self._arriving = None
-        problem = arriving.compared(commit.digests)
-        if problem:
+        if problem := arriving.compared(commit.digests):
             log.warning("weights version %d did not come by the group: %s", arriving.begin.version, problem)
-            self.close()
-            return GroupSaid(problem=problem[:1000])
+            self._channels.close()
+            return problem
         header = arriving.packed.header.model_copy(update={"digest": commit.digest})
         self._ways.took("group", time.monotonic() - arriving.began)
         with self._lock:
             key = (header.job, header.role, header.version, header.digest)
             self._taken = key, PackedWeights(header, arriving.packed.buffer)
-        return GroupSaid()
+        return ""
 
 
 class _Arriving:
     """One version, in memory that nobody sees: a thread for each rank of the trainer."""
 
-    def __init__(self, begin: GroupBegin, packed: PackedWeights, channels: Channels, wish: Wish) -> None:
+    def __init__(self, begin: GroupBegin, packed: PackedWeights, channels: Channels, device: str, address: str) -> None:
         self.begin = begin
         self.packed = packed
         self.began = time.monotonic()
         self._channels = channels
-        self._wish = wish
+        self._device = device
+        self._host = address.rpartition(":")[0].strip("[]")
         self._digests = [self._started(sender) for sender in range(begin.num_senders)]
 
     def compared(self, digests: list[list[str]]) -> str:
@@ -151,10 +197,10 @@ class _Arriving:
 
     def _received(self, sender: int) -> list[str]:
         begin, header = self.begin, self.packed.header
-        device = self._wish.device if begin.backend == "nccl" else "cpu"
+        device = self._device if begin.backend == "nccl" else "cpu"
         place = Place(
             meeting=begin.meeting, epoch=begin.epoch, sender=sender, rank=begin.rank, size=begin.size,
-            backend=begin.backend, host=self._wish.host, device=device,
+            backend=begin.backend, host=self._host, device=device,
         )  # fmt: skip
         plan = buckets(header, sender, begin.num_senders, begin.bucket_bytes)
         channel, spare = self._channels.of(place), TwoBuffers(plan, device)

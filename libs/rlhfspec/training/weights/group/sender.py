@@ -1,7 +1,7 @@
 """The trainer's side: knows which generators are in, and brings them versions before they are announced.
 
 A version is held up for no longer than `hold_up_seconds` of its size, whatever generators do; what they did not get
-they take from the store. Then the group is no more, and the next version has another, of all that still answer.
+they take from the store. Then the group is no more, and the next version has another, of all that still ask.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import torch.distributed as dist
@@ -24,28 +23,26 @@ from rlhfspec.errors import MalformedRecord
 from rlhfspec.messages.records import Role
 from rlhfspec.training.weights.group.channel import BUCKET_SECONDS, FORM_SECONDS, Backend, Place
 from rlhfspec.training.weights.group.messages import (
+    GROUP_METHOD,
     GROUP_SERVICE,
     MAX_BYTES,
     MAX_MEMBERS,
     GroupAsk,
     GroupBegin,
     GroupCommit,
-    GroupSaid,
+    GroupOrder,
     Wish,
 )
 from rlhfspec.training.weights.group.plan import BUCKET_BYTES, KeptAs, described
 from rlhfspec.training.weights.group.receiver import COMMIT_SECONDS
 from rlhfspec.training.weights.group.shares import Shares, Told
-from rlhfspec.training.weights.grpc_client import channel_to
-from rlhfspec.training.weights.grpc_messages import WeightsMessage, parse
+from rlhfspec.training.weights.grpc_messages import parse
 
-LOOK_SECONDS = 1.0
-_ASK_SECONDS = 2.0
+_SILENT_SECONDS = 3.0  # without a question, a generator is not in
 _CALL_SECONDS = 5.0
 SLOWEST = 100e6  # bytes a second; a group that is slower is given up
 MOST_RESTING = 64  # versions
 log = logging.getLogger(__name__)
-_M = TypeVar("_M", bound=WeightsMessage)
 Send = Callable[[Told, Mapping[str, Tensor]], list[list[str]]]
 
 
@@ -63,34 +60,38 @@ def _sending_seconds(num_bytes: int) -> float:
     return FORM_SECONDS + BUCKET_SECONDS + num_bytes / SLOWEST
 
 
+@dataclass(frozen=True, slots=True)
+class _Member:
+    wish: Wish
+    asked: float
+
+
 class GroupSender:
-    """`host`: where generators reach this process. `peers`: addresses of their gRPC servers. `kept_as`: for a type that
-    a generator keeps weights in, which of them it does. `send`: by all ranks of the trainer; usually by this one."""
+    """`host`: where generators reach this process. `askers`: roles, as their certificates name them, that may be in;
+    None: whoever can connect. `kept_as`: for a type that a generator keeps weights in, which of them it does. `send`:
+    by all ranks of the trainer; usually by this one."""
 
     def __init__(
         self,
         job: str,
         *,
         host: str,
-        peers: Callable[[], Iterable[str]],
         device: str = "cpu",
-        credentials: grpc.ChannelCredentials | None = None,
-        server_name: str | None = None,
+        askers: Collection[str] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._job = job
         self._host = host
-        self._peers = peers
         self._device = device
-        self._credentials = credentials
-        self._server_name = server_name
+        self._askers = askers
         self._bucket_bytes = bucket_bytes
-        self._members: dict[str, Wish] = {}
+        self._lock = threading.Condition()
+        self._members: dict[str, _Member] = {}
+        self._num_told = 0  # members, in the log
+        self._orders: dict[str, GroupOrder] = {}  # not answered yet
+        self._said: dict[str, str] = {}  # what became of them
         self._epoch, self._epoch_of = "", frozenset[str]()
         self._num_failures = self._num_resting = 0
-        self._closed = threading.Event()
-        self._channels: dict[str, grpc.Channel] = {}
-        self._pool = ThreadPoolExecutor(16, thread_name_prefix="weights-group")
         self._shares = Shares()
         self._listening = socket.create_server((host.strip("[]"), 0), family=_family(host))
         self._meeting = f"{host}:{self._listening.getsockname()[1]}"
@@ -102,25 +103,24 @@ class GroupSender:
         self.kept_as: Callable[[str], KeptAs] = lambda _: lambda _: None
         self.num_senders = 1
         self.send: Send = lambda told, weights: [self._shares.send(told, weights)]
-        self._looking = threading.Thread(target=self._look, name="weights-members", daemon=True)
-        self._looking.start()
+
+    def add_to(self, server: grpc.Server) -> None:
+        method = grpc.unary_unary_rpc_method_handler(self._answer)  # without serializers: bytes as they are
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(GROUP_SERVICE, {GROUP_METHOD: method}),))
 
     def close(self) -> None:
-        self._closed.set()
-        self._looking.join(_ASK_SECONDS)
-        self._pool.shutdown(wait=False, cancel_futures=True)
         self._shares.close()
-        for channel in list(self._channels.values()):
-            channel.close()
 
     @property
     def members(self) -> frozenset[str]:
         """Addresses of those that want the next version by the group."""
-        return frozenset(self._members)
+        with self._lock:
+            return frozenset(self._still_in())
 
     def begin(self, role: Role, version: int, weights: Mapping[str, Tensor]) -> VersionUnderWay | None:
         """Sends, in a thread of its own; None where nobody wants it. The tensors must stay as they are until `end`."""
-        members = dict(self._members)
+        with self._lock:
+            members = dict(self._still_in())
         if not members or len(members) >= MAX_MEMBERS:
             return None
         if self._num_resting > 0:
@@ -128,10 +128,11 @@ class GroupSender:
             return None
         if self._epoch_of != members.keys() or not self._epoch:
             self._epoch, self._epoch_of = secrets.token_hex(8), frozenset(members)
-        dtypes = {wish.dtype for wish in members.values()}
+        wishes = [member.wish for member in members.values()]
+        dtypes = {wish.dtype for wish in wishes}
         kept_as = self.kept_as(dtypes.pop() if len(dtypes) == 1 else "")
         header = described(self._job, role, version, weights, kept_as)
-        on_gpus = self._device.startswith("cuda") and all(wish.device.startswith("cuda") for wish in members.values())
+        on_gpus = self._device.startswith("cuda") and all(wish.device.startswith("cuda") for wish in wishes)
         backend: Backend = "nccl" if on_gpus else "gloo"
         place = Place(
             meeting=self._meeting, epoch=self._epoch, sender=0, rank=0, size=len(members) + 1, backend=backend,
@@ -143,55 +144,65 @@ class GroupSender:
         )  # fmt: skip
         return VersionUnderWay(self, told, weights, sorted(members))
 
-    def call(self, address: str, message: WeightsMessage, answer: type[_M], seconds: float) -> _M:
-        """MalformedRecord and grpc.RpcError."""
-        if address not in self._channels:
-            self._channels[address] = channel_to(address, self._credentials, self._server_name)
-        ask = self._channels[address].unary_unary(f"/{GROUP_SERVICE}/{type(message).__name__}")
-        return parse(answer, ask(message.model_dump_json().encode(), timeout=seconds))
-
-    def tell_all(self, messages: Mapping[str, WeightsMessage], seconds: float) -> None:
+    def tell_all(self, orders: Mapping[str, GroupOrder], seconds: float) -> None:
         """RuntimeError with the first that does not answer, or says what is wrong."""
-
-        def tell(address: str) -> str:
-            try:
-                return self.call(address, messages[address], GroupSaid, seconds).problem
-            except (grpc.RpcError, MalformedRecord) as error:
-                return _brief(error)
-
-        for address, problem in zip(messages, self._pool.map(tell, messages), strict=True):
-            if problem:
-                raise RuntimeError(f"{address}: {problem}")
+        with self._lock:
+            self._orders, self._said = dict(orders), {}
+            self._lock.wait_for(lambda: not self._orders, seconds)
+            unanswered, self._orders = self._orders, {}
+            said = self._said | dict.fromkeys(unanswered, f"has not answered in {seconds:g} s")
+        for address in orders:
+            if said[address]:
+                raise RuntimeError(f"{address}: {said[address]}")
 
     def worked(self) -> None:
         self._num_failures = 0
 
     def failed(self) -> None:
-        """Everybody has to answer anew; the more often it fails, the more versions go without."""
+        """All have to ask anew; the more often it fails, the more versions go without."""
         self._shares.close()
-        self._epoch, self._members = "", {}
+        with self._lock:
+            self._epoch, self._members = "", {}
         self._num_failures += 1
         self._num_resting = min(2 ** (self._num_failures - 1) - 1, MOST_RESTING)
 
-    def _look(self) -> None:
-        known = 0
-        while not self._closed.is_set():
-            for address, wish in zip(peers := list(self._peers()), self._pool.map(self._asked, peers), strict=True):
-                if wish is not None and wish.wants:
-                    self._members[address] = wish
-                else:
-                    self._members.pop(address, None)
-            for gone in self._members.keys() - set(peers):
-                self._members.pop(gone, None)
-            if len(self._members) != known:
-                known = len(self._members)
-                log.info("weights: %d generators want them by group", known)
-            self._closed.wait(LOOK_SECONDS)
+    def _answer(self, content: bytes, context: grpc.ServicerContext) -> bytes:
+        names = {name.decode(errors="replace") for name in context.auth_context().get("x509_common_name", [])}
+        if self._askers is not None and names.isdisjoint(self._askers):
+            known = ", ".join(sorted(names)) or "one without a certificate"
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{known} may not take part")
+        try:
+            ask = parse(GroupAsk, content)
+        except MalformedRecord as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise AssertionError("refused") from None
+        return self._told(ask).model_dump_json().encode()
 
-    def _asked(self, address: str) -> Wish | None:
-        with suppress(grpc.RpcError, MalformedRecord, ValueError):  # a channel that is closed
-            return self.call(address, GroupAsk(job=self._job), Wish, _ASK_SECONDS)
-        return None
+    def _told(self, ask: GroupAsk) -> GroupOrder:
+        with self._lock:
+            order = self._orders.get(ask.member)
+            if order is not None and ask.said is not None and ask.said.order == order.order:
+                self._ended(ask.member, ask.said.problem)
+            if ask.wish.wants:
+                self._members[ask.member] = _Member(ask.wish, time.monotonic())
+            elif self._members.pop(ask.member, None) is not None and ask.member in self._orders:
+                self._ended(ask.member, "has left")
+            self._still_in()
+            return self._orders.get(ask.member, GroupOrder())
+
+    def _ended(self, address: str, problem: str) -> None:
+        del self._orders[address]
+        self._said[address] = problem
+        self._lock.notify_all()
+
+    def _still_in(self) -> dict[str, _Member]:
+        """Of those who asked lately. With the lock."""
+        since = time.monotonic() - _SILENT_SECONDS
+        self._members = {address: member for address, member in self._members.items() if member.asked > since}
+        if len(self._members) != self._num_told:
+            self._num_told = len(self._members)
+            log.info("weights: %d generators want them by group", self._num_told)
+        return self._members
 
 
 class VersionUnderWay:
@@ -215,8 +226,9 @@ class VersionUnderWay:
         self._has_ended = True
         if not self._problem:
             commit = GroupCommit(transfer=self._transfer, digest=digest, digests=self._digests)
+            order = GroupOrder(order=secrets.token_hex(8), commit=commit)
             try:
-                self._sender.tell_all(dict.fromkeys(self._members, commit), _CALL_SECONDS + COMMIT_SECONDS)
+                self._sender.tell_all(dict.fromkeys(self._members, order), _CALL_SECONDS + COMMIT_SECONDS)
             except RuntimeError as error:
                 self._problem = str(error)
         seconds, version = time.monotonic() - self._began, self._told.header.version
@@ -243,24 +255,21 @@ class VersionUnderWay:
         except RuntimeError as error:  # torch's own, also
             self._problem = str(error)
 
-    def _beginnings(self) -> dict[str, WeightsMessage]:
+    def _beginnings(self) -> dict[str, GroupOrder]:
         told, header = self._told, self._told.header.model_dump_json()
         if len(header) > MAX_BYTES:
             raise RuntimeError(f"names and shapes take {len(header)} bytes, more than {MAX_BYTES}")
+        order = secrets.token_hex(8)
         return {
-            address: GroupBegin(
+            address: GroupOrder(order=order, begin=GroupBegin(
                 job=told.header.job, role=told.header.role, version=told.header.version, transfer=self._transfer,
                 epoch=told.place.epoch, meeting=told.place.meeting, rank=number, size=told.place.size,
                 num_senders=told.num_senders, bucket_bytes=told.bucket_bytes, backend=told.place.backend,
                 header=header,
-            )
+            ))
             for number, address in enumerate(self._members, start=1)
         }  # fmt: skip
 
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _brief(error: Any) -> str:
-    return f"{error.code().name.lower()}: {error.details()}" if isinstance(error, grpc.RpcError) else str(error)
