@@ -19,12 +19,17 @@ def state(version: int) -> Any:
     return weights(version, num_bytes=NUM_BYTES)
 
 
-def receive(trainer: str) -> None:
-    """Says where it is, and for each number that it is told whether it has that version, whole."""
-    node = GroupNode(lambda: trainer)
+def receive(trainer: str = "") -> None:
+    """Says where it is, and for each number that it is told whether it has that version, whole. What else it is told
+    is where the trainer is."""
+    trainers = [trainer]
+    node = GroupNode(lambda: trainers[-1] or None)
     print(node.address, flush=True)
-    for line in sys.stdin:
-        print("has" if node.has(int(line), state(int(line))) else "has not", flush=True)
+    for line in map(str.strip, sys.stdin):
+        if line.isdecimal():
+            print("has" if node.has(int(line), state(int(line))) else "has not", flush=True)
+        else:
+            trainers.append(line)
 
 
 def send() -> None:

@@ -35,10 +35,13 @@ class Member:
     def next_line(self) -> str:
         return str(self.process.stdout.readline().strip())
 
-    def has(self, version: int) -> bool:
-        self.process.stdin.write(f"{version}\n")
+    def tell(self, line: object) -> None:
+        self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
-        return bool(self.process.stdout.readline() == "has\n")
+
+    def has(self, version: int) -> bool:
+        self.tell(version)
+        return self.next_line() == "has"
 
     def end(self) -> None:
         self.process.kill()
@@ -114,11 +117,11 @@ def test_a_generator_that_comes_half_way_is_in_from_the_next_version_on(
 ) -> None:
     trainer = trainer_of(leaving)
     sender = trainer.sender
-    members = [Member(leaving, f"g.receive({trainer.address!r})")]
+    members = [Member(leaving, f"g.receive({trainer.address!r})"), Member(leaving, "g.receive()")]
     eventually(lambda: len(sender.members) == 1)
 
     def come() -> None:
-        members.append(Member(leaving, f"g.receive({trainer.address!r})"))
+        members[1].tell(trainer.address)
         eventually(lambda: len(sender.members) == 2)
 
     half_way.append(come)
