@@ -194,6 +194,15 @@ BY_HAND = [
     ),
     Wrong({"training.exactOnPolicy": True, "model.dtype": "bfloat16"}, "spec.model.dtype"),
     Wrong({"training.exactOnPolicy": True, "generation.engine": {"name": "vllm"}}, "spec.generation.engine.name"),
+    Wrong(
+        {"training.exactOnPolicy": True, "roles.generator.engines": [{"name": "own"}, {"name": "vllm"}]},
+        "spec.roles.generator.engines",
+    ),
+    Wrong(
+        {"roles.generator.engines": [{"name": "own"}, {"name": "own", "arguments": {"quantization": "fp8"}}]},
+        "spec.roles.generator.engines[1].arguments.quantization",
+        "checks",
+    ),
     *(
         Wrong(
             {"generation.engine": {"name": name, "arguments": {argument: 1}}},

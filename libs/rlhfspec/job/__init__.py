@@ -391,9 +391,10 @@ class Spec(Block):
 
     @property
     def has_movable_samples(self) -> bool:
-        """Return whether the engine can give samples away."""
-        engine = ENGINES[self.generation.engine.name]
-        return engine.is_movable and (self.roles.generator.tensor_parallel == 1 or engine.divides_models)
+        """Return whether the engines can give samples away."""
+        is_whole = self.roles.generator.tensor_parallel == 1
+        engines = [ENGINES[each.name] for each in self.roles.generator.engines or [self.generation.engine]]
+        return all(engine.is_movable and (is_whole or engine.divides_models) for engine in engines)
 
     def num_processes(self, stage: str) -> int:
         """Return how many processes one worker of the stage is."""

@@ -50,8 +50,9 @@ class WorkerWeights:
             from rlhfspec.worker.weight_group import WeightGroup
 
             self.group = WeightGroup.of(
-                connections, job, self._stage, health, self._trainer_address, lambda *took: self.told(*took)
-            )
+                connections, job, self._stage, bus.worker, health, self._trainer_address,
+                lambda *took: self.told(*took),
+            )  # fmt: skip
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
         if self.group is None or role != "policy":

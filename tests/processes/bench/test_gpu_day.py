@@ -14,7 +14,9 @@ sys.path.insert(0, str(BENCH))
 import gpu_day  # noqa: E402
 from gpu_parts.measure import Day, Found  # noqa: E402
 
-QUICK = [name for name in gpu_day.PARTS if name != "loop"]  # a run of its own, which other tests have
+from rlhfspec.engine.vllm.finding import INSTALL_VLLM, VARIABLE, find_python  # noqa: E402
+
+QUICK = [name for name in gpu_day.PARTS if name not in ("loop", "vllm")]  # a run of its own, which other tests have
 
 
 @pytest.mark.sweep(parts=3)
@@ -25,6 +27,20 @@ def test_part_runs_through(part: str, tmp_path: Path) -> None:
     results = day.results()
     assert results
     assert all(set(result) == {"part", "name", "value", "unit", "expected"} for result in results), results
+
+
+@pytest.mark.timeout(900)  # two children of vLLM, 12 s of a processor each
+def test_the_part_of_vllm_runs_through_or_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    day = Day.on("cpu", tmp_path / "day.jsonl")
+    if find_python(None) is not None:
+        gpu_day.run_all(["vllm"], day, minutes=14)
+        found = {result["name"]: result["value"] for result in day.results()}
+        assert found["arithmetic"] == "vllm-0.32-cpu"
+        assert found["samples other than our engine's"] == 0
+        assert min(found[f"{name}, 2 sequences"] for name in ("own", "vllm", "LLM.generate", "the law")) > 0
+    monkeypatch.setenv(VARIABLE, "/nowhere/python")
+    gpu_day.run_all(["vllm"], day, minutes=2.5)
+    assert (day.results()[-1]["name"], day.results()[-1]["value"]) == ("left out", INSTALL_VLLM)
 
 
 def test_a_part_runs_through_on_the_second_device(second: ModuleType, tmp_path: Path) -> None:

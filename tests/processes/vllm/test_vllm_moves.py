@@ -3,13 +3,16 @@ needed."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import moving
 import numpy as np
 import pytest
+from movers import Generator
 from vllm_children import Children
 
 from rlhfspec.engine.base import Completion, Movable, SequenceState, Watermark
@@ -18,16 +21,18 @@ from rlhfspec.engine.kv.state_bytes import from_bytes, to_bytes
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.vllm.client import VllmEngine
 from rlhfspec.errors import InvalidRequest, SequenceStateError
+from rlhfspec.moves.migration.control import DirectControl
 from rlhfspec.testing.engine import PROMPTS, bits, drain, log_probs_of, reference, request, run
 from rlhfspec.tiny import perturbed
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
 pytestmark = pytest.mark.timeout(900)  # a child is 12 s of a processor until it is there
+MAX_CONTEXT = 448
 
 
 @pytest.fixture(scope="module")
 def children() -> Iterator[Children]:
-    children = Children(reference(), perturbed(reference(), 0.1), max_context=96, max_sequences=8)
+    children = Children(reference(), perturbed(reference(), 0.1), max_context=MAX_CONTEXT, max_sequences=8)
     yield children
     children.close()
 
@@ -37,23 +42,22 @@ def theirs(children: Children) -> VllmEngine:
     return children.engine("off", reference(), hugging_face_tokenizer())
 
 
-def own() -> Any:
-    config = EngineConfig(max_sequences=8, max_context=96, profile=False, num_threads=1, speculation="off")
+@pytest.fixture
+def both(children: Children) -> tuple[Any, VllmEngine]:
+    """As in a job whose generators have several engines."""
+    theirs = children.engine("off", reference(), hugging_face_tokenizer(), other_engines=True)
+    return own(other_engines=True), theirs
+
+
+def own(**options: Any) -> Any:
+    config = EngineConfig(
+        max_sequences=8, max_context=MAX_CONTEXT, profile=False, num_threads=1, speculation="off", **options
+    )
     return make_engine(copy.deepcopy(reference()), config, tokenizer=hugging_face_tokenizer())
 
 
-def marks(engine: Any) -> dict[str, Any]:
-    """What of a manifest is the engine's. Those of a run are of one kind, so here it is said that they are."""
-    engine.submit(request("mark"))
-    manifest = engine.manifest("mark")
-    engine.cancel("mark")
-    return {"architecture": manifest.architecture, "fingerprints": manifest.fingerprints}
-
-
-def move(here: Movable, there: Movable, name: str, theirs: dict[str, Any]) -> None:
-    state = here.export_sequence(name)
-    state = replace(state, rest=None, manifest=replace(state.manifest, epoch=0, **theirs))
-    read = from_bytes(to_bytes(state))
+def move(here: Movable, there: Movable, name: str) -> None:
+    read = from_bytes(to_bytes(replace(here.export_sequence(name), rest=None)))
     assert isinstance(read, SequenceState)
     there.import_sequence(read)
     assert here.cancel(name)
@@ -67,10 +71,9 @@ def asked() -> list[Any]:
     ]  # fmt: skip
 
 
-def test_moved_at_any_time_tokens_are_those_of_the_unmoved(theirs: VllmEngine) -> None:
-    wanted = run(own(), *asked())
-    engines: tuple[Any, Any] = (own(), theirs)
-    of, draw, done, moves = [marks(each) for each in engines], np.random.default_rng(3), dict[str, Completion](), 0
+def test_moved_at_any_time_tokens_are_those_of_the_unmoved(both: tuple[Any, VllmEngine]) -> None:
+    wanted, engines = run(own(), *asked()), both
+    draw, done, moves = np.random.default_rng(3), dict[str, Completion](), 0
     for index, each in enumerate(asked()):
         engines[index % 2].submit(each)
     while any(engine.has_work for engine in engines):
@@ -78,7 +81,7 @@ def test_moved_at_any_time_tokens_are_those_of_the_unmoved(theirs: VllmEngine) -
             done |= {each.id: each for each in (engine.step().finished if engine.has_work else ())}
         index = int(draw.integers(2))
         if views := engines[index].sequences():
-            move(engines[index], engines[1 - index], views[int(draw.integers(len(views)))].id, of[1 - index])
+            move(engines[index], engines[1 - index], views[int(draw.integers(len(views)))].id)
             moves += 1
         for engine in engines:
             engine.check_integrity()
@@ -90,7 +93,46 @@ def test_moved_at_any_time_tokens_are_those_of_the_unmoved(theirs: VllmEngine) -
         np.testing.assert_allclose(each.log_probs, wanted[name].log_probs, atol=1e-5)
         np.testing.assert_allclose(each.tempered_log_probs, wanted[name].tempered_log_probs, atol=1e-5)
     assert sum(each.stats.num_moves for each in done.values()) == moves
-    assert theirs.stats().num_moves > 2
+    assert both[1].stats().num_moves > 2
+
+
+def test_by_the_protocol_tokens_alone_go_from_each_kind_to_the_other(both: tuple[Any, VllmEngine]) -> None:
+    """Our own engine offers its KV, and is told at once that it is of no use there."""
+    wanted = bits(run(own(), moving.request("x", seed=1, max_tokens=400))["x"])
+
+    async def main() -> None:
+        control = DirectControl()
+        made = [Generator(name, engine, control) for name, engine in zip(("own", "vllm"), both, strict=True)]
+        for each in made:
+            control.serve(each.name, each.mover.answer)
+            each.start()
+        try:
+            await made[0].submit("x", seed=1, max_tokens=400)
+            for here, there in (made, made[::-1]):
+                steps = here.steps
+                await here.until(lambda here=here, steps=steps: here.steps > steps)
+                moved = await here.move("x", there)
+                assert (moved.how, moved.num_bytes) == ("tokens", 0), moved
+            await made[0].until(lambda: not made[0].engine.has_work)
+        finally:
+            await asyncio.gather(*(each.mover.close() for each in made))
+            await asyncio.gather(*(each.stop() for each in made))
+        assert [list(each.finished) for each in made] == [["x"], []]
+        assert bits(made[0].finished["x"])[0] == wanted[0]
+        for each in made:
+            each.engine.check_integrity()
+
+    asyncio.run(main())
+
+
+def test_engines_of_one_kind_refuse_what_another_began(theirs: VllmEngine) -> None:
+    begun(theirs)
+    state = theirs.export_sequence("7")
+    with pytest.raises(SequenceStateError, match="architecture"):
+        own().import_sequence(state)
+    with pytest.raises(SequenceStateError, match="fingerprint"):
+        own(other_engines=True).reserve(state.manifest)
+    theirs.cancel("7")
 
 
 def begun(engine: VllmEngine) -> None:
@@ -139,9 +181,10 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(theirs: VllmEn
         with pytest.raises(SequenceStateError, match=field):
             theirs.import_sequence(replace(state, **changes))
     mark = Watermark(epoch=0, positions=(0,))
-    for ask in (lambda: theirs.reserve(manifest), lambda: theirs.export_range("7", mark)):
-        with pytest.raises(SequenceStateError, match="kv"):
-            ask()
+    with pytest.raises(SequenceStateError, match="fingerprint"):
+        theirs.reserve(manifest)
+    with pytest.raises(SequenceStateError, match="kv"):
+        theirs.export_range("7", mark)
     assert not theirs.has_work
     theirs.check_integrity()
 

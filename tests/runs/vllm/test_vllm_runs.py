@@ -11,7 +11,11 @@ from faults import vllm as faults
 from runs import invoke, train, write_data, write_job, write_models
 from vllm_children import python_with_vllm
 
+from rlhfspec.engine.base import Request
+from rlhfspec.engine.core import Engine
+from rlhfspec.engine.vllm.client import VllmEngine
 from rlhfspec.engine.vllm.finding import INSTALL_VLLM, VARIABLE
+from rlhfspec.huggingface.proof.check import OWN_BITS
 from rlhfspec.tiny import random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
@@ -48,8 +52,39 @@ def test_samples_are_those_of_our_engine(job_file: Path, ours: dict[str, list[An
     assert manifest["models"]["generator"]["bits"] == "vllm-0.32-cpu"
 
 
+def test_generators_of_both_engines_make_the_samples_of_one(
+    job_file: Path, ours: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them some, under the weights of every step."""
+    python_with_vllm()
+    calls: list[tuple[type, Any]] = []
+    for kind in (VllmEngine, Engine):
+        for name in ("submit", "load_weights"):
+            monkeypatch.setattr(kind, name, noted(kind, name, calls))
+    train(job_file, "both", "roles.generator.workers=2", "roles.generator.engines=[vllm, own]")
+    assert samples(job_file, "both") == ours
+    models = json.loads((job_file.parent / "both" / "manifest.json").read_text())["models"]
+    assert models["generator-0"]["bits"] == "vllm-0.32-cpu"
+    assert models["generator-1"]["bits"] == OWN_BITS
+    for kind in (VllmEngine, Engine):
+        given = [what for which, what in calls if which is kind]
+        assert [what for what in given if isinstance(what, int)][:2] == [1, 2], "versions of weights"
+        assert any(isinstance(what, Request) for what in given)
+
+
+def noted(kind: type, name: str, calls: list[tuple[type, Any]]) -> Any:
+    """The method, which notes the version or request that it is called with."""
+    method = getattr(kind, name)
+
+    def call(engine: Any, *given: Any, **named: Any) -> Any:
+        calls.append((kind, named.get("version", given[0])))
+        return method(engine, *given, **named)
+
+    return call
+
+
 def test_under_faults_samples_are_those_of_our_engine(tmp_path: Path) -> None:
-    """Three kills while samples move; `make faults-vllm` does forty."""
+    """Three kills while samples move between both kinds of engine; `make faults-vllm` does forty."""
     python_with_vllm()
     run = faults.trial(tmp_path, 5, 3, print, held_seconds=1.0)
     assert sum(number for what, number in run.struck.items() if what.startswith("kill")) == 3

@@ -171,7 +171,8 @@ class Moves:
         if reserved is None:
             self.scheduler.refuse_known(sequence.request.id)
         arrival.check_state(arrived, self.state.target.runner.num_token_ids, sequence.stop_ids)
-        spaces, has_kv = self._spaces(manifest), manifest.weights_version == self.state.weights_version
+        spaces, is_alike = self._spaces(manifest), manifest.architecture == self.state.target.runner.architecture
+        has_kv = is_alike and manifest.weights_version == self.state.weights_version
         if has_kv:
             arrival.check_weights(manifest, self.state)
         if rest is not None:
@@ -218,8 +219,8 @@ class Moves:
 
     def _new(self, manifest: Manifest, *, history: tuple[tuple[int, ...], ...]) -> Sequence:
         """Raises for what can never run here."""
-        architecture, version = self.state.target.runner.architecture, self.state.weights_version
-        arrival.check_manifest(manifest, architecture=architecture, weights_version=version)
+        architecture = None if self.state.config.other_engines else self.state.target.runner.architecture
+        arrival.check_manifest(manifest, architecture=architecture, weights_version=self.state.weights_version)
         request = replace(manifest.request, history=history)
         self.state.validate(request)
         sequence = self.state.new_sequence(request, Generated.of_prompt(request.prompt_token_ids))

@@ -40,6 +40,7 @@ log = logging.getLogger("rlhfspec.vllm")
 AHEAD_SECONDS = 0.02
 MOST_RESTARTS = 3  # without a finished sequence
 _NAMES = count()  # of sequences in a child, which is never told one twice
+_NO_KV = "vLLM's, which no other engine can use"
 _NOT_FINITE = "logits: the model gave NaN or infinity for this sequence"
 
 
@@ -48,6 +49,7 @@ class VllmEngine:
 
     `opened`: what the child answered at its start. `strategy`: how it drafts, for those that look on. `ahead_seconds`:
     so long the child goes on decoding before it tells of it, that messages cost little beside short steps.
+    `other_engines`: as in `rlhfspec.engine.config.EngineConfig`.
     """
 
     weights_version: int = 0
@@ -63,6 +65,7 @@ class VllmEngine:
         ahead_seconds: float = AHEAD_SECONDS,
         strategy: str = "off",
         tokenizer: text.Tokenizer | None = None,
+        other_engines: bool = False,
     ) -> None:
         self._child = child
         self._opened = opened
@@ -72,6 +75,7 @@ class VllmEngine:
         self._ahead_seconds = ahead_seconds
         self._strategy = strategy
         self._tokenizer = tokenizer
+        self._other_engines = other_engines
         self._weights = WeightsFile()
         self._sequences: dict[str, VllmSequence] = {}  # by name in the child; waiting or running there
         self._by_id: dict[str, str] = {}
@@ -367,7 +371,8 @@ class VllmEngine:
     def import_sequence(self, arrived: SequenceState) -> None:
         arrival.check_type("state", arrived, SequenceState)
         manifest = arrived.manifest
-        arrival.check_manifest(manifest, architecture=self._architecture, weights_version=self.weights_version)
+        architecture = None if self._other_engines else self._architecture
+        arrival.check_manifest(manifest, architecture=architecture, weights_version=self.weights_version)
         self._validate(manifest.request)
         stop_ids = self._stop_ids(manifest.request)
         arrival.check_state(arrived, self._opened["num_token_ids"], stop_ids)
@@ -376,18 +381,15 @@ class VllmEngine:
         self._num_recomputed += manifest.num_tokens - 1 if len(arrived.log_probs) else 0
 
     def reserve(self, manifest: Manifest) -> Watermark:
-        raise self._no_kv()
+        raise SequenceStateError("fingerprint", manifest.fingerprints[0], _NO_KV)  # its tokens are welcome
 
     def export_range(
         self, request_id: str, start: Watermark, *, max_bytes: int = 0, out: Bytes | None = None
     ) -> KVRange:  # fmt: skip
-        raise self._no_kv()
+        raise SequenceStateError("kv", "KV", _NO_KV)
 
     def import_range(self, kv: KVRange) -> None:
-        raise self._no_kv()
-
-    def _no_kv(self) -> SequenceStateError:
-        return SequenceStateError("kv", "KV", "vLLM's, which no other engine can use")
+        raise SequenceStateError("kv", "KV", _NO_KV)
 
 
 _: tuple[type[HasProcess], type[Movable]] = VllmEngine, VllmEngine  # mypy holds it to the contracts

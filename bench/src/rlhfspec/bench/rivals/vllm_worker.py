@@ -2,7 +2,7 @@
 
 What it needs to be a fair and correct rival:
 - one process, so that an idle rival does not poll; threads bound by the caller's VLLM_CPU_OMP_THREADS_BIND;
-- eager mode (its compilation takes longer than the benchmark and gains nothing for this model), token ids in and out;
+- on a CPU eager mode (its compilation takes longer than the benchmark and gains nothing), token ids in and out;
 - its speculative sampling mended: `expand_batch_to_tokens` passes a typed copy to the native kernel and never copies
   the result back when dtypes differ, so temperatures of drafted tokens are whatever was in memory.
 """
@@ -24,6 +24,7 @@ _engine: Any = None
 def load(arguments: dict[str, Any]) -> dict[str, Any]:
     global _engine
     import vllm
+    from vllm.platforms import current_platform
 
     num_draft_tokens = arguments["num_draft_tokens"]
     options: dict[str, Any] = {}
@@ -39,7 +40,7 @@ def load(arguments: dict[str, Any]) -> dict[str, Any]:
         dtype=arguments["dtype"],
         max_model_len=arguments["max_context"],
         max_num_seqs=arguments["max_sequences"],
-        enforce_eager=True,
+        enforce_eager=current_platform.is_cpu(),
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         disable_log_stats=False,

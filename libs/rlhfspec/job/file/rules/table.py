@@ -70,7 +70,12 @@ _GROUP = _is_of(ALGORITHMS.where(lambda entry: entry.compares_responses))
 _WITH_CRITIC = ALGORITHMS.where(lambda entry: entry.has_critic)
 _CRITIC = _is_of(_WITH_CRITIC)
 _NO_CRITIC = f"{{algorithm.name}} has no critic: remove it, or take algorithm.name: {' or '.join(_WITH_CRITIC)}"
+_ENGINES = field("roles.generator.engines")
 _INEXACT = ~field("training.exactOnPolicy")
+
+
+def _no_engine_is(name: str) -> Term:
+    return field("generation.engine.name").differs_from(name) & _ENGINES.none_has("name", name)
 
 
 def _data() -> list[JobRule]:
@@ -213,11 +218,15 @@ def _exact() -> list[JobRule]:
         ),
         *(
             JobRule(
-                field="generation.engine.name",
-                holds=_INEXACT | field("generation.engine.name").differs_from(name),
+                field=path,
+                holds=_INEXACT | holds,
                 problem="exactOnPolicy needs an engine with the trainer's own bits: must be own",
             )
             for name in ENGINES.where(lambda entry: not entry.is_exact)
+            for path, holds in (
+                ("generation.engine.name", field("generation.engine.name").differs_from(name)),
+                ("roles.generator.engines", _ENGINES.none_has("name", name)),
+            )
         ),
         *(
             JobRule(
@@ -269,7 +278,7 @@ def _generators() -> list[JobRule]:
         *(
             JobRule(
                 field=replicas,
-                holds=fixed | field("generation.engine.name").differs_from(name),
+                holds=fixed | _no_engine_is(name),
                 problem=f"follow the rebalancer's advice, and samples of the engine {name} do not move: remove it",
             )
             for name in ENGINES.where(lambda entry: not entry.is_movable)
@@ -282,7 +291,7 @@ def _generators() -> list[JobRule]:
         *(
             JobRule(
                 field=parallel,
-                holds=field(parallel).equals(1) | field("generation.engine.name").differs_from(name),
+                holds=field(parallel).equals(1) | _no_engine_is(name),
                 problem=f"the engine {name} has no parts: must be 1",
             )
             for name in ENGINES.where(lambda entry: not (entry.takes_a_group or entry.divides_models))

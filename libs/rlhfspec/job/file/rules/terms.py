@@ -98,6 +98,12 @@ class Term:
         called = self._calls("size()", len)
         return called.equals(0)
 
+    def none_has(self, name: str, value: str) -> Term:
+        """Of a list of blocks: in none is that field of that value."""
+        default = _named(blocks_of(info_of(self.fields[0]).annotation)[0], name).default
+        cel = f"all(each, each.?{name}.orValue({json.dumps(default)}) != {json.dumps(value)})"
+        return self._calls(cel, lambda blocks: all(getattr(each, to_snake(name)) != value for each in blocks))
+
     def _compared(self, other: Any, sign: str, holds: Callable[[Any, Any], Any]) -> Term:
         right = other if isinstance(other, Term) else Term(json.dumps(other), lambda _: other)
         return self._with(right, sign, Binds.COMPARED, lambda spec: holds(self.value(spec), right.value(spec)))
