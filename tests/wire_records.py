@@ -115,6 +115,7 @@ models = st.builds(
     attention_split=st.none() | counts,
     seconds=st.floats(),
     dtype=texts,
+    prefill=texts,
 )
 
 

@@ -10,7 +10,10 @@ import numpy as np
 import torch
 
 from gpu_parts.measure import Day
+from rlhfspec.engine.forward.chunks import ChunkedMeta, Chunks, chunk_attention
 from rlhfspec.kernels import gumbel
+from rlhfspec.kernels.attention_splits import SPLIT
+from rlhfspec.kernels.flash import why_not
 from rlhfspec.kernels.kv_pack import pack_slots
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 
@@ -104,8 +107,21 @@ def prefill(day: Day) -> None:
         call.query = torch.randn(rows, 32, 128, device=day.device, dtype=day.dtype)
         call.key, call.value = (torch.randn(rows, 8, 128, device=day.device, dtype=day.dtype) for _ in range(2))
         products = 4 * 32 * 128 * sum(range(before + 1, before + rows + 1))
-        rate = products / day.seconds(call.run) / 1e12
-        day.tell("kernels", f"prefill of {rows} behind {before}", rate, "TFLOP/s", ">= 400" if before == 0 else "")
+        name, ours = f"prefill of {rows} behind {before}", day.seconds(call.run)
+        day.tell("kernels", f"{name}, own kernel", products / ours / 1e12, "TFLOP/s")
+        if reason := why_not(day.device, day.dtype, 128, 128):
+            day.tell("kernels", f"{name}, varlen_attn", reason)
+            continue
+        chunks = Chunks.of(meta, least_rows=rows, most_keys=before + rows)
+        assert chunks is not None
+        there = ChunkedMeta.of(meta, chunks, day.device)
+        options = {"scale": 128**-0.5, "sliding_window": None, "split": SPLIT}
+        theirs = day.seconds(
+            lambda: chunk_attention(call.query, call.key, call.value, call.kv, 0, there, **options)  # noqa: B023
+        )
+        rate, bar = products / theirs / 1e12, ">= 400" if before == 0 else ""
+        day.tell("kernels", f"{name}, varlen_attn", rate, "TFLOP/s", bar)
+        day.tell("kernels", f"{name}, varlen_attn", ours / theirs, "x own kernel", ">= 1")
 
 
 def others(day: Day) -> None:

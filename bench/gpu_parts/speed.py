@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
@@ -31,6 +32,7 @@ def engine(day: Day) -> None:
         day.tell("engine", f"exact, {rows} rows, {LAYERS} layers", exactly / rate, "x plain", ">= 0.5")
         del made
         day.forget_peak()
+    prompts(day, model)
     for rows in (1, 8, 32) if day.is_real else (1,):
         rates = {}
         for way in ("off", "suffix"):
@@ -42,6 +44,30 @@ def engine(day: Day) -> None:
         name = f"suffix drafts on echoing prompts, {rows} rows"
         day.tell("engine", name, rates["suffix"] / rates["off"], "x plain", ">= 0.98")
         day.tell("engine", f"tokens a verification, {rows} rows", per_step)
+
+
+def prompts(day: Day, model: Any) -> None:
+    """Tokens of prompts a second, their chunks by FlashAttention and by our kernel."""
+    prompt, rows = (4096, 8) if day.is_real else (80, 2)
+    made = engine_of(day, model, speculation="off", max_sequences=rows, max_context=prompt + 16)
+    runner = made.state.target.runner
+    day.tell("engine", "chunks of prompts run by", made.reports["model"].prefill)
+    rates = {}
+    for name, by_flash in (("as loaded", runner._by_flash), ("own kernel", frozenset[int]())):
+        runner._by_flash = by_flash
+        for warm in (True, False):
+            made.forget_kept()
+            day.wait()
+            began = time.perf_counter()
+            for request in requests(rows, prompt=prompt, answer=1, vocab=runner.vocab_size):
+                made.submit(request)
+            while made.has_work:
+                made.step()
+            day.wait()
+            if not warm:
+                rates[name] = rows * prompt / (time.perf_counter() - began)
+    day.tell("engine", f"prompts of {prompt}, {LAYERS} layers", rates["as loaded"], "tokens/s")
+    day.tell("engine", f"prompts of {prompt}", rates["as loaded"] / rates["own kernel"], "x own kernel", ">= 1")
 
 
 def decoded(

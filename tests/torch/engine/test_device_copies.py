@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flash_played import have_flash, played_there
 
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.drafting.base import DraftPlan
-from rlhfspec.engine.forward import graphs, runner
+from rlhfspec.engine.forward import chunks, graphs, runner
 from rlhfspec.engine.forward.staging import Staging
 from rlhfspec.engine.kv.cache import SlotTable
 from rlhfspec.engine.kv.state import KVSpace
@@ -41,7 +42,8 @@ def played(second: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         second.opened(out).copy_(here)
         return out
 
-    monkeypatch.setattr(runner, "tree_attention", attend)
+    for module in (runner, chunks):
+        monkeypatch.setattr(module, "tree_attention", attend)
     return second
 
 
@@ -84,6 +86,27 @@ def test_a_step_is_one_copy_up_and_one_down(played: Any, speculation: Any, exact
         assert (seen.h2d, seen.d2h, seen.waits) == (UP, DOWN, DOWN), seen.names
         assert seen.h2d_bytes < TABLE_BYTES, "rows of the slot table go up whole"
     assert (num_drafted > 0) is (speculation != "off")
+
+
+def test_chunks_by_flash_attention_are_neither_a_copy_nor_a_wait_more(
+    played: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_flash(monkeypatch, played_there(played), least_rows=8)
+    engine = submitted(engine_of(speculation="off", prefill_chunk=24))
+    params = SamplingParams(max_tokens=4)
+    for place in range(3):
+        prompt = tuple(range(3 + place, 63 + place))
+        engine.submit(Request(id=f"longer{place}", prompt_token_ids=prompt, params=params, seed=9))
+    for name in ("r0", "r1", "r2"):
+        engine.cancel(name)
+    num_prefilled = 0
+    for _ in range(7):
+        with played.counted() as seen:
+            num_prefilled += engine.step().num_prefill_tokens
+        assert (seen.h2d, seen.d2h, seen.waits) == (UP, DOWN, DOWN), seen.names
+        assert seen.h2d_bytes < TABLE_BYTES
+    assert num_prefilled > 150
+    assert engine.reports["model"].prefill == "varlen_attn"
 
 
 def test_a_level_of_a_drafting_model_is_one_more_of_each(played: Any) -> None:

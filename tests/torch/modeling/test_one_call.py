@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from flash_played import played
 from hypothesis import given
 from hypothesis import strategies as st
 from learners import learner, rollouts, spec
@@ -16,41 +16,16 @@ from sweeps import examples
 from torch.nn.attention import varlen
 
 from rlhfspec.huggingface.structure.attention import AttentionSpec
+from rlhfspec.kernels import flash as kernel
 from rlhfspec.training.modeling import one_call
 from rlhfspec.training.modeling.one_call import RowPart
 from rlhfspec.training.modeling.packed import _by_parts, row_attention
 
 
-def played(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor,
-    max_q: int, max_k: int, *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
-) -> torch.Tensor:  # fmt: skip
-    """What torch documents of it: the last query of a sequence stands at its last key, and sees `window_size[0]`
-    keys before its own."""
-    assert window_size[1] == 0
-    starts, key_starts = cu_seq_q.tolist(), cu_seq_k.tolist()
-    counts = [stop - start for start, stop in pairwise(starts)]
-    key_counts = [stop - start for start, stop in pairwise(key_starts)]
-    assert (max(counts), max(key_counts), starts[-1], key_starts[-1]) == (max_q, max_k, len(query), len(key))
-    assert enable_gqa is (query.shape[1] != key.shape[1])
-    repeats = query.shape[1] // key.shape[1]
-    out = []
-    for place, (count, size) in enumerate(zip(counts, key_counts, strict=True)):
-        q = query[starts[place] :][:count].float()
-        k, v = (each[key_starts[place] :][:size].float().repeat_interleave(repeats, 1) for each in (key, value))
-        at, seen = torch.arange(count)[:, None] + size - count, torch.arange(size)
-        hidden = seen > at
-        if window_size[0] >= 0:
-            hidden |= seen < at - window_size[0]
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(2), v))
-    return torch.cat(out).to(query.dtype)
-
-
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(one_call, "has_flash", lambda device: True)
-    monkeypatch.setattr(one_call, "varlen_attn", played)
+    monkeypatch.setattr(kernel, "has_flash", lambda device: True)
+    monkeypatch.setattr(kernel, "varlen_attn", played)
     one_call.agrees.cache_clear()
     yield
     one_call.agrees.cache_clear()
@@ -82,7 +57,7 @@ def test_it_is_attention_part_by_part(groups: Any, window: int | None, kv_heads:
     row = [torch.randn(1, heads, count, 16, generator=drawn).requires_grad_() for heads in (4, kv_heads, kv_heads)]
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_call, "varlen_attn", played)
+        patch.setattr(kernel, "varlen_attn", played)
         for name, attention in (("one", one_call.attention), ("parts", _by_parts)):
             out = attention(*row, tuple(parts), seen_by(window), 0.3)
             found[name] = [out, *torch.autograd.grad((out * torch.linspace(-1, 1, 16)).sum(), row)]
@@ -95,13 +70,13 @@ def test_a_learner_learns_the_same(flash: None, monkeypatch: pytest.MonkeyPatch,
     """Under autocast, whose angles of RoPE make queries float32 again; and where layers are computed again."""
     settings = spec(autocast="bfloat16", activationCheckpointing=recompute)
     heads = learner(settings)._policy.config.head_dim
-    monkeypatch.setattr(one_call, "_HEAD_UNIT", heads)  # a tiny model's are of no size that FlashAttention knows
+    monkeypatch.setattr(kernel, "_HEAD_UNIT", heads)  # a tiny model's are of no size that FlashAttention knows
     calls = []
-    monkeypatch.setattr(one_call, "varlen_attn", lambda *row, **how: calls.append(row[0].dtype) or played(*row, **how))
+    monkeypatch.setattr(kernel, "varlen_attn", lambda *row, **how: calls.append(row[0].dtype) or played(*row, **how))
     found = learner(settings).learn(rollouts(0))
     assert set(calls) == {torch.bfloat16}
     assert one_call.agrees.cache_info().currsize == 1
-    monkeypatch.setattr(one_call, "has_flash", lambda device: False)
+    monkeypatch.setattr(kernel, "has_flash", lambda device: False)
     wanted = learner(settings).learn(rollouts(0))
     truth = learner(spec(autocast="off")).learn(rollouts(0))
     found_off, wanted_off = (float((each.log_probs - truth.log_probs).abs().mean()) for each in (found, wanted))
@@ -139,11 +114,11 @@ def test_a_device_that_computes_something_else_is_found_out(
     row = [torch.randn(1, heads, 4, 16, dtype=torch.bfloat16) for heads in (4, 2, 2)]
     parts, seen = (RowPart(3), RowPart(1, 0)), seen_by(None)
     for wrong, said in ((first, "is off by"), (fails, "no kernel image is available")):
-        monkeypatch.setattr(one_call, "varlen_attn", wrong)
+        monkeypatch.setattr(kernel, "varlen_attn", wrong)
         one_call.agrees.cache_clear()
         assert torch.equal(row_attention(*row, parts, seen, 0.3, 0.0, None), _by_parts(*row, parts, seen, 0.3))
         assert said in caplog.text
 
 
 def test_a_cpu_has_none() -> None:
-    assert not one_call.has_flash(torch.device("cpu"))
+    assert not kernel.has_flash(torch.device("cpu"))

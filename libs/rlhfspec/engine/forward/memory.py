@@ -77,4 +77,4 @@ def _forward_bytes(runner: ModelRunner, config: EngineConfig) -> int:
     logits = runner.forward(nothing, nothing, meta, index, graphed=False)
     ones = np.ones(num_logits, np.float32)
     gumbel.sample(logits, index.astype(np.uint64), index, ones, nothing[:num_logits], ones)
-    return int(module.max_memory_allocated(device) - before)
+    return int(module.max_memory_allocated(device) - before) + runner.gathered_bytes

@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine.forward import constant_shape
 from rlhfspec.engine.forward.checksums import checksums
+from rlhfspec.engine.forward.chunks import LEAST_ROWS, ChunkedMeta, Chunks, chunk_attention, told, why_ours
 from rlhfspec.engine.forward.device import check_fits
 from rlhfspec.engine.forward.graphs import GraphedForward, can_capture
 from rlhfspec.engine.forward.led import Others
@@ -111,12 +112,14 @@ class ModelRunner:
         self._active: AttentionMeta | None = None
         self._coming: Iterator[AttentionSpec] = iter(())
         self._digest = ""
+        own_kernel = self._why_own_kernel()
+        self._by_flash = frozenset(index for index, reason in enumerate(own_kernel) if not reason)
         tolerances = TOLERANCES if config.device.type == "cpu" else _TOLERANCES_OF_CUDA
         tolerance = tolerances[config.dtype]
         kept_as = str(config.dtype).removeprefix("torch.")
         proof = RunnerProof(
             self, anatomy, reference, self.is_row_invariant, config.must_be_exact, tolerance, config.attention_split,
-            kept_as,
+            kept_as, told(own_kernel) if own_kernel else "",
         )  # fmt: skip
         self.report: ModelReport = prove(proof, began=began)
         if self.report.bits != OWN_BITS:
@@ -217,11 +220,14 @@ class ModelRunner:
             return self.native.forward(token_ids, places, meta, wanted)
         if self.config.exact_rows:
             return self._forward_exactly(tokens, positions, meta, logit_rows, graphed)
+        if isinstance(meta.slots, np.ndarray) and (chunks := self.chunks_of(meta)) is not None:
+            meta = ChunkedMeta.of(meta, chunks, self.config.device)
         return self._logits(self._hidden(tokens, positions, meta, graphed), logit_rows)
 
     def _hidden(self, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta, graphed: bool) -> torch.Tensor:
         """Hidden states [N or more, hidden]."""
-        hidden = self._graphs(tokens, positions, meta) if graphed and self._graphs is not None else None
+        graphs = self._graphs if graphed and not isinstance(meta, ChunkedMeta) else None
+        hidden = None if graphs is None else graphs(tokens, positions, meta)
         if hidden is None:
             token_ids, position_ids = (torch.as_tensor(ids, device=self.config.device) for ids in (tokens, positions))
             hidden = self._run_layers(token_ids.long()[None], position_ids.long()[None], meta)
@@ -242,6 +248,17 @@ class ModelRunner:
         if len(logits) == 1:
             return logits[0]  # not twice in memory
         return torch.cat(logits) if logits else self._logits(hidden, logit_rows)
+
+    def chunks_of(self, meta: AttentionMeta) -> Chunks | None:
+        """What of a forward goes by FlashAttention; `meta` is on the host."""
+        if not self._by_flash:
+            return None
+        return Chunks.of(meta, least_rows=LEAST_ROWS, most_keys=self.config.max_context)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """That a forward takes for keys and values of chunks."""
+        return self.config.max_context * self.bytes_per_position // self.kv_shape[0] if self._by_flash else 0
 
     def copy(self, source: IntArray, target: IntArray) -> None:
         """KV of these slots [n] to those."""
@@ -275,12 +292,28 @@ class ModelRunner:
             fit_cache(states, count, dim)[0].transpose(0, 1)  # [N, heads, D]
             for states, count in ((query, query.shape[1]), (key, heads), (value, heads))
         )
+        meta = self._active
+        if isinstance(meta, ChunkedMeta) and spec.index in self._by_flash:
+            out = chunk_attention(
+                query, key, value, self.kv, spec.index, meta,
+                scale=scale, sliding_window=spec.window, split=self.config.attention_split,
+            )  # fmt: skip
+            return out[None, ..., : spec.value_dim].contiguous()
         out = tree_attention(
-            query, key, value, self.kv, spec.index, self._active,
+            query, key, value, self.kv, spec.index, meta,
             scale=scale, sliding_window=spec.window, chunk=spec.chunk, softcap=softcap, sinks=sinks,
             split=self.config.attention_split,
         )  # fmt: skip
         return out[None, ..., : spec.value_dim].contiguous()
+
+    def _why_own_kernel(self) -> list[str]:
+        """Of each attention, why its chunks do not go by FlashAttention; on a CPU nothing is asked."""
+        if self.config.device.type == "cpu":
+            return []
+        if self.config.exact_rows:
+            return ["bits are to be a row's own"] * len(self.attentions)
+        kinds = {replace(spec, index=0): why_ours(spec, self.kv) for spec in self.attentions}
+        return [kinds[replace(spec, index=0)] for spec in self.attentions]
 
     def _prepare(self, model: Any, precision: Precision) -> FusedModel:
         fused = fuse(model, precision, arithmetic=self.config.arithmetic, max_context=self.config.max_context)

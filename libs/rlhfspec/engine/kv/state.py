@@ -12,6 +12,7 @@ from rlhfspec.common.arrays import BoolArray, IntArray
 from rlhfspec.engine.base import Bytes, Request, check_types
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.distilling.student import Student
+from rlhfspec.engine.forward.chunks import ChunkedMeta
 from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.engine.forward.staging import Staging
 from rlhfspec.engine.kv.cache import BlockPool, Prefix, RestingKV, SlotTable, check_slots
@@ -44,11 +45,16 @@ class KVSpace:
             return meta, arrays
         indices = {name: getattr(meta, name) for name in ("slots", "table_rows", "context_lens", "extra")}
         places, slots = self.table.take_changed()
-        given = self.staging.up({"places": places, "changed": slots, **indices, **arrays})
+        chunks = self.runner.chunks_of(meta)
+        told = {"places": places, "changed": slots, **indices, **(chunks.arrays if chunks else {})}
+        given = self.staging.up(told | arrays)
         if self._table_there is None:
             self._table_there = given["changed"].new_zeros(self.table.slots.shape)
         self._table_there.view(-1).index_copy_(0, given["places"].long(), given["changed"])
-        return AttentionMeta(**{name: given[name] for name in indices}, slot_table=self._table_there), given
+        there = {name: given[name] for name in indices} | {"slot_table": self._table_there}
+        if chunks is not None:
+            return ChunkedMeta(**there, chunks=chunks, there=given), given
+        return AttentionMeta(**there), given
 
     def enter(self, sequence: Sequence) -> None:
         """Its blocks become the row's; what siblings computed in the shared ones is there already."""

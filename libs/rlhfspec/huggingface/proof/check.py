@@ -70,6 +70,7 @@ class RunnerProof:
     tolerance: float  # of the logits, in parts of the largest one
     attention_split: int
     dtype: str  # for the report
+    prefill: str  # likewise: what runs a prompt's chunks
 
 
 def prove(proof: RunnerProof, *, began: float) -> ModelReport:
@@ -110,6 +111,7 @@ def prove(proof: RunnerProof, *, began: float) -> ModelReport:
         noise=reference.noise,
         bits=OWN_BITS if is_invariant else BITS_BY_COMPANY,
         attention_split=proof.attention_split,
+        prefill=proof.prefill,
         seconds=time.perf_counter() - began,
     )
 

@@ -23,3 +23,4 @@ class ModelReport:
     dtype: str = (
         ""  # of its weights, and of what is computed with them where that is another; of an earlier release: ""
     )
+    prefill: str = ""  # what runs a prompt's chunks on a device, and why it is not FlashAttention; of a CPU: ""

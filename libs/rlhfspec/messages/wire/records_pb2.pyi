@@ -614,7 +614,7 @@ class Heartbeat(_message.Message):
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., stage: _Optional[str] = ..., worker: _Optional[int] = ..., doing: _Optional[str] = ..., what: _Optional[str] = ..., since_seconds: _Optional[float] = ..., overdue_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class ModelReport(_message.Message):
-    __slots__ = ("model", "path", "attentions", "guarded", "probes", "difference", "noise", "bits", "attention_split", "seconds", "dtype")
+    __slots__ = ("model", "path", "attentions", "guarded", "probes", "difference", "noise", "bits", "attention_split", "seconds", "dtype", "prefill")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     ATTENTIONS_FIELD_NUMBER: _ClassVar[int]
@@ -626,6 +626,7 @@ class ModelReport(_message.Message):
     ATTENTION_SPLIT_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     model: str
     path: str
     attentions: _containers.RepeatedScalarFieldContainer[str]
@@ -637,7 +638,8 @@ class ModelReport(_message.Message):
     attention_split: int
     seconds: float
     dtype: str
-    def __init__(self, model: _Optional[str] = ..., path: _Optional[str] = ..., attentions: _Optional[_Iterable[str]] = ..., guarded: _Optional[_Iterable[str]] = ..., probes: _Optional[_Iterable[str]] = ..., difference: _Optional[float] = ..., noise: _Optional[float] = ..., bits: _Optional[str] = ..., attention_split: _Optional[int] = ..., seconds: _Optional[float] = ..., dtype: _Optional[str] = ...) -> None: ...
+    prefill: str
+    def __init__(self, model: _Optional[str] = ..., path: _Optional[str] = ..., attentions: _Optional[_Iterable[str]] = ..., guarded: _Optional[_Iterable[str]] = ..., probes: _Optional[_Iterable[str]] = ..., difference: _Optional[float] = ..., noise: _Optional[float] = ..., bits: _Optional[str] = ..., attention_split: _Optional[int] = ..., seconds: _Optional[float] = ..., dtype: _Optional[str] = ..., prefill: _Optional[str] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("id", "job", "stage", "worker", "host", "pid", "grpc_address", "http_address", "moves_address", "models")

@@ -1,8 +1,8 @@
 """A packed row's attention in one call: torch's `varlen_attn` (FlashAttention), on a GPU and in 16 bits.
 
-Its slow twin, one call a sequence, is in `packed`, and runs wherever this does not: on a CPU, in float32, with soft
-caps, sinks or chunks, with heads that FlashAttention does not know. Before a kind of heads is run here for the first
-time, a small row of it is run both ways and compared; what differs, or fails, stays with the twin and is logged.
+Its slow twin, one call a sequence, is in `packed`, and runs wherever this does not (`kernels.flash`). Before a kind of
+heads is run here for the first time, a small row of it is run both ways and compared; what differs, or fails, stays
+with the twin and is logged.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from rlhfspec.huggingface.structure.attention import AttentionSpec
-from rlhfspec.huggingface.structure.trace import first_line
+from rlhfspec.kernels.flash import disagreement, flash_attention, why_not
 
 log = logging.getLogger("rlhfspec.training.modeling")
-_LARGEST_HEAD, _HEAD_UNIT = 256, 8  # of FlashAttention
-_TOLERANCE = 2e-2  # of the largest number; bfloat16 has 8 bits
 Twin = Callable[..., Tensor]
 
 
@@ -69,18 +66,10 @@ def layout_of(parts: tuple[RowPart, ...], device: torch.device) -> _Layout:
 
 def takes(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, twin: Twin) -> bool:
     """query [1, H, T, D], key/value [1, Hkv, T, D], without soft cap and sinks."""
-    heads, dim = query.shape[1], query.shape[3]
-    if not has_flash(query.device) or computed_in(query) not in (torch.bfloat16, torch.float16):
+    dtype, dim = computed_in(query), query.shape[3]
+    if dim != key.shape[3] or why_not(query.device, dtype, dim, value.shape[3], chunk=spec.chunk):
         return False
-    if spec.chunk is not None or key.shape[3] != dim or value.shape[3] != dim:
-        return False
-    if dim > _LARGEST_HEAD or dim % _HEAD_UNIT:
-        return False
-    return agrees(query.device, computed_in(query), heads, key.shape[1], dim, spec.window is not None, twin)
-
-
-def has_flash(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return agrees(query.device, dtype, query.shape[1], key.shape[1], dim, spec.window is not None, twin)
 
 
 def computed_in(query: Tensor) -> torch.dtype:
@@ -100,11 +89,10 @@ def attention(
             torch.nn.functional.embedding(layout.keys, states.flatten(1)).view(-1, *states.shape[1:])
             for states in (keys, values)
         )
-    out = varlen_attn(
+    out = flash_attention(
         rows, keys, values, layout.starts, layout.key_starts, layout.most, layout.most_keys, scale=scale,
-        window_size=(-1 if spec.window is None else spec.window - 1, 0), enable_gqa=rows.shape[1] != keys.shape[1],
+        window=spec.window,
     )  # fmt: skip
-    assert isinstance(out, Tensor)
     return out[None]
 
 
@@ -124,15 +112,10 @@ def agrees(
     q, k, v = (
         torch.randn(1, each, count, dim, generator=drawn).to(device, dtype) for each in (heads, kv_heads, kv_heads)
     )
-    kind = f"{heads} heads of {dim} over {kv_heads} in {str(dtype).removeprefix('torch.')}"
-    try:
-        with torch.no_grad():
-            found, wanted = attention(q, k, v, parts, spec, dim**-0.5), twin(q, k, v, parts, spec, dim**-0.5)
-    except (RuntimeError, NotImplementedError) as error:
-        log.warning("attention of %s runs sequence by sequence: varlen_attn says %s", kind, first_line(error))
-        return False
-    difference = float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
-    if not difference <= _TOLERANCE:
-        log.warning("attention of %s runs sequence by sequence: varlen_attn is off by %.1e", kind, difference)
-        return False
-    return True
+    wrong = disagreement(
+        lambda: attention(q, k, v, parts, spec, dim**-0.5), lambda: twin(q, k, v, parts, spec, dim**-0.5)
+    )
+    if wrong:
+        kind = f"{heads} heads of {dim} over {kv_heads} in {str(dtype).removeprefix('torch.')}"
+        log.warning("attention of %s runs sequence by sequence: %s", kind, wrong)
+    return not wrong

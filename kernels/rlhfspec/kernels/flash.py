@@ -1,0 +1,67 @@
+"""torch's `varlen_attn` (FlashAttention): several sequences' attention in one call, on a GPU and in 16 bits.
+
+Each use keeps a slow twin beside it, which runs wherever `why_not` has a reason, and asks `disagreement` once of each
+kind of heads: a small call both ways. Pages of a KV cache are not given to it: in torch's own kernel a page has 256
+positions at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+_LARGEST_HEAD, _HEAD_UNIT = 256, 8
+_DTYPES = (torch.bfloat16, torch.float16)
+_TOLERANCE = 2e-2  # of the largest number; bfloat16 has 8 bits
+
+
+def has_flash(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def why_not(
+    device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, *,
+    chunk: int | None = None, softcap: float = 0.0, has_sinks: bool = False,
+) -> str:  # fmt: skip
+    """Return why such an attention does not run here; nothing where it does."""
+    if not has_flash(device):
+        return f"{device.type} has no FlashAttention"
+    if dtype not in _DTYPES:
+        return f"{str(dtype).removeprefix('torch.')} is no type of FlashAttention"
+    refused = {"chunked attention": chunk is not None, "soft caps": bool(softcap), "sinks": has_sinks}
+    if unknown := [name for name, is_there in refused.items() if is_there]:
+        return f"FlashAttention knows no {unknown[0]}"
+    if key_dim != value_dim or key_dim > _LARGEST_HEAD or key_dim % _HEAD_UNIT:
+        return f"FlashAttention knows no heads of {key_dim}" + (f" and {value_dim}" if key_dim != value_dim else "")
+    return ""
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, most: int, most_keys: int,
+    *, scale: float, window: int | None,
+) -> Tensor:  # fmt: skip
+    """Let each sequence's queries attend its keys: the last one stands at the last key, and sees it and all before.
+
+    query [T, H, D], key/value [K, Hkv, D]; starts, key_starts [n + 1] int32: where each sequence begins; most and
+    most_keys: of one. window: a query sees so many keys, its own included. Returns [T, H, D].
+    """
+    out = varlen_attn(
+        query, key, value, starts, key_starts, most, most_keys, scale=scale,
+        window_size=(-1 if window is None else window - 1, 0), enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out
+
+
+def disagreement(flash: Callable[[], Tensor], twin: Callable[[], Tensor]) -> str:
+    """Return in what way a call by FlashAttention is not its twin's; nothing where it is."""
+    try:
+        with torch.no_grad():
+            found, wanted = flash(), twin()
+    except (RuntimeError, NotImplementedError) as error:
+        return f"varlen_attn says {next(iter(str(error).strip().splitlines()), type(error).__name__)}"
+    difference = float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+    return "" if difference <= _TOLERANCE else f"varlen_attn is off by {difference:.1e}"

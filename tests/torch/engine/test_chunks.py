@@ -1,0 +1,261 @@
+"""Chunks of prompts by FlashAttention, which its mathematics plays here: the tokens and numbers of our kernel."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flash_played import have_flash, played
+from hypothesis import given
+from hypothesis import strategies as st
+from sweeps import examples
+
+from rlhfspec.engine import Completion, Engine, SamplingParams
+from rlhfspec.engine.base import Request
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.drafting.base import DraftPlan
+from rlhfspec.engine.forward import chunks, graphs, runner
+from rlhfspec.engine.forward.chunks import ChunkedMeta, Chunks, chunk_attention
+from rlhfspec.engine.loading import make_engine
+from rlhfspec.kernels import flash
+from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention_reference
+from rlhfspec.tiny import perturbed, random_model
+
+LEAST = 6
+PHRASE = [5, 6, 7, 8, 9, 10, 11]
+PROMPTS = [PHRASE * 5, [3, 1], PHRASE * 5, [4] * 20, PHRASE * 5 + [2] * 9, [12, 13, 14] * 11]
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+TREE = DraftPlan(drafter="suffix", depth=4, width=2, branch=2)
+
+
+def engine_on(device: str = "second:0", *, kind: str = "llama", drafts: bool = False, **options: Any) -> Engine:
+    settings = {
+        "max_sequences": 8, "max_context": 256, "profile": False, "num_threads": 1, "arithmetic": "torch",
+        "speculation": "off", "prefill_chunk": 32,
+    } | options  # fmt: skip
+    draft = perturbed(random_model(kind, seed=0), 0.1) if drafts else None
+    return make_engine(random_model(kind, seed=0), EngineConfig(device=device, **settings), draft=draft)
+
+
+@pytest.fixture
+def taken(second: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each call that went by FlashAttention."""
+    rows: list[int] = []
+
+    def counted(query: torch.Tensor, *others: Any, **how: Any) -> torch.Tensor:
+        rows.append(len(query))
+        return played(query, *others, **how)
+
+    have_flash(monkeypatch, counted, least_rows=LEAST)
+    return rows
+
+
+def same(found: list[Completion], wanted: list[Completion]) -> None:
+    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+
+
+@functools.cache
+def wanted(kind: str = "llama") -> list[Completion]:
+    """The slow decoder's, one at a time, by our own kernels."""
+    engine = engine_on("cpu", kind=kind, arithmetic="auto")
+    return [engine.generate([prompt], PARAMS, seeds=[seed])[0] for seed, prompt in enumerate(PROMPTS)]
+
+
+WAYS = {
+    "plain": {},
+    "a chunk of all": {"prefill_chunk": 512},
+    "trees of suffixes": {"speculation": TREE},
+    "trees of a model": {"speculation": DraftPlan(drafter="model", depth=3, width=2, branch=2), "drafts": True},
+    "nothing shared": {"prefix_sharing": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_the_laws(taken: list[int], way: str) -> None:
+    engine = engine_on(**WAYS[way])
+    assert engine.reports["model"].prefill == "varlen_attn"
+    taken.clear()
+    same(engine.generate(PROMPTS, PARAMS, seeds=range(len(PROMPTS))), wanted())
+    assert max(taken) > LEAST
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["mistral-window", "qwen3", "gpt-neox"])
+def test_windows_and_shared_heads_too(taken: list[int], kind: str) -> None:
+    engine = engine_on(kind=kind, speculation=TREE)
+    assert engine.reports["model"].prefill == "varlen_attn"
+    taken.clear()
+    same(engine.generate(PROMPTS, PARAMS, seeds=range(len(PROMPTS))), wanted(kind))
+    assert taken
+
+
+def test_what_is_preempted_computes_its_prompt_and_answer_again(taken: list[int]) -> None:
+    engine = engine_on(speculation=TREE)
+    for seed, prompt in enumerate(PROMPTS):
+        engine.submit(Request(id=str(seed), prompt_token_ids=tuple(prompt), params=PARAMS, seed=seed))
+    done: dict[str, Completion] = {}
+    for step in range(200):
+        done |= {each.id: each for each in engine.step().finished}
+        if not engine.has_work:
+            break
+        if step in (3, 8, 9):
+            for seed in (0, 3, 4):
+                engine.preempt(str(seed))
+    assert engine.stats().num_preemptions > 3
+    same([done[str(seed)] for seed in range(len(PROMPTS))], wanted())
+
+
+def test_a_sequence_moves_on_in_the_midst_of_its_prompt(taken: list[int]) -> None:
+    """And after accepted branches, whose slots are in another order than their positions."""
+    here, there = (engine_on(speculation=TREE) for _ in range(2))
+    for steps in (1, 2, 5):
+        for engine in (here, there):
+            engine.forget_kept()
+        here.submit(Request(id="r", prompt_token_ids=tuple(PROMPTS[4]), params=PARAMS, seed=4))
+        for _ in range(steps):
+            here.step()
+        taken.clear()
+        there.import_sequence(here.export_sequence("r"))
+        assert here.cancel("r")
+        done: list[Completion] = []
+        while there.has_work:
+            done += there.step().finished
+        same(done, wanted()[4:5])
+        assert bool(taken) is (steps == 1)
+
+
+def test_a_turn_goes_on_behind_accepted_branches(taken: list[int]) -> None:
+    """Its chunk sees slots in any order."""
+    found = []
+    for speculation in (TREE, "off"):
+        engine = engine_on(speculation=speculation, max_context=160)
+        engine.submit(Request(id="r", prompt_token_ids=tuple(PHRASE * 5), params=PARAMS, seed=1, stays=True))
+        done: list[Completion] = []
+        while engine.has_work:
+            done += engine.step().finished
+        taken.clear()
+        engine.extend("r", PHRASE * 2, seed=2)
+        while engine.has_work:
+            done += engine.step().finished
+        assert taken
+        found.append(done)
+    same(*found)
+
+
+def test_graphs_are_for_what_has_no_chunks(taken: list[int]) -> None:
+    engine = engine_on()
+    there = engine.state.target.runner
+    there._graphs = graphs.GraphedForward(there._run_layers, torch.device("second:0"), graphs.call_again)
+    taken.clear()
+    same(engine.generate(PROMPTS, PARAMS, seeds=range(len(PROMPTS))), wanted())
+    assert taken
+    assert there._graphs._captured
+
+
+# ---- which attentions ------------------------------------------------------------------------------------------------
+
+
+def test_what_it_does_not_know_stays_with_our_kernel(taken: list[int]) -> None:
+    assert engine_on(kind="gemma2").reports["model"].prefill == "own kernel: FlashAttention knows no soft caps"
+    device = torch.device("second")
+    assert flash.why_not(device, torch.bfloat16, 16, 16, has_sinks=True) == "FlashAttention knows no sinks"
+    assert flash.why_not(device, torch.bfloat16, 24, 16) == "FlashAttention knows no heads of 24 and 16"
+    assert flash.why_not(device, torch.float64, 16, 16) == "float64 is no type of FlashAttention"
+    taken.clear()
+    assert engine_on(exact="on").reports["model"].prefill == "own kernel: bits are to be a row's own"
+    assert engine_on("cpu").reports["model"].prefill == ""
+    assert not taken
+
+
+def test_other_devices_have_none(second: Any) -> None:
+    assert engine_on().reports["model"].prefill == "own kernel: second has no FlashAttention"
+
+
+def test_one_that_computes_something_else_is_found_out(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries at the first keys instead of the last; and one that fails."""
+
+    def first(*row: Any, window_size: tuple[int, int], **how: Any) -> torch.Tensor:
+        return played(*row, window_size=(0, 0), **how)
+
+    def fails(*row: Any, **how: Any) -> torch.Tensor:
+        raise RuntimeError("no kernel image is available")
+
+    for wrong, said in ((first, "is off by"), (fails, "no kernel image is available")):
+        have_flash(monkeypatch, wrong, least_rows=LEAST)
+        engine = engine_on()
+        assert said in engine.reports["model"].prefill
+        same(engine.generate(PROMPTS[:2], PARAMS, seeds=range(2)), wanted()[:2])
+
+
+# ---- one call --------------------------------------------------------------------------------------------------------
+
+sequences = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=4
+)  # what lies before, and tokens
+
+
+@examples(30, whole=400)
+@given(
+    decoding=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 4)), max_size=3), prompts=sequences,
+    window=st.none() | st.integers(1, 20), kv_heads=st.sampled_from([1, 2, 4]), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_it_is_tree_attention(decoding: Any, prompts: Any, window: int | None, kv_heads: int, seed: int) -> None:
+    """Beside sequences with trees, slots in any order, pasts of any length; the cache ends with the same bits."""
+    draw = np.random.default_rng(seed)
+    num = len(decoding) + len(prompts)
+    table = draw.permutation(num * 64).astype(np.int32).reshape(num, 64)
+    rows: list[tuple[int, int, int, list[int]]] = []  # slot, row of the table, context, extra
+    for row, (length, nodes) in enumerate(decoding):
+        rows.append((table[row, length - 1], row, length, []))
+        paths: list[list[int]] = []
+        for node in range(nodes):
+            parent = int(draw.integers(-1, node)) if node else -1
+            paths.append([*(paths[parent] if parent >= 0 else []), int(table[row, length + node])])
+            rows.append((paths[-1][-1], row, length, paths[-1]))
+    for row, (past, count) in enumerate(prompts, start=len(decoding)):
+        rows += [(table[row, past + place], row, past + place + 1, []) for place in range(count)]
+    extra = np.full((len(rows), 4), -1, np.int32)
+    for place, (*_, path) in enumerate(rows):
+        extra[place, : len(path)] = path
+    meta = AttentionMeta(*(np.array(each, np.int32) for each in list(zip(*rows, strict=True))[:3]), extra, table)
+    found = Chunks.of(meta, least_rows=LEAST, most_keys=1 << 20)
+    assert (found is None) is all(count < LEAST for _, count in prompts)
+    if found is None:
+        return
+    first = next(place for place, (_, count) in enumerate(prompts) if count >= LEAST)
+    assert found.first_row == len(rows) - sum(count for _, count in prompts[first:])
+    drawn = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(len(rows), heads, 8, generator=drawn) for heads in (4, kv_heads, kv_heads))
+    caches = [torch.randn(num * 4, 2, 2, 16, kv_heads, 8, generator=drawn)]
+    caches.append(caches[0].clone())
+    options = {"scale": 0.3, "sliding_window": window, "split": 4096}
+    with pytest.MonkeyPatch.context() as patch:
+        have_flash(patch)
+        patch.setattr(chunks, "tree_attention", tree_attention_reference)
+        there = ChunkedMeta.of(meta, found, torch.device("cpu"))
+        out = chunk_attention(query, key, value, caches[0], 1, there, **options)
+    expected = tree_attention_reference(query, key, value, caches[1], 1, meta, **options)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(caches[0], caches[1])
+
+
+def test_a_tree_behind_a_chunk_and_too_many_keys_are_left_to_our_kernel() -> None:
+    context = np.arange(1, 10, dtype=np.int32)
+    zeros, none = np.zeros(9, np.int32), np.full((9, 1), -1, np.int32)
+    meta = AttentionMeta(context, zeros, context, none, np.zeros((1, 16), np.int32))
+    assert Chunks.of(meta, least_rows=9, most_keys=9) is not None
+    assert Chunks.of(meta, least_rows=10, most_keys=9) is None
+    assert Chunks.of(meta, least_rows=9, most_keys=8) is None
+    none[8] = 3
+    assert Chunks.of(meta, least_rows=8, most_keys=99) is None
+
+
+def test_it_takes_memory_for_one_sequence_at_most(taken: list[int]) -> None:
+    there = engine_on().state.target.runner
+    assert there.gathered_bytes == 256 * 2 * there.kv_shape[2] * there.kv_shape[3] * 4
+    assert runner.LEAST_ROWS == LEAST
