@@ -73,7 +73,7 @@ def load_stored(path: str | Path, *, field: str = "path", only_trunk: bool = Fal
         path=str(path),
     )
     for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.dtype != torch.bfloat16:
+        if parameter.is_floating_point() and parameter.dtype not in (torch.bfloat16, torch.float32):
             parameter.data = parameter.data.float()
     for name, dtype in buffers.items():
         module, _, leaf = name.rpartition(".")

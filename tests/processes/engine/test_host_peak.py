@@ -32,7 +32,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells a process its peak")
 @pytest.mark.parametrize("role", MOST)
 def test_no_more_than_one_layer_is_in_float32(role: str, large: Path) -> None:
-    """With the whole model in float32 an engine took 4.7 times the file."""
+    """With the whole model in float32 an engine took 4.7 times the file, and a trainer 4.3."""
     command = [sys.executable, "-m", "host_peak", role, str(large)]
     done = warmed.run(command, capture_output=True, text=True, timeout=240, cwd=TESTS)
     assert done.returncode == 0, done.stderr[-3000:]
