@@ -392,8 +392,7 @@ class Spec(Block):
     @property
     def has_movable_samples(self) -> bool:
         """Return whether the engine can give samples away."""
-        engine = ENGINES[self.generation.engine.name]
-        return engine.is_movable and (self.roles.generator.tensor_parallel == 1 or engine.divides_models)
+        return ENGINES[self.generation.engine.name].is_movable
 
     def num_processes(self, stage: str) -> int:
         """Return how many processes one worker of the stage is."""
