@@ -227,7 +227,6 @@ BY_HAND = [
     Wrong({"roles.generator.replicas": {"min": 2, "max": 4}}, "spec.roles.generator.workers"),
     Wrong({"roles.generator": {"workers": 5, "replicas": {"max": 4}}}, "spec.roles.generator.workers"),
     Wrong({"roles.generator.replicas": {"max": 4}, "rebalance.mode": "off"}, "spec.rebalance.mode"),
-    Wrong({"roles.generator": {"tensorParallel": 2, "replicas": {"max": 4}}}, "spec.roles.generator.replicas"),
     Wrong({"roles.generator.tensorParallel": 2, "training.exactOnPolicy": True}, "spec.roles.generator.tensorParallel"),
     Wrong({"roles.reward.replicas": {"max": 4}}, "spec.roles.reward.replicas"),
     Wrong({"roles.reward.resources": {"limit": {"cpu": 1}}}, "spec.roles.reward.resources.limit"),

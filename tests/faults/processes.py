@@ -21,8 +21,10 @@ def of_run(uid: str) -> list[int]:
 
 
 def named(uid: str, name: str) -> list[int]:
-    """A worker such as generator-0, a server, the launchers or the guardian."""
-    return [pid for pid in of_run(uid) if _mark(pid) == name or _is(pid, name)]
+    """A worker such as generator-0, a server, the launchers or the guardian. Of several that are one worker the first
+    rank comes first."""
+    found = [pid for pid in of_run(uid) if _mark(pid) == name or _is(pid, name)]
+    return sorted(found, key=lambda pid: int(environment_of(pid).get("RANK", "0")))
 
 
 def is_alive(pid: int) -> bool:

@@ -71,7 +71,7 @@ class GeneratorWorkers(Workers):
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
         description="Number of processes that hold the model of a generator together, each a part of its weights and "
-        "KV heads, on a GPU of its own. Samples of such generators do not move, but with the engine vllm.",
+        "KV heads, on a GPU of its own. Samples move between such generators too.",
     )
     engines: list[EngineChoice] = Field(
         [],

@@ -105,6 +105,8 @@ def test_samples_move_between_engines_that_can_and_no_others(monkeypatch: pytest
     spec = a_job().spec
     several = spec.model_copy(update={"roles": Roles.model_validate({"generator": {"workers": 2}})})
     assert (spec.moves_samples, several.moves_samples) == (False, True)
+    parts = {"generator": {"workers": 2, "tensorParallel": 2}}
+    assert spec.model_copy(update={"roles": Roles.model_validate(parts)}).moves_samples
     fixed = EngineEntry(name="own", about="", make="")
     monkeypatch.setattr(job_module, "ENGINES", Registry("generation.engine.name", fixed))
     assert not several.moves_samples

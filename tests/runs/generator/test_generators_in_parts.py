@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faults.processes import environment_of, is_alive, named, of_run
+from faults.processes import is_alive, named, of_run
 from runs import invoke, train
 from started import Started, eventually, hold_rewards
 from typer.testing import CliRunner
@@ -19,11 +19,6 @@ from rlhfspec.tiny import random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 
 PARTS = "roles.generator.tensorParallel=2"
-
-
-def ranks_of(uid: str, worker: int) -> list[int]:
-    """The processes that hold a part of the model, rank 0 first."""
-    return sorted(named(uid, f"generator-{worker}"), key=lambda pid: int(environment_of(pid).get("RANK", "0")))
 
 
 def tokens_of(folder: Path) -> list[list[int]]:
@@ -39,14 +34,14 @@ def test_two_generators_of_two_processes_have_the_curve_of_one_process_though_a_
     steps = "training.steps=3"
     whole = train(job_file, "one", steps)
     run = starting("many", steps, "roles.generator.workers=2", PARTS)
-    run.until("(6 of 6)")
+    run.until("(7 of 7)")
     uid = run.connections["uid"]
-    killed, others = ranks_of(uid, 0), ranks_of(uid, 1)
+    killed, others = named(uid, "generator-0"), named(uid, "generator-1")
     assert len(killed) == len(others) == 2
     os.kill(killed[which], signal.SIGKILL)
     assert "started again" in run.until("generator 0: killed by SIGKILL")
     assert not any(map(is_alive, killed)), "the rest of its group ended with it"
-    eventually(lambda: len(ranks_of(uid, 0)) == 2, "the group is there again")
+    eventually(lambda: len(named(uid, "generator-0")) == 2, "the group is there again")
     assert all(is_alive(pid) for pid in others), "the other group is none of its business"
     hold.unlink()
     code, output = run.ended()

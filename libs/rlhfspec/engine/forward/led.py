@@ -2,11 +2,15 @@
 
 Rank 0 alone has a scheduler, samples and drafts. Before whatever its runner does with the model or its KV it says it to
 the others, with all that goes in; they do the same with their part. Nothing that is decided is decided twice.
+
+KV that leaves is gathered by rank 0, and what comes is shared out by it, between two steps: the others have nothing
+to do then. So a range is there in all parts or in none, under one checksum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -16,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhfspec.common.arrays import IntArray
+from rlhfspec.engine.base import Bytes
 from rlhfspec.errors import StageStalled
 from rlhfspec.huggingface.cutting import Cut, Group, cut_of
 from rlhfspec.huggingface.fused.fuse import FusedModel
@@ -29,6 +34,9 @@ class LedRunner(Protocol):
 
     fused: FusedModel
 
+    @property
+    def bytes_per_position(self) -> int: ...
+
     def forward(
         self,
         tokens: IndexArray,
@@ -40,6 +48,12 @@ class LedRunner(Protocol):
     ) -> Tensor: ...
 
     def copy(self, source: IntArray, target: IntArray) -> None: ...
+
+    def read(self, slots: IntArray, out: Bytes) -> None: ...
+
+    def write(self, slots: IntArray, kv: Bytes) -> None: ...
+
+    def fingerprint(self) -> str: ...
 
     def load_weights(self, state_dict: dict[str, Tensor]) -> None: ...
 
@@ -56,6 +70,11 @@ class Others:
         """Of the weights of the whole model."""
         return self._cut.shapes
 
+    @property
+    def num_processes(self) -> int:
+        """With this one."""
+        return self._group.num_ranks
+
     def forward(
         self, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta, logit_rows: IndexArray, graphed: bool
     ) -> None:
@@ -68,6 +87,31 @@ class Others:
 
     def copy(self, source: IntArray, target: IntArray) -> None:
         self._tell("copy", source, target)
+
+    def read(self, slots: IntArray, out: Bytes, read_own: Callable[[IntArray, Bytes], None]) -> None:
+        """KV of these slots into `out` [n, bytes a position of all], of every position the processes' parts by rank."""
+        self._tell("read", slots)
+        parts = _parts_of(out, self.num_processes)
+        read_own(slots, own := np.empty(parts[0].shape, np.uint8))
+        parts[0][...] = own
+        for rank in range(1, self.num_processes):
+            dist.recv(torch.from_numpy(own), src=rank, group=self._group.host)
+            parts[rank][...] = own
+
+    def write(self, slots: IntArray, kv: Bytes, write_own: Callable[[IntArray, Bytes], None]) -> None:
+        """The other way round. They write while this one does."""
+        self._tell("write", slots)
+        own, *others = (part.copy() for part in _parts_of(kv, self.num_processes))
+        for rank, part in enumerate(others, 1):
+            dist.send(torch.from_numpy(part), dst=rank, group=self._group.host)
+        write_own(slots, own)
+
+    def fingerprint(self, own: str) -> str:
+        """Of the parts of all."""
+        self._tell("fingerprint")
+        found: list[Any] = [None] * self.num_processes
+        dist.gather_object(own, found, group=self._group.host)
+        return hashlib.blake2b(" ".join(found).encode(), digest_size=16).hexdigest()
 
     def load_weights(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Send whole weights, one by one; return this process's parts."""
@@ -125,6 +169,20 @@ class _Follower:
     def copy(self, source: IntArray, target: IntArray) -> None:
         self._runner.copy(source, target)
 
+    def read(self, slots: IntArray) -> None:
+        self._runner.read(slots, part := self._part_of(slots))
+        dist.send(torch.from_numpy(part), dst=0, group=self._group.host)
+
+    def write(self, slots: IntArray) -> None:
+        dist.recv(torch.from_numpy(part := self._part_of(slots)), src=0, group=self._group.host)
+        self._runner.write(slots, part)
+
+    def fingerprint(self) -> None:
+        dist.gather_object(self._runner.fingerprint(), group=self._group.host)
+
+    def _part_of(self, slots: IntArray) -> Bytes:
+        return np.empty((len(slots), self._runner.bytes_per_position), np.uint8)
+
     def load_weights(self, told: list[tuple[str, torch.Size, torch.dtype]]) -> None:
         self._runner.load_weights(dict(self._received(told)))
 
@@ -133,6 +191,12 @@ class _Follower:
         assert cut is not None, "a whole model has no others"
         for name, shape, dtype in told:
             yield name, cut.part(name, _broadcast(torch.empty(shape, dtype=dtype), self._group)).clone()
+
+
+def _parts_of(kv: Bytes, num_processes: int) -> Bytes:
+    """A view of KV [n, bytes a position of all], by rank: [processes, n, bytes a position of one]."""
+    parts: Bytes = kv.reshape(len(kv), num_processes, -1).swapaxes(0, 1)
+    return parts
 
 
 def _broadcast(tensor: Tensor, group: Group) -> Tensor:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from transformers import AttentionInterface
 
 from rlhfspec.common.arrays import IntArray
+from rlhfspec.engine.base import Bytes
 from rlhfspec.engine.forward import constant_shape
 from rlhfspec.engine.forward.checksums import checksums
 from rlhfspec.engine.forward.chunks import LEAST_ROWS, ChunkedMeta, Chunks, chunk_attention, told, why_ours
@@ -47,7 +48,7 @@ from rlhfspec.huggingface.structure.attention import (
 from rlhfspec.huggingface.structure.causal_lm import CausalLM
 from rlhfspec.kernels.attention_splits import SPLIT
 from rlhfspec.kernels.decoder import NativeDecoder
-from rlhfspec.kernels.kv_pack import copy_slots
+from rlhfspec.kernels.kv_pack import copy_slots, pack_into, unpack_from
 from rlhfspec.kernels.tree_attention import AttentionMeta, IndexArray, tree_attention
 from rlhfspec.messages.records.models import ModelReport
 
@@ -147,11 +148,12 @@ class ModelRunner:
         arithmetic = f"{self.config.arithmetic}, exact" if self.config.exact_rows else self.config.arithmetic
         parts = (self.config.dtype, self.activation_dtype, arithmetic, self.config.attention_split,
                  self.attentions, type(self.fused.model).__name__, self.fused.shapes)  # fmt: skip
-        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+        digest, cut = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest(), cut_of(self.fused.model)
+        return digest if cut is None else f"{digest} of {cut.group.num_ranks} processes"
 
     @property
     def bytes_per_position(self) -> int:
-        """Of KV, over all layers."""
+        """Of KV that is here, over all layers."""
         return math.prod(self.kv_shape) * self.config.dtype.itemsize
 
     @property
@@ -186,7 +188,8 @@ class ModelRunner:
             total = hashlib.blake2b(self.architecture.encode(), digest_size=16)
             for each in checksums(list(self.fused.held())):
                 total.update(each)
-            self._digest = total.hexdigest()
+            own = total.hexdigest()
+            self._digest = own if self.others is None else self.others.fingerprint(own)
         return self._digest
 
     @torch.inference_mode()
@@ -265,6 +268,20 @@ class ModelRunner:
         if self.others is not None:
             self.others.copy(source, target)
         copy_slots(self.kv, source, target)
+
+    def read(self, slots: IntArray, out: Bytes) -> None:
+        """KV of these slots [n] into `out` [n, bytes a position], of all processes that hold the model."""
+        if self.others is not None:
+            self.others.read(slots, out, partial(pack_into, self.kv))
+        else:
+            pack_into(self.kv, slots, out)
+
+    def write(self, slots: IntArray, kv: Bytes) -> None:
+        """KV [n, bytes a position] that was read elsewhere, into these slots."""
+        if self.others is not None:
+            self.others.write(slots, kv, lambda slots, own: unpack_from(own, self.kv, slots))
+        else:
+            unpack_from(kv, self.kv, slots)
 
     def native_decoder(self) -> NativeDecoder | None:
         """The one-call decoder for a model that it knows; the layers stay as its slow twin."""

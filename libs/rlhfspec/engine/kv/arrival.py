@@ -61,7 +61,7 @@ def check_range(kv: KVRange, manifest: Manifest, spaces: SequenceOf[KVSpace | No
         is_bytes = is_bytes and part.flags.c_contiguous
         _require("kv", is_bytes, type(part).__name__, "uint8 [positions, bytes a position]")
         if space is not None:
-            _same("kv", part.shape[1], space.runner.bytes_per_position)
+            _same("kv", part.shape[1], space.bytes_per_position)
         if len(part) or first != NOT_WANTED:
             _require("kv", first + len(part) < num_tokens, first + len(part), f"fewer positions than {num_tokens}")
 

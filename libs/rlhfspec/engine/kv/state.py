@@ -19,7 +19,6 @@ from rlhfspec.engine.kv.cache import BlockPool, Prefix, RestingKV, SlotTable, ch
 from rlhfspec.engine.scheduling.sequences import Generated, RowTable, Sequence
 from rlhfspec.engine.scheduling.text import Tokenizer
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
-from rlhfspec.kernels.kv_pack import pack_into, unpack_from
 from rlhfspec.kernels.tree_attention import AttentionMeta
 
 
@@ -37,6 +36,12 @@ class KVSpace:
         self._copied: list[tuple[Sequence, int]] = []  # and the block that its tail is to be copied from
         self.staging = Staging(runner.config.device)
         self._table_there: torch.Tensor | None = None  # the device's copy of the slot table
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Of KV that is read and written: of all processes that hold the model."""
+        others = self.runner.others
+        return self.runner.bytes_per_position * (1 if others is None else others.num_processes)
 
     def stage(self, meta: AttentionMeta, **arrays: Any) -> tuple[AttentionMeta, dict[str, Any]]:
         """What a forward takes, where the model is: on a device all of it by one copy. Other processes of this model
@@ -110,13 +115,13 @@ class KVSpace:
     def read(self, row: int, first: int, out: Bytes) -> None:
         """KV of the row's positions from `first` on, as many as `out` [n, bytes a position] takes."""
         if len(out):
-            pack_into(self.runner.kv, self.table.slots[row, first : first + len(out)], out)
+            self.runner.read(self.table.slots[row, first : first + len(out)], out)
 
     def write(self, row: int, first: int, kv: Bytes) -> None:
         """KV [n, bytes a position] of the positions from `first` on, which is as far as the row's KV went."""
         assert first == self.cached[row], "a gap in the KV"
         if len(kv):
-            unpack_from(kv, self.runner.kv, self.table.slots[row, first : first + len(kv)])
+            self.runner.write(self.table.slots[row, first : first + len(kv)], kv)
             self.cached[row] = first + len(kv)
 
     def mark_prefix(self, sequence: Sequence, *, first: int = 0) -> None:

@@ -104,7 +104,7 @@ class Moves:
         """Committed positions behind `start`, one at least; the target's first."""
         arrival.check_watermark(start, sequence.epoch, len(self.state.spaces))
         ends = self._ends(sequence, start, max_bytes)
-        sizes = [space.runner.bytes_per_position for space in self.state.spaces]
+        sizes = [space.bytes_per_position for space in self.state.spaces]
         counts = [max(0, end - first) for first, end in zip(start.positions, ends, strict=True)]
         needed = sum(count * size for count, size in zip(counts, sizes, strict=True))
         if out is None:
@@ -125,7 +125,7 @@ class Moves:
         for space, first in zip(self.state.spaces, start.positions, strict=True):
             end = int(space.cached[sequence.row]) if sequence.has_row else 0
             if max_bytes is not None:
-                size = space.runner.bytes_per_position
+                size = space.bytes_per_position
                 end = min(end, first + max(max_bytes // size, is_empty))
                 max_bytes = max(0, max_bytes - max(0, end - first) * size)
             is_empty = is_empty and end <= first

@@ -23,7 +23,7 @@ class EngineEntry(Entry):
     """`is_movable`: what it makes is an `rlhfspec.engine.base.Movable`; else samples stay where they began.
 
     `takes_a_group`: `make` may be given the processes that hold the model together. `divides_models`: it starts them
-    itself, and its samples move all the same.
+    itself.
     `is_exact`: its log-probs are the trainer's to the bit where a job asks for that.
     `argument_problem`: module:name of a function of an argument's name and of all arguments. `missing`: module:name of
     a function of them. Both return one line, or None.

@@ -143,7 +143,7 @@ class Generator:
         self._thread.start()
         peer = asdict(Peer(name=name, address=self._server.address, incarnation=self._incarnation))
         state = self._engine.state
-        bytes_per_token = sum(space.runner.bytes_per_position for space in state.spaces)
+        bytes_per_token = sum(space.bytes_per_position for space in state.spaces)
         arithmetic = state.target.runner.config.arithmetic
         self._tell("loaded", peer=peer, arithmetic=arithmetic, bytes_per_token=bytes_per_token)
 

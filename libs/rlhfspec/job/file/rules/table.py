@@ -283,11 +283,6 @@ def _generators() -> list[JobRule]:
             )
             for name in ENGINES.where(lambda entry: not entry.is_movable)
         ),
-        JobRule(
-            field=replicas,
-            holds=fixed | field(parallel).equals(1),
-            problem="follow the rebalancer's advice, and samples do not move with tensorParallel: remove it",
-        ),
         *(
             JobRule(
                 field=parallel,
