@@ -29,9 +29,7 @@ CONFIGS = {
 TOKENS = 4096
 LAYERS = (4, 6)  # of fewer the head decides
 LAYERS_AGAIN = (14, 16)  # so many that layers, or autocast's copies of weights, decide, and not the head
-# Not layers computed again of which every rank has a part (8, 8, True): up to a quarter of what stands beside the
-# states is missing there, half a gigabyte of 8B (docs/gpus.md).
-RANKS = [(*ranks, again) for ranks in ((1, 1), (8, 1), (8, 2)) for again in (False, True)] + [(8, 8, False)]
+RANKS = [(*ranks, again) for ranks in ((1, 1), (8, 1), (8, 2), (8, 8)) for again in (False, True)]
 MODES: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"model": {"dtype": "bfloat16"}},

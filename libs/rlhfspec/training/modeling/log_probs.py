@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from rlhfspec.huggingface.structure.causal_lm import CausalLM
 from rlhfspec.training.modeling.packed import PackedRow, hidden_states
 
-_LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32; more are computed in parts, and again in the backward pass
+LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32; more are computed in parts, and again in the backward pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class TorchForward(nn.Module):
 
     def forward(self, batch: PackedRow, *, entropy_gradient: bool = False) -> TokenLogProbs:
         hidden = self.hidden(batch)  # [t, hidden]
-        size = max(1, _LOGITS_AT_A_TIME // self.parts.anatomy.vocab_size)
+        size = max(1, LOGITS_AT_A_TIME // self.parts.anatomy.vocab_size)
         if len(hidden) <= size:
             return TokenLogProbs(**self._of(hidden, batch.targets, entropy_gradient))
         parts = [

@@ -13,7 +13,9 @@ two norms keeps, a token:
     float32, autocast bf16     26 h + 2 (3 q + v) +  8 i + 4 heads     and the weights once more, in bfloat16
 
 and where queries and keys are normed, 6 or 8 times their width. Computed again, a layer keeps its input alone. Beside
-the layers stands the head: its gradient, that of the part before, and their sum.
+the layers stands the head: its gradient, that of the part before, and their sum; or, where ranks have but a part of it,
+the logits of as many tokens as `modeling.log_probs` takes at a time: four times in the forward pass (logits, their
+log-softmax, probabilities, the product of both), three times beside the head's gradient in the backward pass.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dataclasses import dataclass, field
 from rlhfspec import job
 from rlhfspec.messages.loop import workers_of
 from rlhfspec.training.learning.memory import fits_into
+from rlhfspec.training.modeling.log_probs import LOGITS_AT_A_TIME
 from rlhfspec.training.planning.shape import ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -115,10 +118,13 @@ def activations(spec: job.Spec, shape: ModelShape, num_tokens: int, *, again: bo
     computes = 2 if mixed else size
     a_layer = num_tokens * layer_bytes_a_token(shape, computes, mixed=mixed)
     copies = (shape.num_layers * shape.block_parameters + shape.head_parameters) * 2 if mixed else 0
-    head = (8 if is_cast else 3 * computes) * shape.head_parameters + 10 * shape.hidden * num_tokens
+    logits = 4 * min(LOGITS_AT_A_TIME, num_tokens * shape.vocab_size * spec.roles.trainer.tensor_parallel)
+    beside = (8 if is_cast else 3 * computes) * shape.head_parameters
+    head = max(beside, 4 * logits, 3 * logits + computes * shape.head_parameters) + 10 * shape.hidden * num_tokens
     if again:
         inputs = shape.num_layers * num_tokens * shape.hidden * size
-        return inputs + max(head, a_layer + shape.block_parameters * size, copies)
+        forward = copies + 4 * logits + 10 * shape.hidden * num_tokens
+        return inputs + max(head, a_layer + shape.block_parameters * size, forward)
     return shape.num_layers * a_layer + head + max(copies - shape.head_parameters * 2, 0)
 
 
