@@ -1,5 +1,5 @@
-"""The optimizer Muon. `torch.optim.Muon` is its twin, whose iteration is in bfloat16: a CPU without that type takes some
-twenty times as long there as in float32."""
+"""The optimizer Muon. `torch.optim.Muon` is its twin, whose iteration is in bfloat16: a CPU without that type takes
+some twenty times as long there as in float32."""
 
 from __future__ import annotations
 
