@@ -14,7 +14,6 @@ from started import hold_rewards
 from faults.harness import Disturbed, FaultyRun
 from faults.joining import Joined
 from faults.schedule import Fault, schedule
-from rlhfspec.runs.folder.learnt import learnt_lines
 from rlhfspec.tiny.random_models import random_model
 
 WORKERS = ("prompts-0", "generator-0", "generator-1", "reward-0", "reward-1", "reference-0", "critic-0", "trainer-0")
@@ -27,11 +26,6 @@ OVERRIDES = (
     "roles.reward.workers=2",
     "failurePolicy.backoffSeconds=0.1",
     "failurePolicy.maxBackoffSeconds=1.0",
-)
-LEARNING = (  # in the run under faults alone: what a drafter learns, and loses, changes nothing
-    "generation.speculation.mode=model",
-    "generation.speculation.learning=share",
-    "generation.speculation.learningShare=0.5",
 )
 STEPS_HELD, STEPS_AFTER = 10, 20  # the last wave begins: so many are trained until it is over, and so many in all
 
@@ -75,14 +69,12 @@ def _trial(folder: Path, faults: Sequence[Fault], say: Callable[[str], None]) ->
     overrides = [*OVERRIDES, f"training.steps={faults[-1].after_step + STEPS_AFTER}"]
     hold = hold_rewards(job, f"{faults[-1].after_step + STEPS_HELD} faults")
     undisturbed = train(job, "undisturbed", *overrides)
-    run = FaultyRun(job, folder / "faults", [*overrides, *LEARNING], say)
+    run = FaultyRun(job, folder / "faults", overrides, say)
     with run.started():
         for fault in faults:
             run.wait_and_strike(fault)
         hold.unlink()
     check(job, undisturbed)
-    if not any(line.num_tokens for line in learnt_lines(run.out)):
-        raise Disturbed("no drafter learnt anything")
     return run
 
 
