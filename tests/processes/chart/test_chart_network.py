@@ -152,8 +152,8 @@ def test_weights_go_by_a_group_between_the_pods_of_jobs_that_have_them_so_alone(
     assert found(labelled, labelled) == wanted | ranks, "no other role, though it has the label"
     for pods in ((plain, plain), (plain, labelled), (labelled, plain)):
         assert found(*pods) == ranks
+    assert not reaches(policies, job_pod("trainer"), job_pod("generator"), GRPC_PORT), "weights are asked for"
     trainer, generator = (job_pod(role, **{names.WEIGHTS: "group"}) for role in edges.IN_A_GROUP)
-    assert not reaches(policies, trainer, generator, GRPC_PORT), "weights are asked for"
     assert not reaches(policies, generator, trainer, RANKS_PORT - 1)
     assert not reaches(policies, Pod("generator", "other", generator.labels), trainer, RANKS_PORT)
 
