@@ -198,11 +198,6 @@ BY_HAND = [
         {"training.exactOnPolicy": True, "roles.generator.engines": [{"name": "own"}, {"name": "vllm"}]},
         "spec.roles.generator.engines",
     ),
-    Wrong(
-        {"roles.generator.engines": [{"name": "own"}, {"name": "own", "arguments": {"quantization": "fp8"}}]},
-        "spec.roles.generator.engines[1].arguments.quantization",
-        "checks",
-    ),
     *(
         Wrong(
             {"generation.engine": {"name": name, "arguments": {argument: 1}}},

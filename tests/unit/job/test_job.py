@@ -136,6 +136,8 @@ def test_generators_have_the_engines_that_are_listed_in_turn(file: Path) -> None
     assert [engine.name for engine in chosen] == ["own", "vllm", "own", "vllm"]
     assert chosen[1].arguments == {"quantization": "fp8"}
     assert of_generator(read_job(file, ["generation.engine=vllm"]), 1).spec.generation.engine.name == "vllm"
+    with pytest.raises(JobError, match=r"engines\[1\]\.arguments\.quantization"):
+        read_job(file, ["roles.generator.engines=[own, {name: own, arguments: {quantization: fp8}}]"])
 
 
 def test_an_override_mends_what_the_file_has_wrong(file: Path) -> None:

@@ -99,9 +99,8 @@ class Term:
         return called.equals(0)
 
     def none_has(self, name: str, value: str) -> Term:
-        """Of a list of blocks: in none is that field of that value."""
-        default = _named(blocks_of(info_of(self.fields[0]).annotation)[0], name).default
-        cel = f"all(each, each.?{name}.orValue({json.dumps(default)}) != {json.dumps(value)})"
+        """Of a list of blocks, which is known to be set: in none is that field of that value; it has a default."""
+        cel = f"all(each, each.{name} != {json.dumps(value)})"
         return self._calls(cel, lambda blocks: all(getattr(each, to_snake(name)) != value for each in blocks))
 
     def _compared(self, other: Any, sign: str, holds: Callable[[Any, Any], Any]) -> Term:
