@@ -12,6 +12,7 @@ from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.forward import constant_shape, graphs
+from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest, SequenceStateError, UnsupportedModel
 from rlhfspec.huggingface.proof.check import BITS_BY_COMPANY, OWN_BITS
@@ -49,7 +50,14 @@ def test_fast_ones_are_not_and_the_report_says_so(second: Any, exact: str) -> No
 
 
 def test_what_is_not_so_is_refused_at_load(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards of as many rows as there are, which the device adds up in another order."""
+    """Layers whose last bits are of the number of rows, as a library's may be: one shape has one number."""
+    genuine = ModelRunner._run_layers
+
+    def by_company(self: ModelRunner, token_ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        return genuine(self, token_ids, *others) * (1 + 2.0**-20 * token_ids.shape[1])
+
+    monkeypatch.setattr(ModelRunner, "_run_layers", by_company)
+    assert engine_on("second:0", exact="on").reports["model"].bits == OWN_BITS
     monkeypatch.setattr(constant_shape, "_filled", lambda numbers, value, num_rows: np.asarray(numbers))
     with pytest.raises(UnsupportedModel, match="a row's bits depend on the rows beside it"):
         engine_on("second:0", exact="on")
