@@ -11,8 +11,9 @@ import warmed
 from places import TESTS
 from transformers import LlamaConfig, LlamaForCausalLM
 
-# How often the file's size: the file as it is mapped, one layer in float32, and what the engine packs for its kernels.
-MOST = {"engine": 2.7, "policy": 1.9, "policy of a GPU": 1.9, "reference of a GPU": 1.9}
+# How often the file's size: the file as it is mapped, one layer in float32, and what the engine packs for its kernels;
+# found were 2.5 and 1.6 to 1.9, as the allocator has it. The whole model in float32 would be 2 more.
+MOST = {"engine": 3.2, "policy": 2.5, "policy of a GPU": 2.5, "reference of a GPU": 2.5}
 
 
 @pytest.fixture(scope="module")
