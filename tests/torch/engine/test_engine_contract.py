@@ -67,6 +67,7 @@ class TestMovable(MovableContract):
         return make(model, mode)
 
 
+@pytest.mark.on_the_cpu("a drafter that learns is slow where attention is its twin; a given one drafts there")
 @pytest.mark.usefixtures("little_is_learnt_from")
 class TestMadeDrafter(EngineContract):
     log_prob_tolerance = LOG_PROB_TOLERANCE
@@ -76,6 +77,7 @@ class TestMadeDrafter(EngineContract):
         return made(model, mode)
 
 
+@pytest.mark.on_the_cpu("a drafter that learns is slow where attention is its twin; a given one drafts there")
 @pytest.mark.usefixtures("little_is_learnt_from")
 class TestMovableMadeDrafter(MovableContract):
     log_prob_tolerance = LOG_PROB_TOLERANCE
