@@ -21,6 +21,7 @@ from rlhfspec.common.gpus import VISIBLE, see_only
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.worker import exits
+from rlhfspec.worker.last_words import write_last_words
 from rlhfspec.worker.process import STARTED
 
 if TYPE_CHECKING:
@@ -99,8 +100,10 @@ def _keep(rank: int, environment: dict[str, str], leaving: Event) -> None:
     code = other.wait()
     if leaving.is_set():
         return
-    log.warning("process %d of this generator %s", rank, exits.said(code))
+    said = f"process {rank} of this generator {exits.said(code)}"
+    log.warning("%s", said)
     if code < 0:
+        write_last_words(said)  # it had none itself
         signal.raise_signal(signal.Signals(-code))
     os._exit(code if code > 0 else exits.ERROR)  # the first process of a container is not killed by itself
 
