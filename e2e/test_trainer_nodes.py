@@ -97,7 +97,9 @@ def struck(run: Job, role: str, which: int, pause: float) -> None:
     before = uids(run)
     os.kill(process_of(run, role, which), signal.SIGKILL)
     part = "process 1 of this generator " if which else ""
-    named = f"(rank {which} of 4 on node {which // 2})" if role == "trainer" else f"generator-0: {part}killed by SIGKILL"
+    named = (
+        f"(rank {which} of 4 on node {which // 2})" if role == "trainer" else f"generator-0: {part}killed by SIGKILL"
+    )
     run.wait(f"{named} is named", lambda: named in json.dumps(run.status), seconds=60)
     of_the_set = set(TRAINERS if role == "trainer" else (GENERATOR,))
     seconds = run.wait("the set is there again", lambda: are_ready(run, of_the_set, before), seconds=400)
