@@ -96,11 +96,11 @@ def struck(run: Job, role: str, which: int, pause: float) -> None:
         run.wait("the next step", lambda: run.step > step + 1, seconds=pause)
     before = uids(run)
     os.kill(process_of(run, role, which), signal.SIGKILL)
-    part = "process 1 of this generator " if which else ""
-    named = (
-        f"(rank {which} of 4 on node {which // 2})" if role == "trainer" else f"generator-0: {part}killed by SIGKILL"
-    )
-    run.wait(f"{named} is named", lambda: named in json.dumps(run.status), seconds=60)
+    if role == "trainer":
+        worker, named = f"trainer-{which // 2}", f"(rank {which} of 4 on node {which // 2})"
+    else:
+        worker, named = "generator-0", f"{'process 1 of this generator ' if which else ''}killed by SIGKILL"
+    run.wait(f"{named} is named", lambda: named in json.dumps(run.status["memory"]["workers"].get(worker)), seconds=60)
     of_the_set = set(TRAINERS if role == "trainer" else (GENERATOR,))
     seconds = run.wait("the set is there again", lambda: are_ready(run, of_the_set, before), seconds=400)
     print(f"{role} {which} was killed at step {step + 1}: its set was ready again after {seconds:.0f} s")
