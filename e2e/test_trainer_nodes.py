@@ -100,11 +100,15 @@ def struck(run: Job, role: str, which: int, pause: float) -> None:
         worker, named = f"trainer-{which // 2}", f"(rank {which} of 4 on node {which // 2})"
     else:
         worker, named = "generator-0", f"{'process 1 of this generator ' if which else ''}killed by SIGKILL"
-    run.wait(f"{named} is named", lambda: named in json.dumps(run.status["memory"]["workers"].get(worker)), seconds=60)
+    run.wait(f"{named} is named", lambda: named in last_words(run, worker), seconds=60)
     of_the_set = set(TRAINERS if role == "trainer" else (GENERATOR,))
     seconds = run.wait("the set is there again", lambda: are_ready(run, of_the_set, before), seconds=400)
     print(f"{role} {which} was killed at step {step + 1}: its set was ready again after {seconds:.0f} s")
     assert {name for name, uid in uids(run).items() if uid != before[name]} == of_the_set, "no other pod was made again"
+
+
+def last_words(run: Job, worker: str) -> str:
+    return str(run.status["memory"].get("workers", {}).get(worker))
 
 
 def uids(run: Job) -> dict[str, str]:
