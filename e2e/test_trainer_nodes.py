@@ -80,7 +80,7 @@ def test_weights_come_by_a_group_and_by_the_store_where_a_generator_was_killed(
     sent = said(run, "trainer-0", "to 2 by group")
     run.wait("both are in again", lambda: said(run, "trainer-0", "to 2 by group") > sent, seconds=400)
     run.wait_for_phase("Succeeded", seconds=600)
-    assert {name for name in before if before[name] != uids(run)[name]} == {GENERATOR}
+    assert {name for name, uid in uids(run).items() if uid != before[name]} == {GENERATOR}
     assert said(run, "generator-0", "weights came by the group") > 0, "in its second life"
     assert said(run, "generator-1", "weights came by the group") > said(run, "generator-1", "by the store")
     assert run.curve() == curve_of(stores)

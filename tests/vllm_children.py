@@ -12,7 +12,9 @@ import pytest
 from rlhfspec.engine.forward.models import eos_token_ids
 from rlhfspec.engine.vllm.client import VllmEngine
 from rlhfspec.engine.vllm.finding import INSTALL_VLLM, find_python
+from rlhfspec.engine.vllm.from_job import NO_DRAFTS
 from rlhfspec.engine.vllm.process import VllmProcess
+from rlhfspec.kernels.cpu.build import supports
 
 NEEDED = "RLHFSPEC_TESTS_NEED_VLLM"  # in the environment: without vLLM its tests fail, not skip
 STEP_SECONDS = 120.0
@@ -64,6 +66,8 @@ class Children:
 
     def child(self, mode: str) -> tuple[VllmProcess, dict[str, Any]]:
         if mode not in self._running:
+            if mode != "off" and not supports("avx512"):
+                pytest.skip(NO_DRAFTS)
             child = VllmProcess(python_with_vllm(), self.orders(mode), {"HF_HUB_OFFLINE": "1"} | self._environment)
             self._running[mode] = child, child.start()
         child, opened = self._running[mode]

@@ -16,10 +16,12 @@ from rlhfspec.huggingface.structure.positions import max_context
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.drafters import ADAPTIVE, OFF
 from rlhfspec.job.choices.vllm_arguments import BATCH_INVARIANT, NUM_DRAFT_TOKENS, PYTHON
+from rlhfspec.kernels.cpu.build import supports
 
 _NUM_DRAFT_TOKENS = 4
 _SMALL_BYTES = 2 << 30  # of weights: loaded a second time, to compare their logits
 _MOST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}  # of logits, in parts of the largest
+NO_DRAFTS = "on a CPU without AVX-512 vLLM's drafted steps give NaN after some dozens of sequences: must be off"
 FIELD_OF = {
     "max_model_len": "dataset.maxPromptTokens", "num_gpu_blocks_override": "generation.kvCacheTokens",
     "dtype": "generation.dtype", "speculative": "generation.speculation.mode",
@@ -36,6 +38,8 @@ def make(job: RLHFJob, load_tokenizer: Callable[[], Any]) -> VllmEngine:
     if python is None:
         raise InvalidRequest("spec.generation.engine", "vllm", INSTALL_VLLM)
     strategy, speculation = speculative_config(job, given.pop(NUM_DRAFT_TOKENS, _NUM_DRAFT_TOKENS))
+    if speculation is not None and device == "cpu" and not supports("avx512"):
+        raise InvalidRequest("spec.generation.speculation.mode", spec.generation.speculation.mode, NO_DRAFTS)
     environment = _environment(spec.model.path, batch_invariant=given.pop(BATCH_INVARIANT, False))
     context = max_context(job)
     max_sequences = min(spec.generation.max_sequences, spec.samples_in_flight)
