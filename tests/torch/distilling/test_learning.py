@@ -200,6 +200,7 @@ def test_a_drafter_is_made_of_every_family(kind: str) -> None:
     model = deep(kind, seed=5)
     engine = make(model)
     assert generate(engine, 3) == generate(make(model, None, speculation="off", learning="off"), 3)
+    engine.learn(idle=True)  # a quick engine had no time to learn between its steps
     report = engine.stats().learning
     assert report is not None
     assert report.num_tokens > 0
