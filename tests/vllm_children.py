@@ -12,9 +12,8 @@ import pytest
 from rlhfspec.engine.forward.models import eos_token_ids
 from rlhfspec.engine.vllm.client import VllmEngine
 from rlhfspec.engine.vllm.finding import INSTALL_VLLM, find_python
-from rlhfspec.engine.vllm.from_job import NO_DRAFTS
+from rlhfspec.engine.vllm.from_job import NO_DRAFTS, drafts_right
 from rlhfspec.engine.vllm.process import VllmProcess
-from rlhfspec.kernels.cpu.build import supports
 
 NEEDED = "RLHFSPEC_TESTS_NEED_VLLM"  # in the environment: without vLLM its tests fail, not skip
 STEP_SECONDS = 120.0
@@ -66,7 +65,7 @@ class Children:
 
     def child(self, mode: str) -> tuple[VllmProcess, dict[str, Any]]:
         if mode not in self._running:
-            if mode != "off" and not supports("avx512"):
+            if mode != "off" and not drafts_right("cpu"):
                 pytest.skip(NO_DRAFTS)
             child = VllmProcess(python_with_vllm(), self.orders(mode), {"HF_HUB_OFFLINE": "1"} | self._environment)
             self._running[mode] = child, child.start()

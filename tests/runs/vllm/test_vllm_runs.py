@@ -15,9 +15,8 @@ from rlhfspec.engine.base import Request
 from rlhfspec.engine.core import Engine
 from rlhfspec.engine.vllm.client import VllmEngine
 from rlhfspec.engine.vllm.finding import INSTALL_VLLM, VARIABLE
-from rlhfspec.engine.vllm.from_job import NO_DRAFTS
+from rlhfspec.engine.vllm.from_job import NO_DRAFTS, drafts_right
 from rlhfspec.huggingface.proof.check import OWN_BITS
-from rlhfspec.kernels.cpu.build import supports
 from rlhfspec.tiny import random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
@@ -48,7 +47,7 @@ def ours(job_file: Path) -> dict[str, list[Any]]:
 def test_samples_are_those_of_our_engine(job_file: Path, ours: dict[str, list[Any]], mode: str) -> None:
     python_with_vllm()
     chosen = VLLM, f"generation.speculation.mode={mode}"
-    if mode != "off" and not supports("avx512"):
+    if mode != "off" and not drafts_right("cpu"):
         refused = invoke(job_file, f"vllm-{mode}", *chosen)
         assert NO_DRAFTS in " ".join(refused.output.split())
         return

@@ -69,7 +69,7 @@ class TestMovable(MovableContract):
 
 @pytest.mark.on_the_cpu("a drafter that learns is slow where attention is its twin; a given one drafts there")
 @pytest.mark.usefixtures("little_is_learnt_from")
-class TestMadeDrafter(EngineContract):
+class MadeDrafter:
     log_prob_tolerance = LOG_PROB_TOLERANCE
     modes = ("off", TREE)
 
@@ -77,11 +77,9 @@ class TestMadeDrafter(EngineContract):
         return made(model, mode)
 
 
-@pytest.mark.on_the_cpu("a drafter that learns is slow where attention is its twin; a given one drafts there")
-@pytest.mark.usefixtures("little_is_learnt_from")
-class TestMovableMadeDrafter(MovableContract):
-    log_prob_tolerance = LOG_PROB_TOLERANCE
-    modes = ("off", TREE)
+class TestMadeDrafter(MadeDrafter, EngineContract):
+    pass
 
-    def make(self, model: Any, mode: Any) -> Engine:
-        return made(model, mode)
+
+class TestMovableMadeDrafter(MadeDrafter, MovableContract):
+    pass

@@ -38,7 +38,7 @@ def make(job: RLHFJob, load_tokenizer: Callable[[], Any]) -> VllmEngine:
     if python is None:
         raise InvalidRequest("spec.generation.engine", "vllm", INSTALL_VLLM)
     strategy, speculation = speculative_config(job, given.pop(NUM_DRAFT_TOKENS, _NUM_DRAFT_TOKENS))
-    if speculation is not None and device == "cpu" and not supports("avx512"):
+    if speculation is not None and not drafts_right(device):
         raise InvalidRequest("spec.generation.speculation.mode", spec.generation.speculation.mode, NO_DRAFTS)
     environment = _environment(spec.model.path, batch_invariant=given.pop(BATCH_INVARIANT, False))
     context = max_context(job)
@@ -59,6 +59,11 @@ def make(job: RLHFJob, load_tokenizer: Callable[[], Any]) -> VllmEngine:
         child, opened, max_context=context, max_sequences=max_sequences, step_seconds=deadline / 2,
         strategy=strategy, tokenizer=load_tokenizer(), other_engines=bool(spec.roles.generator.engines),
     )  # fmt: skip
+
+
+def drafts_right(device: str) -> bool:
+    """Whether vLLM's drafted steps are right there."""
+    return device != "cpu" or supports("avx512")
 
 
 def speculative_config(job: RLHFJob, num_draft_tokens: int) -> tuple[str, dict[str, Any] | None]:

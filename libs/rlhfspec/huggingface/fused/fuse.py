@@ -135,7 +135,8 @@ def fuse(model: nn.Module, precision: Precision, *, arithmetic: str, max_context
         for name in [name for name, _ in model.named_modules()]:
             if name in called and _attached(model, name):
                 module = model.get_submodule(name)
-                widen(module.parameters() if module in layers else ())
+                if module in layers:
+                    widen(module.parameters())
                 _swap(fused, name, module)
         widen(model.parameters())
     for name, module in list(model.named_modules()):

@@ -401,7 +401,8 @@ def _next_command(ranks: Ranks) -> tuple[str, tuple[Any, ...]]:
 def _take(part: nn.Module, device: torch.device, widens: bool) -> None:
     """To the device, but for what is cut there already."""
     part._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
-    widen(part.parameters(recurse=False) if widens else ())
+    if widens:
+        widen(part.parameters(recurse=False))
     for child in part.children():
         if not isinstance(child, FSDPModule):
             _take(child, device, widens)

@@ -150,7 +150,8 @@ class Learner:
         if self._ranks.sharing.num_ranks > 1:
             return module
         module.to(self._device)
-        widen(module.parameters() if self._widens else ())
+        if self._widens:
+            widen(module.parameters())
         return module
 
     def _shard(self, module: Any, trunk: Any) -> None:

@@ -37,6 +37,10 @@ class HashedTensor(NamedTuple):
     shape: tuple[int, ...]
     own: bytes  # the hash of its bytes
 
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor, own: bytes) -> HashedTensor:
+        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), own)
+
 
 def digest(state_dict: Mapping[str, torch.Tensor]) -> str:
     """By sha256. Where a tensor lies and how does not matter.
@@ -83,8 +87,7 @@ def hash_of(new: NewHash, data: bytes | memoryview) -> bytes:
 def _hashed(state_dict: Mapping[str, torch.Tensor], new: NewHash) -> str:
     def hashed(name: str) -> HashedTensor:
         tensor = state_dict[name].detach().contiguous().cpu()
-        own = hash_of(new, tensor.reshape(-1).view(torch.uint8).numpy().data)
-        return HashedTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), own)
+        return HashedTensor.of(name, tensor, hash_of(new, tensor.reshape(-1).view(torch.uint8).numpy().data))
 
     with hashing_threads() as threads:
         return combined(new, threads.map(hashed, state_dict))

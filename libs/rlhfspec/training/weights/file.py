@@ -124,13 +124,7 @@ def _written(path: Path, state_dict: StateDict) -> list[str]:
         write_tensors(path, state_dict, notes={HASHES: NOT_YET_HASHED}, wrote=hash_beside)
         hashes = {name: future.result() for name, future in found.items()}
     return [
-        combined(
-            new,
-            (
-                HashedTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), hashes[name][place])
-                for name, tensor in state_dict.items()
-            ),
-        )
+        combined(new, (HashedTensor.of(name, tensor, hashes[name][place]) for name, tensor in state_dict.items()))
         for place, new in enumerate((SHA256, XXH3))
     ]
 
