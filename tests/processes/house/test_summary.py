@@ -52,15 +52,27 @@ def test_one(value): ...
 
 def test_plain(): ...
 """
+LONG = """
+import os, time, pytest
+
+@pytest.fixture(scope="module")
+def world():
+    os.environ["TESTS_UNTIL"] = str(time.time() - 1)
+
+def test_that_time_is_over_behind(world): ...
+def test_too_late(): pytest.fail("it was run")
+"""
 IMPORTING = "def test_it():\n    import torch\n"
 
 
 def pytest_says(folder: Path, place: str, code: str, *options: str) -> str:
     """Of a repository with this one file of tests."""
-    for name in ("places", "reruns", "skips", "sweeps", "tiers"):
+    for name in ("out_of_time", "places", "reruns", "skips", "sweeps", "tiers"):
         (folder / "tests").mkdir(exist_ok=True)
         shutil.copy(TESTS / f"{name}.py", folder / "tests")
-    (folder / "tests" / "conftest.py").write_text('pytest_plugins = ["reruns", "skips", "sweeps", "tiers"]\n')
+    (folder / "tests" / "conftest.py").write_text(
+        'pytest_plugins = ["out_of_time", "reruns", "skips", "sweeps", "tiers"]\n'
+    )
     (folder / "pytest.ini").write_text(
         "[pytest]\npythonpath = tests\naddopts = --strict-markers --import-mode=importlib\n"
     )
@@ -80,6 +92,13 @@ def test_what_did_not_run_is_counted_by_reason(tmp_path: Path, options: tuple[st
         "3 skipped: the package nixl is not installed",
         "1 skipped: there is no GPU",
     ]
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "1")])
+def test_what_time_was_over_for_is_counted_and_not_run(tmp_path: Path, options: tuple[str, ...]) -> None:
+    said = pytest_says(tmp_path, "tests/unit/room/test_it.py", LONG, *options)
+    assert "1 passed, 1 skipped" in said
+    assert "1 skipped: the time for tests was over" in said
 
 
 @pytest.mark.parametrize(("options", "said"), [(["--reruns", "1"], "3 passed, 1 rerun"), ([], "2 failed, 1 passed")])

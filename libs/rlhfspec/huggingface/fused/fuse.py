@@ -26,8 +26,9 @@ from rlhfspec.huggingface.fused.casting import Precision
 from rlhfspec.huggingface.fused.experts import PackedExperts, is_experts
 from rlhfspec.huggingface.fused.guard import Guard
 from rlhfspec.huggingface.fused.rotary import RotaryTable
-from rlhfspec.huggingface.fused.widened import layers_of, outside, widen
+from rlhfspec.huggingface.fused.widened import outside, widen
 from rlhfspec.huggingface.structure.causal_lm import CausalLM, anatomy_of
+from rlhfspec.huggingface.structure.layers import layers_of
 from rlhfspec.kernels.linear import (
     ActivationName,
     PackedGatedMLP,

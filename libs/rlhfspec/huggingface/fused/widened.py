@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from rlhfspec.huggingface.structure.layers import layers_of
+
 
 class Knows(Protocol):
     """Tells weights from other tensors by where they lie."""
@@ -28,14 +30,6 @@ class Knows(Protocol):
     def copied(self, weight: Tensor, copy: Tensor) -> None: ...
 
     def gone(self, copy: Tensor) -> None: ...
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers: of the lists of modules that lie in no other list, the one with the most weights."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    within = {part for each in lists for part in each.modules() if part is not each}
-    outermost = [each for each in lists if each not in within]
-    return list(dict.fromkeys(max(outermost, key=_num_weights, default=())))
 
 
 def outside(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -94,7 +88,3 @@ def _wide(parameters: Iterable[nn.Parameter], knows: Knows | None) -> Iterator[N
             if knows is not None:
                 knows.gone(parameter.data)
             parameter.data = kept
-
-
-def _num_weights(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

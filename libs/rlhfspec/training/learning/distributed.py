@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from rlhfspec.common.ranks import RankTold, rank_told
 from rlhfspec.errors import StageStalled, StorageError
 from rlhfspec.huggingface.fused.widened import widen
+from rlhfspec.huggingface.structure.layers import layers_of
 from rlhfspec.training.learning.rollouts import Rollouts
 
 T = TypeVar("T")
@@ -133,7 +134,7 @@ class Ranks:
         if self.sharing.num_ranks == 1:
             return
         mesh = self._mesh(device)
-        for part in (*_blocks(trunk), module):
+        for part in (*layers_of(trunk), module):
             _take(part, device, widens)
             policy = MixedPrecisionPolicy()
             if part is not module and device.type != "cpu" and computes_in != torch.float32:
@@ -430,9 +431,3 @@ def _of_other_types(part: nn.Module) -> list[nn.Module]:
 
     left_in(part)
     return found
-
-
-def _blocks(trunk: Any) -> list[nn.Module]:
-    """The layers of a trunk: its longest list of modules."""
-    lists = [list(module) for module in trunk.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len, default=[])

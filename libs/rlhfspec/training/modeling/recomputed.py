@@ -8,8 +8,8 @@ Example:
     >>> from rlhfspec.training.modeling.loading import prepared
     >>> from rlhfspec.tiny import random_model
     >>> trunk = prepared(random_model("llama", seed=0)).model
-    >>> len(blocks_of(trunk)), activation_bytes(trunk, 4096) > 4096 * 1000
-    (2, True)
+    >>> activation_bytes(trunk, 4096) > 4096 * 1000
+    True
 """
 
 from __future__ import annotations
@@ -23,28 +23,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from rlhfspec.huggingface.structure.layers import layers_of
 from rlhfspec.training.modeling.packed import forward_layout, hidden_states, layout_now, pack_sequences, spec_of
 
 _SHORT, _LONG = 32, 64  # tokens of the rows that are tried
 
 
-def blocks_of(trunk: nn.Module) -> list[nn.Module]:
-    """The layers of a trunk: the outermost members of its lists that hold an attention."""
-    members = [
-        member
-        for part in trunk.modules()
-        if isinstance(part, nn.ModuleList)
-        for member in part
-        if any(map(spec_of, member.modules()))
-    ]
-    inside = {inner for member in members for inner in member.modules() if inner is not member}
-    return [member for member in members if member not in inside]
-
-
 def recompute(trunk: nn.Module) -> None:
     """From now on the trunk's layers keep their input only."""
-    for block in blocks_of(trunk):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=same_row)
+    for layer in layers_of(trunk):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=same_row)
 
 
 def same_row() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

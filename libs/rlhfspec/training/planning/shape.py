@@ -19,6 +19,7 @@ from torch import nn
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.loading import LOAD_ERRORS
+from rlhfspec.huggingface.structure.layers import layers_of, num_weights
 from rlhfspec.huggingface.structure.trace import first_line
 
 
@@ -85,20 +86,20 @@ def shape_of(config: Any, *, name: str) -> ModelShape:
     heads = text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    blocks = _blocks(model)
-    norms = [path for path, each in blocks[0].named_modules() if _is_norm(each)]
+    layers = layers_of(model)
+    norms = [path for path, each in layers[0].named_modules() if _is_norm(each)]
     of_heads = [path for path in norms if path.endswith(("q_norm", "k_norm"))]
     linear = [
         (path.rpartition(".")[2], each.in_features + each.out_features)
-        for block in blocks
-        for path, each in block.named_modules()
+        for layer in layers
+        for path, each in layer.named_modules()
         if isinstance(each, nn.Linear)
     ]
     return ModelShape(
         kind=type(model).__name__,
-        num_parameters=_count(model),
-        num_layers=len(blocks),
-        block_parameters=max(map(_count, blocks)),
+        num_parameters=num_weights(model),
+        num_layers=len(layers),
+        block_parameters=max(map(num_weights, layers)),
         linear_widths=tuple(linear),
         hidden=text.hidden_size,
         num_norms=len(norms) - len(of_heads),
@@ -109,12 +110,6 @@ def shape_of(config: Any, *, name: str) -> ModelShape:
         kv_width=2 * kv_heads * size,
         vocab_size=text.vocab_size,
     )
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers: the list of modules that holds most of the weights."""
-    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
-    return max((list(each) for each in lists), key=lambda blocks: sum(map(_count, blocks)))
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -128,7 +123,3 @@ def _inner(config: Any) -> int:
     wide = int(wide or 4 * config.hidden_size)
     experts = getattr(config, "num_experts_per_tok", None) or 1
     return wide * (int(experts) + int(getattr(config, "n_shared_experts", None) or 0))
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,24 @@
+"""Which of a model's modules are its layers.
+
+Example (of a mixture the list of layers is shorter than that of a layer's experts):
+    >>> layer = lambda: nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2) for _ in range(8)])})
+    >>> mixture = nn.Sequential(nn.Embedding(64, 2), nn.ModuleList([layer(), layer()]))
+    >>> layers_of(mixture) == list(mixture[1])
+    True
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Of the lists of modules that lie in no other list, the one with the most weights; each layer once."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    within = {part for each in lists for part in each.modules() if part is not each}
+    outermost = [each for each in lists if each not in within]
+    return list(dict.fromkeys(max(outermost, key=num_weights, default=())))
+
+
+def num_weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
