@@ -6,7 +6,6 @@ does not. Sampling is its twin, on the device.
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,7 @@ from rlhfspec.engine.forward.staging import Staging
 from rlhfspec.engine.kv.cache import SlotTable
 from rlhfspec.engine.kv.state import KVSpace
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention_reference
+from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.tiny import perturbed, random_model
 
 UP, DOWN = 1, 1  # copies a step
@@ -33,22 +32,11 @@ TABLE_BYTES = 4 * (1024 + 65)  # of a row
 
 @pytest.fixture
 def played(second: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def attend(query: Any, key: Any, value: Any, kv: Any, layer: int, meta: AttentionMeta, **options: Any) -> Any:
-        names = [each.name for each in dataclasses.fields(meta) if each.init]
-        indices = {name: opened(second, getattr(meta, name)) for name in names}
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        given = [second.opened(each.contiguous()) for each in (query, key, value)]
-        here = tree_attention_reference(*given, second.opened(kv), layer, AttentionMeta(**indices), **options)
-        second.opened(out).copy_(here)
-        return out
+    from second_device.attention import attend
 
     for module in (runner, chunks):
         monkeypatch.setattr(module, "tree_attention", attend)
     return second
-
-
-def opened(second: Any, indices: Any) -> Any:
-    return second.opened(indices) if isinstance(indices, torch.Tensor) else indices
 
 
 def engine_of(**options: Any) -> Engine:

@@ -67,7 +67,7 @@ class TestMovable(MovableContract):
         return make(model, mode)
 
 
-@pytest.mark.on_the_cpu("a drafter that learns is slow where attention is its twin; a given one drafts there")
+@pytest.mark.on_the_cpu("a drafter that learns takes minutes more there; a given one drafts in its place")
 @pytest.mark.usefixtures("little_is_learnt_from")
 class MadeDrafter:
     log_prob_tolerance = LOG_PROB_TOLERANCE

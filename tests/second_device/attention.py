@@ -1,0 +1,37 @@
+"""Attention as a device's own kernel has it: one call, of which no operator of torch is seen.
+
+It is played by the CPU's kernel (its twin where there is none, or none for the type) on the same memory. The twin runs
+on the second device too, but each of its operators is a call there, for every row: thirty times as slow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
+
+INDICES = [each.name for each in dataclasses.fields(AttentionMeta) if each.init]
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, meta: AttentionMeta,
+    **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    """`tree_attention`, wherever its tensors are."""
+    if query.is_cpu:
+        return tree_attention(query, key, value, kv, layer, meta, **options)
+    here = AttentionMeta(**{name: _opened(getattr(meta, name)) for name in INDICES})
+    options["sinks"] = None if options.get("sinks") is None else _opened(options["sinks"])
+    given = [_opened(each) for each in (query, key, value)]
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    _opened(out).copy_(tree_attention(*given, _opened(kv), layer, here, **options))
+    return out
+
+
+def _opened(given: Any) -> Any:
+    from second_device import opened
+
+    return opened(given.contiguous()) if isinstance(given, torch.Tensor) else given
