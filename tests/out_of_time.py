@@ -1,7 +1,8 @@
 """A run of tests that has to end by a given time: what it has not come to by then is skipped, and counted as that.
 
 `TESTS_UNTIL`, in seconds as of `date +%s`, is set by what has no more time than that, as a continuous integration whose
-machine may be half as quick as another. Without it all tests run.
+machine may be half as quick as another. Without it all tests run. With it unit tests, which are quick, come first, and
+the other modules from another one on each day: on a slow machine a few days of runs have seen all.
 """
 
 from __future__ import annotations
@@ -19,3 +20,25 @@ def pytest_runtest_setup() -> None:
     """Before a test's fixtures, which may be a whole run."""
     if (until := os.environ.get(VARIABLE)) and time.time() > float(until):
         pytest.skip("the time for tests was over")
+
+
+def turned(modules: list[str], day: int) -> list[str]:
+    """The order of a day.
+
+    >>> turned(["tests/torch/a", "tests/runs/b", "tests/unit/c", "tests/runs/d"], 1)
+    ['tests/unit/c', 'tests/runs/d', 'tests/torch/a', 'tests/runs/b']
+    """
+    quick = [module for module in modules if "/unit/" in module]
+    others = sorted(set(modules) - set(quick))
+    begin = len(others) * (day * 2 % 5) // 5
+    return quick + others[begin:] + others[:begin]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get(VARIABLE):
+        import sweeps  # a plugin too: not before pytest takes it
+
+        modules = list(dict.fromkeys(str(item.path) for item in items))
+        place = {module: place for place, module in enumerate(turned(modules, int(os.environ[sweeps.VARIABLE])))}
+        items.sort(key=lambda item: place[str(item.path)])

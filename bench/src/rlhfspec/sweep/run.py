@@ -68,8 +68,8 @@ Judge = Callable[[Case], Verdict]
 def sweep(
     wanted: Iterable[Case], *, num_workers: int, judge: Judge = judge_case, longest_seconds: float = 600.0
 ) -> Iterator[Judged]:
-    """Yield verdicts as they come. judge: runs in another process. longest_seconds: for one case; the usual is
-    three."""
+    """Yield verdicts as they come. judge: runs in another process. longest_seconds: for one case, once its
+    process has started; the usual is three."""
     waiting = iter(wanted)
     workers = [_Worker(judge, longest_seconds) for _ in range(num_workers)]
     try:
@@ -121,6 +121,7 @@ class _Worker:
         self.process = context.Process(target=_work, args=(theirs, self.judge), daemon=True)
         self.process.start()
         theirs.close()
+        self.has_started = False
 
     def take(self, case: Case | None) -> bool:
         self.case, self.began = case, time.monotonic()
@@ -134,11 +135,14 @@ class _Worker:
         seconds = time.monotonic() - self.began
         if self.pipe.poll():
             try:
-                return Judged(self.case, self.pipe.recv(), seconds)
+                if (verdict := self.pipe.recv()) is not None:
+                    return Judged(self.case, verdict, seconds)
+                self.has_started, self.began = True, time.monotonic()
+                return None
             except (EOFError, ConnectionError):
                 self.process.join()
                 problem = f"the process ended with {self.process.exitcode}"
-        elif seconds > self.longest_seconds:
+        elif self.has_started and seconds > self.longest_seconds:
             problem = f"no verdict after {seconds:.0f} s"
         else:
             return None
@@ -160,6 +164,7 @@ def _work(pipe: Any, judge: Judge) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)
+    pipe.send(None)  # what follows is the case's own time
     while True:
         try:
             case = pipe.recv()
