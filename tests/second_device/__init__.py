@@ -130,12 +130,18 @@ def _ask_anew() -> None:
             each.cache_clear()
 
 
+@functools.cache
+def _memory_of(size: int) -> Any:
+    return type("Memory", (ctypes.c_char * size,), {})  # one that has attributes
+
+
 def opened(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a CPU tensor: for a test that plays the device."""
+    """The same memory as a CPU tensor, which keeps it: for a test that plays the device."""
     flat = tensor.detach()
     assert flat.is_contiguous()
     size = flat.numel() * flat.element_size()
     if not size:
         return torch.empty(flat.shape, dtype=flat.dtype)
-    memory = (ctypes.c_char * size).from_address(_library().second_opened(ctypes.c_void_p(flat.data_ptr())))
+    memory = _memory_of(size).from_address(_library().second_opened(ctypes.c_void_p(flat.data_ptr())))
+    memory.held = flat
     return torch.frombuffer(memory, dtype=flat.dtype).reshape(flat.shape)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
+from second_device import opened
 
 INDICES = [each.name for each in dataclasses.fields(AttentionMeta) if each.init]
 
@@ -23,15 +24,13 @@ def attend(
     """`tree_attention`, wherever its tensors are."""
     if query.is_cpu:
         return tree_attention(query, key, value, kv, layer, meta, **options)
-    here = AttentionMeta(**{name: _opened(getattr(meta, name)) for name in INDICES})
-    options["sinks"] = None if options.get("sinks") is None else _opened(options["sinks"])
-    given = [_opened(each) for each in (query, key, value)]
+    here = AttentionMeta(**{name: _here(getattr(meta, name)) for name in INDICES})
+    options["sinks"] = _here(options.get("sinks"))
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    _opened(out).copy_(tree_attention(*given, _opened(kv), layer, here, **options))
+    attended = tree_attention(_here(query), _here(key), _here(value), opened(kv), layer, here, **options)
+    opened(out).copy_(attended)
     return out
 
 
-def _opened(given: Any) -> Any:
-    from second_device import opened
-
+def _here(given: Any) -> Any:
     return opened(given.contiguous()) if isinstance(given, torch.Tensor) else given
