@@ -22,23 +22,13 @@ def pytest_runtest_setup() -> None:
         pytest.skip("the time for tests was over")
 
 
-def turned(modules: list[str], day: int) -> list[str]:
-    """The order of a day.
-
-    >>> turned(["tests/torch/a", "tests/runs/b", "tests/unit/c", "tests/runs/d", "tests/torch/e"], 1)
-    ['tests/unit/c', 'tests/runs/d', 'tests/torch/a', 'tests/runs/b', 'tests/torch/e']
-    """
-    quick = [module for module in modules if "/unit/" in module]
-    others = sorted(set(modules) - set(quick))
-    thirds = [others[(day + later) % 3 :: 3] for later in range(3)]
-    return quick + [module for third in thirds for module in third]
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get(VARIABLE):
-        import sweeps  # a plugin too: not before pytest takes it
+    if not os.environ.get(VARIABLE):
+        return
+    import sweeps  # a plugin too: not before pytest takes it
 
-        modules = list(dict.fromkeys(str(item.path) for item in items))
-        place = {module: place for place, module in enumerate(turned(modules, int(os.environ[sweeps.VARIABLE])))}
-        items.sort(key=lambda item: place[str(item.path)])
+    day = int(os.environ[sweeps.VARIABLE])
+    others = sorted({item.path for item in items if not item.get_closest_marker("unit")})
+    turn = {module: (place - day) % 3 for place, module in enumerate(others)}
+    items.sort(key=lambda item: turn.get(item.path, -1))

@@ -1,7 +1,7 @@
 """Attention as a device's own kernel has it: one call, of which no operator of torch is seen.
 
 It is played by the CPU's kernel (its twin where there is none, or none for the type) on the same memory. The twin runs
-on the second device too, but each of its operators is a call there, for every row: thirty times as slow.
+on the second device too, but each of its operators is a call there, for every row.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,23 @@ def test_what_time_was_over_for_is_counted_and_not_run(tmp_path: Path, options: 
     said = pytest_says(tmp_path, "tests/unit/room/test_it.py", LONG, *options)
     assert "1 passed, 1 skipped" in said
     assert "1 skipped: the time for tests was over" in said
+
+
+def test_where_time_may_be_short_each_day_begins_with_another_third(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESTS_UNTIL", str(time.time() + 3600))
+    behind_unit_tests = []
+    for day in range(3):
+        monkeypatch.setenv("SWEEP", str(day))
+        for room in "abcde":
+            (test := tmp_path / f"{day}/tests/runs/{room}/test_it.py").parent.mkdir(parents=True)
+            test.write_text("def test_it(): ...\n")
+        said = pytest_says(tmp_path / str(day), "tests/unit/z/test_it.py", "def test_it(): ...\n", "--collect-only")
+        first, *others = [line.split("/")[-2] for line in said.splitlines() if "::" in line]
+        assert first == "z"
+        behind_unit_tests.append("".join(others))
+    assert behind_unit_tests == ["adbec", "becad", "cadbe"]
 
 
 @pytest.mark.parametrize(("options", "said"), [(["--reruns", "1"], "3 passed, 1 rerun"), ([], "2 failed, 1 passed")])

@@ -25,6 +25,8 @@ from rlhfspec.huggingface.structure.trace import first_line
 from rlhfspec.sweep.classes import tiny_model, variants
 from rlhfspec.sweep.verdict import Verdict, judge
 
+LONGEST_SECONDS = 600.0
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -66,7 +68,7 @@ Judge = Callable[[Case], Verdict]
 
 
 def sweep(
-    wanted: Iterable[Case], *, num_workers: int, judge: Judge = judge_case, longest_seconds: float = 600.0
+    wanted: Iterable[Case], *, num_workers: int, judge: Judge = judge_case, longest_seconds: float = LONGEST_SECONDS
 ) -> Iterator[Judged]:
     """Yield verdicts as they come. judge: runs in another process. longest_seconds: for one case, once its
     process has started; the usual is three."""
@@ -142,7 +144,7 @@ class _Worker:
             except (EOFError, ConnectionError):
                 self.process.join()
                 problem = f"the process ended with {self.process.exitcode}"
-        elif self.has_started and seconds > self.longest_seconds:
+        elif seconds > (self.longest_seconds if self.has_started else LONGEST_SECONDS):
             problem = f"no verdict after {seconds:.0f} s"
         else:
             return None
