@@ -40,7 +40,8 @@ class SampleResult(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """A drafter's best tokens under the noise, best first. Where a row has fewer: token -1, score -inf."""
+    """A drafter's best tokens under the noise, best first. Where a row has fewer, or float32 holds no more of their
+    scores: token -1, score -inf."""
 
     tokens: Tensor  # [N, k] int32
     scores: Tensor  # [N, k] float32
@@ -186,9 +187,9 @@ def candidates_reference(logits: Tensor, seeds: Tensor, positions: Tensor, tempe
     scores, tokens = torch.sort(_perturbed(x, seeds, positions, temperatures), dim=1, descending=True, stable=True)
     scores = (scores[:, :k] - torch.logsumexp(x, dim=1, keepdim=True) / temperature).masked_fill(~finite, -torch.inf)
     padding = (0, max(0, k - vocab_size))
-    scores = torch.nn.functional.pad(scores, padding, value=-torch.inf)
+    scores = torch.nn.functional.pad(scores, padding, value=-torch.inf).to(torch.float32)
     tokens = torch.nn.functional.pad(tokens[:, :k], padding).masked_fill(scores == -torch.inf, -1)
-    return Candidates(tokens.to(torch.int32), scores.to(torch.float32))
+    return Candidates(tokens.to(torch.int32), scores)
 
 
 def _finite_rows(logits: Tensor) -> Tensor:

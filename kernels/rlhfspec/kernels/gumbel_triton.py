@@ -309,9 +309,9 @@ def _candidates_kernel(
     for rank in tl.static_range(NUM):
         score = tl.max(best)
         token = tl.min(tl.where(best == score, best_id, INT_MAX))
-        found = score > float("-inf")
-        tl.store(tokens + index * NUM + rank, tl.where(found, token, -1))
-        tl.store(scores_out + index * NUM + rank, (score - shift).to(tl.float32))
+        score = (score - shift).to(tl.float32)
+        tl.store(tokens + index * NUM + rank, tl.where(score > float("-inf"), token, -1))
+        tl.store(scores_out + index * NUM + rank, score)
         best = tl.where(best_id == token, float("-inf"), best)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from places import TESTS
 
+PLUGINS = ["out_of_time", "reruns", "same_environment", "skips", "sweeps", "tiers"]
 SKIPPING = """
 import pytest
 NO_NIXL = pytest.mark.skipif(True, reason="the package nixl is not installed")
@@ -63,17 +64,21 @@ def world():
 def test_that_time_is_over_behind(world): ...
 def test_too_late(): pytest.fail("it was run")
 """
+TELLING_IMPORTS = """
+import os
+
+def test_one_that_tells(): os.environ |= {"OMP_NUM_THREADS": "7", "TORCH_NEW": "1"}
+def test_another(): assert (os.environ["OMP_NUM_THREADS"], "TORCH_NEW" in os.environ) == ("1", False)
+"""
 IMPORTING = "def test_it():\n    import torch\n"
 
 
 def pytest_says(folder: Path, place: str, code: str, *options: str) -> str:
     """Of a repository with this one file of tests."""
-    for name in ("out_of_time", "places", "reruns", "skips", "sweeps", "tiers"):
+    for name in (*PLUGINS, "places", "warmed"):
         (folder / "tests").mkdir(exist_ok=True)
         shutil.copy(TESTS / f"{name}.py", folder / "tests")
-    (folder / "tests" / "conftest.py").write_text(
-        'pytest_plugins = ["out_of_time", "reruns", "skips", "sweeps", "tiers"]\n'
-    )
+    (folder / "tests" / "conftest.py").write_text(f"pytest_plugins = {PLUGINS}\n")
     (folder / "pytest.ini").write_text(
         "[pytest]\npythonpath = tests\naddopts = --strict-markers --import-mode=importlib\n"
     )
@@ -100,6 +105,11 @@ def test_what_time_was_over_for_is_counted_and_not_run(tmp_path: Path, options: 
     said = pytest_says(tmp_path, "tests/unit/room/test_it.py", LONG, *options)
     assert "1 passed, 1 skipped" in said
     assert "1 skipped: the time for tests was over" in said
+
+
+def test_what_a_test_tells_imports_is_forgotten_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert "2 passed" in pytest_says(tmp_path, "tests/unit/room/test_it.py", TELLING_IMPORTS)
 
 
 def test_where_time_may_be_short_each_day_begins_with_another_third(

@@ -315,6 +315,21 @@ def test_missing_candidates_are_minus_one(which: str) -> None:
     assert sorted(tokens[3].tolist()) == [-1, -1, 0, 1, 2]
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # of numpy, in Triton's interpreter
+@pytest.mark.parametrize("which", PROPOSERS)
+def test_a_score_below_float32s_least_is_no_candidates(which: str) -> None:
+    row = Batch(
+        torch.tensor([[0.0, -1e30, 0.0]]),
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int32),
+        torch.tensor([1e-30]),
+        torch.zeros(1, dtype=torch.int32),
+        torch.ones(1),
+    )
+    tokens, scores = PROPOSERS[which](row, 3)
+    assert (sorted(tokens[0].tolist()), scores[0, 2].item()) == ([-1, 0, 2], -INF)
+
+
 @pytest.mark.parametrize("which", SAMPLERS)
 def test_greedy_takes_the_lowest_id_of_the_largest_logits(which: str) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [-0.0, 0.0, -1.0, 0.0], [3.0, 3.0, 3.0, 3.0]])

@@ -404,8 +404,9 @@ RS_EXPORT int RS_NAME(gumbel_candidates)(const float* logits, long stride, long 
             }
         }
         for (long j = 0; j < k; ++j) {
-            tokens[i * k + j] = j < best.count ? best.id[j] : -1;
-            scores[i * k + j] = j < best.count ? (float)(best.score[j] - shift) : -kInfinity;
+            float score = j < best.count ? (float)(best.score[j] - shift) : -kInfinity;
+            tokens[i * k + j] = score > -kInfinity ? best.id[j] : -1;
+            scores[i * k + j] = score;
         }
     });
     return 0;

@@ -1,0 +1,28 @@
+"""What a test, or what it imports, tells later imports by the environment is forgotten behind it.
+
+A library that sets a variable at its first use would else make every process of all later tests in the same worker one
+that imports for itself (warmed.py), and their results depend on which tests came before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+
+import pytest
+from warmed import READ_BY_IMPORTS
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    before = _read_by_imports()
+    try:
+        return (yield)
+    finally:
+        for name in _read_by_imports().keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _read_by_imports() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(READ_BY_IMPORTS)}
