@@ -2,6 +2,7 @@
 its counters in the job's status.
 
 Example:
+    >>> from dataclasses import replace
     >>> from datetime import UTC, datetime
     >>> from rlhfspec.operator.deciding.observed import Terminated
     >>> now = datetime(2026, 1, 1, tzinfo=UTC)
@@ -9,6 +10,8 @@ Example:
     ...               terminated=Terminated(137, "OOMKilled"))
     >>> end_of(pod).failure, end_of(pod).message
     ('killed', 'it took more memory than its limit')
+    >>> end_of(replace(pod, terminated=Terminated(137, message="W1128 no triton"))).message
+    'killed by SIGKILL; its log ends with: W1128 no triton'
 """
 
 from __future__ import annotations
@@ -63,7 +66,10 @@ def end_of(pod: PodView) -> PodEnd:
     signalled = code - 128 if code > 128 else 0
     failure = failure_of(-signalled) if signalled else failure_of(code)
     reason = "Temporary" if failure == "temporary" else "Error"
-    return PodEnd("failure", failure, code, reason, message or said(-signalled if signalled else code))
+    how = said(-signalled if signalled else code)
+    if signalled and message and how not in message:  # not its own words, but where its log stopped
+        message = f"{how}; its log ends with: {message}"
+    return PodEnd("failure", failure, code, reason, message or how)
 
 
 def is_complete(pod: PodView) -> bool:
