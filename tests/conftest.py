@@ -22,8 +22,9 @@ from runs import write_data, write_job, write_models
 from shared_servers import SharedServers
 from started import Started
 
-pytest_plugins = ["asked_once", "on_device", "out_of_time", "pictures", "reruns", "same_environment", "skips"]
-pytest_plugins += ["sweeps", "tiers"]
+pytest_plugins = [
+    "asked_once", "on_device", "out_of_time", "pictures", "reruns", "same_environment", "skips", "sweeps", "tiers",
+]  # fmt: skip
 
 # Deterministic examples and no per-example deadline: a busy machine must not fail a correct test.
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)

@@ -10,19 +10,15 @@ import os
 from collections.abc import Generator
 
 import pytest
-from warmed import READ_BY_IMPORTS
+from warmed import read_by_imports
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
-    before = _read_by_imports()
+    before = read_by_imports(os.environ)
     try:
         return (yield)
     finally:
-        for name in _read_by_imports().keys() - before.keys():
+        for name in read_by_imports(os.environ).keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
-
-
-def _read_by_imports() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(READ_BY_IMPORTS)}

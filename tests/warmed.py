@@ -55,7 +55,7 @@ class Nursery:
 
     def __init__(self, channel: socket.socket, imported: Mapping[str, str], *, nests: bool) -> None:
         self._channel = channel
-        self._imported = _read_by_imports(imported)
+        self._imported = read_by_imports(imported)
         self._nests = nests  # what it starts may start others so
         self._one_at_a_time = threading.Lock()
 
@@ -63,7 +63,7 @@ class Nursery:
         if words[0] != sys.executable or words[1:2] not in (["-m"], ["-c"]) or len(words) < 3:
             return False
         fits = len(_area(words)) < WORDS_BYTES and len(_area(_pairs(environment))) < ROOM_BYTES
-        return fits and _read_by_imports(environment) == self._imported
+        return fits and read_by_imports(environment) == self._imported
 
     def start(self, words: list[str], environment: Mapping[str, str], folder: str, handles: Mapping[int, int]) -> int:
         """`handles`: those of ours, by the number that each is to have. The process is this one's child."""
@@ -145,7 +145,7 @@ def _area(words: list[str]) -> bytes:
     return b"".join(os.fsencode(word) + b"\0" for word in words)
 
 
-def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
+def read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(READ_BY_IMPORTS)}
 
 

@@ -63,11 +63,10 @@ def end_of(pod: PodView) -> PodEnd:
         return PodEnd("disruption", reason=pod.why.reason if pod.why else "Unknown", message=said_of_pod)
     if ended.reason == "OOMKilled":
         return PodEnd("failure", "killed", code, "OOMKilled", "it took more memory than its limit")
-    signalled = code - 128 if code > 128 else 0
-    failure = failure_of(-signalled) if signalled else failure_of(code)
+    status = 128 - code if code > 128 else code  # negative: the signal that killed it
+    failure, how = failure_of(status), said(status)
     reason = "Temporary" if failure == "temporary" else "Error"
-    how = said(-signalled if signalled else code)
-    if signalled and message and how not in message:  # not its own words, but where its log stopped
+    if status < 0 and message and how not in message:  # not its own words, but where its log stopped
         message = f"{how}; its log ends with: {message}"
     return PodEnd("failure", failure, code, reason, message or how)
 
