@@ -1,9 +1,10 @@
 """Tokens a second of processor time: our engine, vLLM under the law, and vLLM's own sampler without log-probs.
 
 One thread, float32, nothing drafted, prefixes not kept, the same prompts and lengths. Rounds take turns; of each engine
-the median, and of vLLM under the law in parts of vLLM the median of the pairs' ratios.
+the median, and of vLLM under the law in parts of vLLM the geometric mean of the pairs' ratios with its 95 % interval.
+Many short rounds: on a shared machine a single one is off by a third.
 
-python bench/engines.py [--model tiny:sums] [--pairs 7] [--sequences 1 8 32] [--tokens 64]
+python bench/engines.py [--model tiny:sums] [--pairs 60] [--sequences 1 8 32] [--tokens 64]
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from rlhfspec.bench.generating.vllm_engine import opened
+from rlhfspec.bench.ratios import paired
 from rlhfspec.bench.worker import Worker, vllm_command
 from rlhfspec.engine.base import EngineProtocol, Request
 from rlhfspec.engine.config import EngineConfig
@@ -86,24 +88,23 @@ def measure(args: argparse.Namespace, python: Path, num_sequences: int) -> None:
             "vllm under the law": round_of(under_law, args.tokens, under_law.pid),
             "vllm's own sampler": round_of_rival(rival, args.tokens),
         }
-        speeds: dict[str, list[float]] = {name: [] for name in rounds}
+        names = list(rounds)
+        speeds: dict[str, list[float]] = {name: [] for name in names}
         for index in range(args.pairs + 1):
             prompts = draw.integers(3, 100, (num_sequences, 32)).tolist()
-            for name, run in rounds.items():
-                repeats = [run(prompts) for _ in range(max(1, 8 // num_sequences))]
-                tokens, seconds = (sum(each) for each in zip(*repeats, strict=True))
+            for name in names if index % 2 else reversed(names):
+                tokens, seconds = rounds[name](prompts)
                 if index:  # the first is for warmth
                     speeds[name].append(tokens / seconds)
-    pairs = zip(speeds["vllm under the law"], speeds["vllm's own sampler"], strict=True)
-    ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+    ratio = paired(speeds["vllm under the law"], speeds["vllm's own sampler"])
     cells = " | ".join(f"{statistics.median(each):,.0f}" for each in speeds.values())
-    print(f"| {num_sequences} | {cells} | {ratio:.2f} |", flush=True)
+    print(f"| {num_sequences} | {cells} | {ratio} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny:sums")
-    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=64)
     args = parser.parse_args()

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,6 +87,37 @@ def test_a_killed_child_costs_no_token(engine: VllmEngine) -> None:
     stopped = run(engine, request("s", PROMPTS[0], seed=0, max_tokens=24, stop=(word,)))["s"]
     assert (stopped.finish_reason, word in (stopped.text or "")) == ("stop", False)
     assert stopped.token_ids == undisturbed["r0"].token_ids[: len(stopped.token_ids)]
+
+
+def test_the_child_goes_on_for_longer_while_nothing_is_asked_of_it(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = children.engine("off", reference(), hugging_face_tokenizer(), ahead_seconds=1e-4)
+    times, ask = list[int](), engine._child.ask
+
+    def noting(name: str, arguments: dict[str, Any], *, seconds: float) -> dict[str, Any]:
+        times.append(round(arguments["ahead_seconds"] / 1e-4))
+        return ask(name, arguments, seconds=seconds)
+
+    def steps(num: int) -> list[int]:
+        times.clear()
+        for _ in range(num):
+            engine.step()
+        return times
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._child, "ask", noting)
+        engine.submit(request("calm", PROMPTS[0], seed=1, max_tokens=200))
+        assert steps(6) == [1, 2, 4, 8, 8, 8]
+        engine.submit(request("another", PROMPTS[1], seed=2, max_tokens=200))
+        assert steps(3) == [1, 2, 4]
+        engine.cancel("another")
+        assert steps(2) == [1, 2]
+        engine.submit(request("stops", PROMPTS[2], seed=3, max_tokens=200, stop=("never said",)))
+        assert steps(3) == [1, 1, 1], "a stop string is found here, and what the child did beyond it is for nothing"
+    engine.cancel("calm")
+    engine.cancel("stops")
+    engine.check_integrity()
 
 
 def test_a_step_that_hangs_is_ended(engine: VllmEngine) -> None:

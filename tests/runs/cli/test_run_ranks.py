@@ -136,22 +136,24 @@ def test_two_nodes_of_two_ranks_learn_what_one_process_learns_though_one_is_kill
     assert_learned_alike(alone, run.curve())
 
 
-def test_a_run_of_two_nodes_that_was_stopped_goes_on_with_one_rank(
+def test_a_run_of_four_ranks_that_was_stopped_goes_on_with_two_and_then_with_one(
     job_file: Path, starting: Callable[..., Started]
 ) -> None:
-    hold = hold_rewards(job_file, "2 nodes")
-    alone = train(job_file, "alone", *LEARNING)
-    run = starting("nodes", *LEARNING, "roles.trainer.nodes=2")
-    run.until(" 2/6 ")
-    run.process.send_signal(signal.SIGINT)
-    run.until("stopping: ")
+    hold = hold_rewards(job_file)
     hold.unlink()
-    code, output = run.ended()
-    assert code == 130, output
-    newest = max((run.folder / "checkpoints").glob("step-*"))
-    assert {path.stem for path in newest.glob("*.safetensors")} == {
-        "learner", "learner-00000-of-00002", "learner-00001-of-00002",
-    }  # fmt: skip
+    alone = train(job_file, "alone", *LEARNING)
+    for num_steps, grid, num_ranks in ((2, NODES, 4), (4, NODES[:1], 2)):
+        hold.write_text(f"{num_steps} nodes")
+        run = starting("nodes", *LEARNING, *grid, resume=num_steps > 2)
+        run.until(f" {num_steps}/6 ")
+        run.process.send_signal(signal.SIGINT)
+        run.until("stopping: ")
+        hold.unlink()
+        code, output = run.ended()
+        assert code == 130, output
+        newest = max((run.folder / "checkpoints").glob("step-*"))
+        parts = {f"learner-{rank:05}-of-{num_ranks:05}" for rank in range(num_ranks)}
+        assert {path.stem for path in newest.glob("*.safetensors")} == {"learner", *parts}
     train(job_file, "nodes", *LEARNING, resume=True)
     assert_learned_alike(alone, curve_of(job_file, "nodes"))
 

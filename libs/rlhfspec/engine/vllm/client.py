@@ -38,6 +38,7 @@ from rlhfspec.messages.records.models import ModelReport
 
 log = logging.getLogger("rlhfspec.vllm")
 AHEAD_SECONDS = 0.02
+_MOST_TIMES_AHEAD = 8
 MOST_RESTARTS = 3  # without a finished sequence
 _NAMES = count()  # of sequences in a child, which is never told one twice
 _NO_KV = "vLLM's, which no other engine can use"
@@ -48,7 +49,8 @@ class VllmEngine:
     """`rlhfspec.engine.base.Movable` is its contract. Of a sequence that moves its tokens are all that goes.
 
     `opened`: what the child answered at its start. `strategy`: how it drafts, for those that look on. `ahead_seconds`:
-    so long the child goes on decoding before it tells of it, that messages cost little beside short steps.
+    so long the child goes on decoding before it tells of it, that messages cost little beside short steps; twice as
+    long, and up to eight times, as nothing new is asked of it.
     `other_engines`: as in `rlhfspec.engine.config.EngineConfig`.
     """
 
@@ -72,7 +74,7 @@ class VllmEngine:
         self._max_context = max_context
         self._max_sequences = max_sequences
         self._step_seconds = step_seconds
-        self._ahead_seconds = ahead_seconds
+        self._ahead_seconds = self._next_ahead_seconds = ahead_seconds
         self._strategy = strategy
         self._tokenizer = tokenizer
         self._other_engines = other_engines
@@ -188,7 +190,7 @@ class VllmEngine:
         began = time.perf_counter()
         add = [self._sequences[name].order(name) for name in self._new]
         cancel, self._new, self._cancelled = self._cancelled, [], []
-        order = {"add": add, "cancel": cancel, "ahead_seconds": self._ahead_seconds}
+        order = {"add": add, "cancel": cancel, "ahead_seconds": self._ahead(is_asked=bool(add or cancel))}
         answer = self._ask("step", order) if self._sequences or cancel else None
         finished, self._undelivered = self._undelivered, []
         if answer is None:  # the child was started anew, or nothing is left to do
@@ -199,6 +201,14 @@ class VllmEngine:
         if finished:
             self._restarts_in_vain = 0
         return self._report(began, finished, answer, self._num_generated - num_before)
+
+    def _ahead(self, *, is_asked: bool) -> float:
+        """Short where something was asked just now, as more may come, or where stop strings are to be found here."""
+        if is_asked or any(each.request.params.stop for each in self._sequences.values()):
+            self._next_ahead_seconds = self._ahead_seconds
+        seconds = self._next_ahead_seconds
+        self._next_ahead_seconds = min(2 * seconds, _MOST_TIMES_AHEAD * self._ahead_seconds)
+        return seconds
 
     def _taken(self, answer: dict[str, Any]) -> list[Completion]:
         """New tokens of all sequences; return what of them is finished."""

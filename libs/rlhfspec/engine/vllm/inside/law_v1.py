@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
-from rlhfspec.common.arrays import IntArray
+from rlhfspec.common.arrays import FloatArray, IntArray
 from rlhfspec.engine.vllm.inside.made import LAW
 from rlhfspec.engine.vllm.inside.witness import Witness
 from rlhfspec.kernels import gumbel
@@ -37,10 +37,10 @@ class Batch:
             self.num_prompt = np.array([law["num_prompt"] for law in laws], np.int32)
         return len(ids)
 
-    def sample(self, logits: torch.Tensor, owners: IntArray, source_rows: torch.Tensor) -> tuple[Any, IntArray]:
-        """owners [N]: of each row its request's index; source_rows [N]: the row of the forward pass that it is of.
-        Return what was drawn, and where it stands in the response."""
-        positions = self.runner.positions[source_rows].cpu().numpy().astype(np.int32)
+    def sample(self, logits: torch.Tensor, owners: IntArray | slice, source_rows: IntArray) -> tuple[Any, IntArray]:
+        """owners: of each row its request's index, or all in their order; source_rows [N]: the row of the forward pass
+        that it is of. Return what was drawn, and where it stands in the response."""
+        positions = self.runner.positions.cpu().numpy()[source_rows].astype(np.int32)
         places = np.maximum(positions + 1 - self.num_prompt[owners], 0)  # of a part of a prompt, nothing is kept
         logits = logits.float()
         parameters = (self.temperatures[owners], self.top_k[owners], self.top_p[owners])
@@ -71,10 +71,9 @@ class V1Sampler(_Beside):
         num = batch.look()
         if num == 0 or len(logits) != num:  # a trial of the runner's, at the start
             return self.vllms(logits, sampling_metadata, *others, **more)
-        last = torch.from_numpy(batch.runner.query_start_loc.np[1 : num + 1].astype(np.int64) - 1)
-        drawn, places = batch.sample(logits, np.arange(num, dtype=np.int32), last)
+        drawn, places = batch.sample(logits, slice(None), batch.runner.query_start_loc.np[1 : num + 1] - 1)
         batch.next_places = places + 1
-        return SamplerOutput(sampled_token_ids=drawn.tokens[:, None], logprobs_tensors=_both(drawn))
+        return SamplerOutput(drawn.tokens[:, None], LogprobsTensors(*map(torch.from_numpy, _both(drawn))))
 
 
 class V1Verifier(_Beside):
@@ -87,7 +86,7 @@ class V1Verifier(_Beside):
         if len(counts) != num:
             return self.vllms(metadata, draft_probs, logits, sampling_metadata)
         owners = np.repeat(np.arange(num, dtype=np.int32), counts)
-        drawn, places = batch.sample(logits, owners, metadata.logits_indices.long())
+        drawn, places = batch.sample(logits, owners, metadata.logits_indices.cpu().numpy())
         width = metadata.max_spec_len + 1
         starts = np.concatenate(([0], np.cumsum(counts)[:-1]))
         columns = np.arange(len(owners)) - starts[owners]
@@ -100,21 +99,22 @@ class V1Verifier(_Beside):
         is_kept = np.arange(width) < kept[:, None]
         batch.next_places = places[starts] + kept
         grid = torch.from_numpy(np.where(is_kept, tokens.reshape(num, width), -1).astype(np.int32))
-        ids, values = torch.zeros((num * width, 2), dtype=torch.int32), torch.zeros((num * width, 2))
-        both, where = _both(drawn), torch.from_numpy(cells).long()
-        ids[where], values[where] = both.logprob_token_ids.cpu(), both.logprobs.cpu()
-        ranks = torch.zeros(num * width, dtype=torch.int32)
-        return SamplerOutput(
-            sampled_token_ids=grid.to(logits.device), logprobs_tensors=LogprobsTensors(ids, values, ranks)
-        )
+        both = _both(drawn)
+        in_cells = [np.zeros((num * width, *each.shape[1:]), each.dtype) for each in both]
+        for each, rows in zip(in_cells, both, strict=True):
+            each[cells] = rows
+        logprobs = LogprobsTensors(*map(torch.from_numpy, in_cells))
+        return SamplerOutput(sampled_token_ids=grid.to(logits.device), logprobs_tensors=logprobs)
 
 
-def _both(drawn: Any) -> LogprobsTensors:
-    """Two columns: under the model, and under what was sampled from."""
-    ids = torch.stack((drawn.tokens, torch.full_like(drawn.tokens, LAW)), 1)
-    return LogprobsTensors(
-        ids, torch.stack((drawn.log_probs, drawn.tempered_log_probs), 1), torch.zeros_like(drawn.tokens)
-    )
+def _both(drawn: Any) -> tuple[IntArray, FloatArray, IntArray]:
+    """What LogprobsTensors takes: of each row two ids, their log-probs (under the model, and under what was sampled
+    from), a rank."""
+    tokens = drawn.tokens.cpu().numpy()
+    ids, values = np.full((len(tokens), 2), LAW, np.int32), np.empty((len(tokens), 2), np.float32)
+    ids[:, 0], values[:, 0] = tokens, drawn.log_probs.cpu().numpy()
+    values[:, 1] = drawn.tempered_log_probs.cpu().numpy()
+    return ids, values, np.zeros(len(tokens), np.int32)
 
 
 def _couple(drafter: Any, batch: Batch) -> None:
