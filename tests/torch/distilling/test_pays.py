@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfspec.engine.distilling.learning import LESSON_TOKENS, next_look
-from rlhfspec.engine.distilling.pays import _NOTING_SECONDS, LearningBudget
+from rlhfspec.engine.distilling.pays import _CALLS, LearningBudget
 
 CHAIN, SEQUENCES = 6, 4
 
@@ -90,8 +90,9 @@ def test_in_steps_of_a_millisecond_what_every_step_costs_counts_too() -> None:
     budget, clock, spent = LearningBudget(share=None), 0.0, 0.0
     for _ in range(100_000):
         clock += 0.001
-        spent += _NOTING_SECONDS
+        spent += _CALLS * 1e-6
         budget.stepped(seconds=0.001, num_tokens=np.ones(SEQUENCES, np.int32), drafted=False)
+        budget.noted(seconds=1e-6)
         if budget.may_record(256):
             budget.recorded(seconds=0.01, num_tokens=256)
             spent += 0.01

@@ -107,7 +107,9 @@ class DraftLearning:
         known, within = set(self._recorder.rows), self._recorder.within
         chosen = [s for s, row in enumerate(rows) if row in within and kept[s]]
         for s, row in enumerate(rows):
-            if row in known and row not in within and kept[s] and self._may_begin(len(chosen) + 1):
+            if row in known and row not in within and kept[s]:
+                if not self._may_begin(len(chosen) + 1):
+                    break  # nor may any other
                 chosen.append(s)
         return chosen
 
@@ -149,9 +151,11 @@ class DraftLearning:
 
     def stepped(self, step: EngineStep, *, num_tokens: IntArray, drafter: str | None) -> None:
         """The engine made a step, with so many tokens for each of the sequences that decode."""
+        began = time.perf_counter()
         drafted = drafter is not None and DRAFTERS[drafter].runs_draft_model
         self.budget.stepped(seconds=step.seconds, num_tokens=num_tokens, drafted=drafted)
         self._idle_since = time.perf_counter()
+        self.budget.noted(seconds=self._idle_since - began)
 
     def follow(self, policy: Mapping[str, torch.Tensor], drafter: Mapping[str, torch.Tensor] | None) -> None:
         """The policy has new weights; what was learnt stays, unless the drafter is given others."""

@@ -15,7 +15,7 @@ _MEMORY = 500.0  # verifications; and so many tell what was before the drafter l
 _DEEPEST = 32  # drafted tokens of one path that are told apart
 _GAIN_KEPT = 0.6  # of what was known about the drafter's agreement, at every look
 _LOOK_SECONDS = 0.05  # of steps between two looks at what they brought: where they are short, most are only noted
-_NOTING_SECONDS = 3e-6  # what learning costs a step in which it does nothing: less is left (docs/learning.md)
+_CALLS = 3  # a step in which nothing is learnt: what it is asked before and after costs as much as noting it, each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,19 +55,18 @@ class LearningBudget:
         self._share = share
         self._step_seconds = self._idle_seconds = self._busy_spent = 0.0
         self._seconds = self._saved = 0.0
-        self._num_tokens = self._num_steps = 0
+        self._num_tokens, self._noting_seconds = 0, 0.0
         self._one_step_seconds, self._label_seconds = _FIRST_SECONDS, _FIRST_LABEL_SECONDS
         self._ratio = 1.0  # agreement at the start over agreement now
         self._is_new = True  # nothing was learnt yet
         self._before, self._now = _Rate(), _Rate()
         self._num_accepted = np.zeros(_DEEPEST + 1, np.int64)
-        self._num_noted, self._noted_seconds = 0, 0.0  # steps since the last look
+        self._noted_seconds = 0.0  # of steps since the last look
         self._drafted: list[IntArray] = []  # of those that the drafter drafted for, the tokens of each sequence
         self._drafted_seconds = 0.0
 
     def stepped(self, *, seconds: float, num_tokens: IntArray, drafted: bool) -> None:
         """A step of the engine: tokens of each sequence that decodes. `drafted`: by the drafter that learns."""
-        self._num_noted += 1
         self._noted_seconds += seconds
         if drafted and len(num_tokens):
             self._drafted.append(num_tokens)
@@ -75,11 +74,15 @@ class LearningBudget:
         if self._noted_seconds >= _LOOK_SECONDS:
             self._look()
 
+    def noted(self, *, seconds: float) -> None:
+        """Noting a step took so long: some ten times what it takes in a loop of nothing else, on caches that the step
+        has filled. So much less is left to learn in."""
+        self._noting_seconds += _CALLS * seconds
+
     def _look(self) -> None:
         """Take all steps that were noted into account."""
         self._step_seconds += self._noted_seconds
-        self._num_steps += self._num_noted
-        self._num_noted, self._noted_seconds = 0, 0.0
+        self._noted_seconds = 0.0
         if not self._drafted:
             return
         num_tokens, seconds = np.concatenate(self._drafted), self._drafted_seconds
@@ -136,8 +139,7 @@ class LearningBudget:
     @property
     def _allowed(self) -> float:
         """Seconds, where the rule decides."""
-        tried = _TRIED * (self._step_seconds + self._idle_seconds) - self._num_steps * _NOTING_SECONDS
-        return tried + self._saved
+        return _TRIED * (self._step_seconds + self._idle_seconds) - self._noting_seconds + self._saved
 
     @property
     def report(self) -> LearningReport:
