@@ -88,11 +88,10 @@ def measure(args: argparse.Namespace, python: Path, num_sequences: int) -> None:
             "vllm under the law": round_of(under_law, args.tokens, under_law.pid),
             "vllm's own sampler": round_of_rival(rival, args.tokens),
         }
-        names = list(rounds)
-        speeds: dict[str, list[float]] = {name: [] for name in names}
+        speeds: dict[str, list[float]] = {name: [] for name in rounds}
         for index in range(args.pairs + 1):
             prompts = draw.integers(3, 100, (num_sequences, 32)).tolist()
-            for name in names if index % 2 else reversed(names):
+            for name in rounds if index % 2 else reversed(rounds):
                 tokens, seconds = rounds[name](prompts)
                 if index:  # the first is for warmth
                     speeds[name].append(tokens / seconds)
