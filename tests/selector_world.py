@@ -52,6 +52,7 @@ __all__ = [
     "World",
 ]
 
+_PROMPT = 100  # tokens
 _SHARES = np.array([0.75, 0.45, 0.3])  # ranks 1, 2, 3: of what rank 0 leaves
 
 
@@ -64,6 +65,7 @@ class SimulatedMachine:
     draft_first: Callable[[float], float]
     host_plain: float = 3e-4
     host_draft: float = 7e-4
+    catch_up: float = 0.0  # a token that the drafter has not seen, but for the last two
 
     def seconds(self, kind: str, rows: float) -> float:
         if kind == TARGET:
@@ -130,6 +132,7 @@ class World:
         self._noise = noise
         self._outliers = outliers
         self._shift = self._random.normal(0.0, spread, 512)  # per table row
+        self._unseen = np.full(512, _PROMPT)  # tokens of the row that the drafter that runs a model has not seen
 
     def profiled(self) -> CostModel:
         """Cost tables as a start-up profile would give them: no host kinds, a little noise."""
@@ -174,6 +177,7 @@ class World:
     def renew(self, row: int, acceptance: AcceptanceModel) -> None:
         """The row's sequence has finished; another one takes the row."""
         acceptance.forget(row)
+        self._unseen[row] = _PROMPT
         self._shift[row] = self._random.normal(0.0, self._spread)
 
     def step(
@@ -187,7 +191,7 @@ class World:
     ) -> DraftOutcome:
         """`room`: tokens that each sequence may still generate; None = as many as it likes."""
         room = np.full(len(rows), 10_000, np.int32) if room is None else room
-        state = BatchState(rows=rows, room=room, num_prefill_rows=0, kv_tokens=100 * len(rows))
+        state = BatchState(rows=rows, room=room, num_prefill_rows=0, kv_tokens=_PROMPT * len(rows))
         started = self.now
         plan = selector.plan(state)
         proposed, winner = empty_forest(), np.zeros(len(rows), np.int64)
@@ -198,7 +202,9 @@ class World:
         forest = proposed.take(choice.keep)
         verify_seconds = self._spend(TARGET, len(rows) + forest.size)
         self._spend("host:plain" if plan.drafter is None else f"host:{plan.drafter}", len(rows))
-        reached, accepted = _walk(forest, winner, choice.keep, len(rows))
+        num_drafted = len(rows) if plan.num_sequences is None else plan.num_sequences
+        reached, accepted = _walk(forest, winner, choice.keep, num_drafted)
+        self._unseen[rows] += 1  # what is accepted, the drafter has seen
         outcome = DraftOutcome(
             plan=plan,
             state=state,
@@ -222,12 +228,16 @@ class World:
         self, plan: DraftPlan, state: BatchState, acceptance: AcceptanceModel, rule: LevelRule
     ) -> tuple[Forest, npt.NDArray[np.int64]]:
         """A forest; and, for each sequence and then each node, the rank that the target chooses below it (9: none)."""
-        name, num_sequences = str(plan.drafter), len(state.rows)
-        winner, gaps = self._children(name, state.rows, plan.branch)
+        name, table_rows = str(plan.drafter), state.rows[: plan.num_sequences]
+        num_sequences = len(table_rows)
+        winner, gaps = self._children(name, table_rows, plan.branch)
         self._spend(f"draft-first:{name}", num_sequences)
+        if DRAFTERS[name].runs_draft_model:
+            self.now += self.machine.catch_up * float(np.maximum(self._unseen[table_rows] - 2, 0).sum())
+            self._unseen[table_rows] = 0
         roots = np.full(num_sequences, -1, np.int32)
         whole = np.ones(num_sequences, np.float32)
-        levels = [self._level(acceptance, state.rows, plan, 1, np.arange(num_sequences), roots, whole, gaps)]
+        levels = [self._level(acceptance, table_rows, plan, 1, np.arange(num_sequences), roots, whole, gaps)]
         winners = [winner]
         start = 0  # index of the last level's first node
         for level in range(2, plan.depth + 1):
@@ -238,12 +248,12 @@ class World:
                 if not rule.go_on(frontier_acceptance=path, num_rows=len(best), level=level):
                     break
                 self._spend(f"draft:{name}", len(best))
-            winner, gaps = self._children(name, state.rows[last.sequence[best]], plan.branch)
+            winner, gaps = self._children(name, table_rows[last.sequence[best]], plan.branch)
             winners.append(np.full(last.size, 9))
             winners[-1][best] = winner
             parents = (best + start).astype(np.int32)
             start += last.size
-            levels.append(self._level(acceptance, state.rows, plan, level, last.sequence[best], parents, path, gaps))
+            levels.append(self._level(acceptance, table_rows, plan, level, last.sequence[best], parents, path, gaps))
         winners.append(np.full(levels[-1].size, 9))
         names = ("sequence", "parent", "depth", "token", "rank", "gap", "path_acceptance")
         forest = Forest(**{n: np.concatenate([getattr(level, n) for level in levels]) for n in names})

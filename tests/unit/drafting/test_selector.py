@@ -175,7 +175,7 @@ def test_a_plan_is_rated_by_what_its_forests_promised_and_what_came_true_of_it()
     assert outlook.best.depth == 6, "one notch deeper than the four levels that pay"
     assert outlook.best_rate == pytest.approx(expected, rel=0.01)
     for _ in range(200):  # gives half of what it promised
-        outlook.learn_truth(outlook.best, num_tokens=2, seconds=4 / expected)
+        outlook.learn_truth(outlook.best, num_tokens=2, promised=outlook.promised(outlook.best, seconds=4 / expected))
     outlook.look(state, {"model"})
     assert outlook.ranked()["model-d6-w1-b1"] == pytest.approx(expected / 2, rel=0.03)
     outlook.look(state, set())

@@ -5,7 +5,7 @@ One step:  plan (selector) -> propose (drafter) -> budget (selector) -> verify (
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ class DraftPlan:
 
     depth: levels of the tree. width: nodes expanded per sequence and level (on average over the batch).
     branch: children kept of each expanded node. max_nodes: nodes verified per sequence on average, None = no cap.
+    num_sequences: drafted for, the first ones of the batch; None = all. It is the same plan, tried on a part.
     """
 
     drafter: str | None
@@ -27,6 +28,7 @@ class DraftPlan:
     width: int = 1
     branch: int = 1
     max_nodes: int | None = None
+    num_sequences: int | None = field(default=None, compare=False)
 
     @property
     def name(self) -> str:
@@ -63,6 +65,16 @@ class DraftBatch:
     @property
     def size(self) -> int:
         return len(self.rows)
+
+    def first(self, num_sequences: int | None) -> DraftBatch:
+        """The batch of its first sequences; None: of all."""
+        if num_sequences is None:
+            return self
+        part = slice(num_sequences)
+        return replace(
+            self, rows=self.rows[part], lengths=self.lengths[part], prompt_lengths=self.prompt_lengths[part],
+            room=self.room[part], seeds=self.seeds[part], temperatures=self.temperatures[part],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,10 +140,14 @@ class DraftOutlook:
         if prospect is not None and (prospect.num_used <= _EARLY_USES or prospect.num_used % _LEARN_EVERY == 0):
             prospect.learn(forest, num_sequences)
 
-    def learn_truth(self, plan: DraftPlan, num_tokens: int, seconds: float) -> None:
-        """From a step of the plan: what it gave in its (predicted) time, against what had been promised for that."""
+    def promised(self, plan: DraftPlan, seconds: float) -> float:
+        """Tokens in a step of the plan that takes so long, by its last look."""
+        return seconds * self._of[plan].promise if plan in self._of else 0.0
+
+    def learn_truth(self, plan: DraftPlan, num_tokens: int, promised: float) -> None:
+        """From a step of the plan: the tokens it gave, against those that had been promised."""
         if plan in self._of:
-            prospect, promised = self._of[plan], seconds * self._of[plan].promise
+            prospect = self._of[plan]
             kept = max(_TRUTH_MEMORY / (_TRUTH_MEMORY + promised), 0.95) * _TRUTH_KEPT**prospect.pause
             prospect.promised = kept * prospect.promised + promised
             prospect.came_true = kept * prospect.came_true + num_tokens

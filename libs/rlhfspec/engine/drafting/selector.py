@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
@@ -32,7 +33,8 @@ from rlhfspec.engine.drafting.outlook import DraftOutlook
 from rlhfspec.engine.drafting.watchdog import Watchdog, WatchdogEvent
 
 _LOOK_EVERY = 4  # steps between two looks at all plans; a new batch size is looked at at once
-_LEAST_TRIED = 4  # nodes that a trial verifies, whatever they promise: without tests nothing would be learnt
+_LEAST_TRIED = 4  # sequences that a trial drafts for, and nodes that it verifies, whatever they promise
+_TRIED = 8  # a trial drafts for an eighth of the batch: a drafter that was left alone has all prompts to catch up with
 _SURPRISE_TOKENS, _SURPRISE_TIMES = 2, 3  # accepted in one step: that many times what was believed, and so many more
 _ENDING = 8  # tokens of room
 _SLOWEST = 3.0  # a step slower than this many times its prediction was somebody else's noise, not the drafter's fault
@@ -66,7 +68,8 @@ class AdaptiveSelector:
         terms = LevelTerms(
             self._costs.table(TARGET),
             self._costs.table(draft_kind(plan.drafter), keep=False),
-            tokens_per_second=self._outlook.best_rate,
+            # a level of a part costs more a sequence than one of all: there it is the plan that says how deep
+            tokens_per_second=self._outlook.best_rate if plan.num_sequences is None else 0.0,
             success=self._outlook.success(plan),
             verified_rows=2 * len(state.rows) + state.num_prefill_rows,
         )
@@ -89,9 +92,9 @@ class AdaptiveSelector:
         best = int(((num_sequences + expected) / (fixed + verify_seconds)).argmax())
         num_nodes = int(looked_at[best])
         if self._is_trial:
-            num_nodes = max(num_nodes, min(forest.size, max(num_sequences // 8, _LEAST_TRIED)))
+            num_nodes = max(num_nodes, min(forest.size, max(num_sequences // _TRIED, _LEAST_TRIED)))
         if _is_telling(state):
-            self._outlook.learn_forest(plan, forest, num_sequences)
+            self._outlook.learn_forest(plan, forest, plan.num_sequences or num_sequences)
         keep = best_nodes(worth, num_nodes, ranked)
         choice = DraftChoice(
             keep=keep,
@@ -133,7 +136,8 @@ class AdaptiveSelector:
         self._is_trial = trial is not None
         chosen = trial or self._outlook.best
         self._outlook.use(chosen, self._step)
-        return chosen
+        part = max(len(state.rows) // _TRIED, _LEAST_TRIED)
+        return replace(chosen, num_sequences=part) if self._is_trial and part < len(state.rows) else chosen
 
     def _learn(self, outcome: DraftOutcome) -> float:
         """Teach tables, acceptance, outlook and watchdog; returns what the step was predicted to take."""
@@ -147,14 +151,18 @@ class AdaptiveSelector:
         if drafter is None:
             return predicted
         level_rows = self._rule.level_rows if self._rule is not None else []
-        predicted += costs.observe_draft(drafter, num_sequences, level_rows, outcome.draft_seconds)
+        part = outcome.plan.num_sequences
+        predicted += costs.observe_draft(drafter, part or num_sequences, level_rows, outcome.draft_seconds)
+        assert outcome.choice is not None, "whatever is drafted has a budget"
+        num_accepted, believed = int(np.count_nonzero(outcome.accepted)), outcome.choice.predicted_accepted
         if _is_telling(state) and not state.num_prefill_rows:
-            self._outlook.learn_truth(outcome.plan, outcome.num_committed, predicted)
-        if outcome.choice is not None:
-            believed = _SURPRISE_TOKENS + _SURPRISE_TIMES * outcome.choice.predicted_accepted
-            if np.count_nonzero(outcome.accepted) > believed:  # what was learnt is out of date
-                self.reset()
-        if state.num_prefill_rows:  # what prompts cost is not the drafter's fault
+            given, promised = outcome.num_committed, self._outlook.promised(outcome.plan, predicted)
+            if part is not None:
+                given, promised = part + num_accepted, part + believed
+            self._outlook.learn_truth(outcome.plan, given, promised)
+        if num_accepted > _SURPRISE_TOKENS + _SURPRISE_TIMES * believed:
+            self.reset()  # what was learnt is out of date
+        if state.num_prefill_rows or part is not None:  # what prompts and the others cost is not the drafter's fault
             return predicted
         event = self._watchdog.observe(
             drafter,

@@ -102,7 +102,7 @@ class Speculator:
         wanted = min(plan.depth * plan.width * plan.branch, self.state.config.tree_slots)
         self.scheduler.make_tree_room(decode_rows, wanted)
         rule = self.selector.rule(plan, state)
-        forest = self.drafters[plan.drafter].propose(batch, plan, self.acceptance, rule)
+        forest = self.drafters[plan.drafter].propose(batch.first(plan.num_sequences), plan, self.acceptance, rule)
         seconds = time.perf_counter() - began
         choice = self.selector.budget(plan, state, forest, seconds)
         return Proposal(
