@@ -1,22 +1,23 @@
-"""What a drafter that learns costs where that cannot pay: python bench/learning_costs.py [--repeats 5] [--tokens 2000].
+"""What a drafter that learns costs where that cannot pay: python bench/learning_costs.py [--rounds 40] [--jobs 1 2].
 
 Five small jobs of random models, most of which cannot gain anything, each generated with `learning: auto` and `off` in
-turns on one thread; seconds are those of the CPU. `calls`: the share of the time that went into the calls of learning,
-as they were timed from outside; `on / off`: the median of the pairs, as noisy as the machine is. The tokens are the
-same. A step of these models takes a millisecond or two, so what learning does in every step weighs more than anywhere.
+many short rounds that take turns, on one thread; seconds are those of the CPU, in which the tokens are the same.
+`on / off`: seconds, the geometric mean of the rounds with its 95 % interval. `calls`: the share of the time that went
+into the calls of learning, as they were timed from outside. A step of these models takes a millisecond or two, so what
+learning does in every step weighs more than anywhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from rlhfspec.bench.ratios import paired
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.drafting.base import DraftPlan
@@ -69,38 +70,43 @@ def timed(engine: Engine) -> list[float]:
     return spent
 
 
-def generate(engine: Engine, num_sequences: int, num_tokens: int, seed: int) -> tuple[float, list[tuple[int, ...]]]:
-    params = SamplingParams(max_tokens=min(num_tokens, 400), ignore_eos=True)
-    began, tokens = time.process_time(), []
-    for first in range(0, num_tokens, 400):
-        prompts = [[1 + (7 * (seed + first + row)) % (VOCAB - 1)] * 16 for row in range(num_sequences)]
-        seeds = range(seed + first * 100, seed + first * 100 + num_sequences)
-        tokens += [done.token_ids for done in engine.generate(prompts, params, seeds=seeds)]
+def generate(engine: Engine, num_sequences: int, num_tokens: int, number: int) -> tuple[float, list[tuple[int, ...]]]:
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    prompts = [[1 + (7 * (100 * number + row)) % (VOCAB - 1)] * 16 for row in range(num_sequences)]
+    seeds = range(1000 * number, 1000 * number + num_sequences)
+    began = time.process_time()
+    tokens = [done.token_ids for done in engine.generate(prompts, params, seeds=seeds)]
     return time.process_time() - began, tokens
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=2000, help="of each sequence in a run")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=400, help="of each sequence in a round")
+    parser.add_argument("--jobs", type=int, nargs="+", default=range(1, len(JOBS) + 1))
     given = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'job':<32}{'off':>9}{'calls':>8}{'on / off':>10}  tokens learnt from")
-    for name, (noise, mode, num_sequences) in JOBS.items():
+    print(f"{'job':<32}{'ms a step':>10}{'calls':>8}{'on / off':>20}  tokens learnt from")
+    for name, (noise, mode, num_sequences) in [list(JOBS.items())[job - 1] for job in given.jobs]:
         on, off = engine_of(noise, mode, "auto"), engine_of(noise, mode, "off")
-        calls, ratios, whole = timed(on), [], 0.0
-        for number in range(given.repeats + 1):  # the first is a warm-up
-            took = {}
+        calls, seconds = timed(on), {on: list[float](), off: list[float]()}
+        for number in range(given.rounds + 1):
+            tokens = []
             for engine in (on, off) if number % 2 else (off, on):
-                took[engine] = generate(engine, num_sequences, given.tokens if number else 100, 10_000 * number)
-            assert took[on][1] == took[off][1], "a drafter changed a token"
-            whole += took[on][0]
-            ratios += [took[on][0] / took[off][0]] if number else []
+                took, made = generate(engine, num_sequences, given.tokens, number)
+                tokens.append(made)
+                if number:  # the first is a warm-up
+                    seconds[engine].append(took)
+                else:
+                    calls.clear()
+            assert tokens[0] == tokens[1], "a drafter changed a token"
         report = on.stats().learning
         assert report is not None
-        ratio = statistics.median(ratios)
-        share, seconds = sum(calls) / whole, took[off][0]
-        print(f"{name:<32}{seconds:>7.1f} s{share:>8.1%}{ratio:>10.3f}  {report.num_tokens:,}", flush=True)
+        step = sum(seconds[off]) * 1e3 / (off.stats().num_steps * given.rounds / (given.rounds + 1))
+        share = sum(calls) / sum(seconds[on])
+        ratio = paired(seconds[on], seconds[off])
+        told = f"{ratio.value:.3f} ({ratio.low:.3f}-{ratio.high:.3f})"
+        print(f"{name:<32}{step:>10.2f}{share:>8.2%}{told:>20}  {report.num_tokens:,}", flush=True)
 
 
 if __name__ == "__main__":

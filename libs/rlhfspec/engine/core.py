@@ -161,7 +161,7 @@ class Engine:
         new = verify.gather(batch, walk, len(decode_rows), sampled)
         kept, reasons = commit.truncate(rows, new)
         commit.stop_at_strings(state, new, kept, reasons)
-        if self.learning is not None:
+        if self.learning is not None and self.learning.records:
             self.learning.record(new, kept, sampled.logits)
         commit.append(rows, new, kept, state.weights_version)
         commit.count(rows, decode_rows, forest, new, kept)
@@ -174,13 +174,13 @@ class Engine:
         finished = [self._finish(row, reason) for row, reason in reasons.items()]
         report = self._report(began, schedule, finished, forest.size, int(kept.sum()), proposal.plan)
         if self.learning is not None:
-            self.learning.stepped(report, num_tokens=kept[: len(decode_rows)], drafter=proposal.plan.drafter)
+            self.learning.stepped(report.seconds, kept[: len(decode_rows)], proposal.plan.drafter)
         return report
 
     def learn(self, *, idle: bool) -> bool:
         """Let the drafter learn, between two steps: one optimizer step, if it learns, may, and there is what to learn
         from. `idle`: there is nothing else to do. Return whether it did."""
-        return self.learning is not None and self.learning.learn(idle=idle)
+        return self.learning is not None and (idle or self.learning.is_due) and self.learning.learn(idle=idle)
 
     def learnt(self) -> Learnt | None:
         """Return a copy of what the drafter has learnt; None where it does not learn."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.base import Learning, Learnt
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.distilling import learning as distilling
-from rlhfspec.engine.distilling import pays
 from rlhfspec.engine.distilling.lessons import Lesson, LessonRecorder, LessonRing
 from rlhfspec.engine.distilling.pays import LearningBudget
 from rlhfspec.engine.distilling.student import Student
@@ -31,6 +29,7 @@ from rlhfspec.tiny import MODEL_KINDS, perturbed, random_model
 VOCAB = 61
 CHAIN = DraftPlan(drafter="model", depth=4)
 TREE = DraftPlan(drafter="model", depth=3, width=2, branch=2)
+NO_TOKENS = np.empty(0, np.int32)
 PROMPTS = [[1, 2, 3, 4, 5], [7] * 20, [9, 8], [7] * 20]
 
 
@@ -321,7 +320,7 @@ def test_no_more_than_its_share_is_spent() -> None:
     budget = LearningBudget(share=0.1)
     busy = idle = 0.0
     for _ in range(500):
-        budget.stepped(seconds=0.01, num_tokens=np.ones(4, np.int32), drafted=False)
+        budget.stepped(seconds=0.01, drafted_seconds=0.0, num_tokens=NO_TOKENS)
         if budget.may_learn(idle=False):
             budget.spent(seconds=0.05, num_tokens=10)
             busy += 0.05
@@ -340,10 +339,10 @@ def test_where_nothing_pays_a_short_step_is_only_noted(model: Any) -> None:
     learning.budget.spent(seconds=1e6, num_tokens=512)
     genuine = learning.stepped
 
-    def stepped(step: Any, **said: Any) -> None:
+    def stepped(seconds: float, num_tokens: Any, drafter: str | None) -> None:
         nonlocal num_steps
         num_steps += 1
-        genuine(dataclasses.replace(step, seconds=0.001), **said)
+        genuine(0.001, num_tokens, drafter)
 
     def count(frame: Any, event: str, _: Any) -> None:
         callers = (frame, frame.f_back) if event == "call" else (frame,)
@@ -358,23 +357,28 @@ def test_where_nothing_pays_a_short_step_is_only_noted(model: Any) -> None:
     finally:
         sys.setprofile(None)
     assert num_steps > 100
-    assert counted.total() < 20 * num_steps, counted
+    assert counted.total() < 6 * num_steps, counted
 
 
-def test_looking_at_steps_now_and_then_tells_what_looking_at_each_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_at_steps_now_and_then_tells_what_looking_at_each_does(
+    monkeypatch: pytest.MonkeyPatch, model: Any
+) -> None:
     rng = np.random.default_rng(1)
     told = []
     steps = [(rng.integers(1, 6, 4).astype(np.int32), bool(rng.random() < 0.8)) for _ in range(3000)]
-    for look_seconds in (0.05, 0.0):
-        monkeypatch.setattr(pays, "_LOOK_SECONDS", look_seconds)
-        budget = LearningBudget(share=None)
+    for watch_seconds in (0.05, 0.0):
+        monkeypatch.setattr(distilling, "_WATCH_SECONDS", watch_seconds)
+        learning = make(model, learning="auto").learning
+        assert learning is not None
         for number, (num_tokens, drafted) in enumerate(steps):
-            budget.stepped(seconds=0.001, num_tokens=num_tokens, drafted=drafted)
+            learning.stepped(0.001, num_tokens, "model" if drafted else "suffix")
             if number == 1000:
-                budget.agreed(0.5, 0.8)
-                budget.spent(seconds=0.01, num_tokens=512)
-        told.append(budget.report)
+                learning.budget.agreed(0.5, 0.8)
+                learning.budget.spent(seconds=0.01, num_tokens=512)
+        told.append(learning.report)
     rarely, always = told
+    assert rarely is not None
+    assert always is not None
     assert rarely.num_accepted == always.num_accepted
     for name in ("seconds", "saved_seconds", "tokens_before", "tokens_now"):
         assert getattr(rarely, name) == pytest.approx(getattr(always, name), rel=0.01), name
@@ -398,7 +402,7 @@ def test_a_lesson_that_is_put_away_is_paid_for(model: Any) -> None:
 def test_labels_are_paid_for() -> None:
     budget = LearningBudget(share=None)
     assert not budget.may_record(1), "no time has passed"
-    budget.stepped(seconds=10.0, num_tokens=np.ones(4, np.int32), drafted=False)
+    budget.stepped(seconds=10.0, drafted_seconds=0.0, num_tokens=NO_TOKENS)
     assert budget.may_record(256)
     budget.recorded(seconds=0.09, num_tokens=100)
     assert budget.may_record(10)
@@ -414,7 +418,7 @@ def test_it_goes_on_while_it_pays(pays: bool, share: float) -> None:
     budget, spent = LearningBudget(share=None), 0.0
     budget.agreed(0.5, 0.8 if pays else 0.5)
     for _ in range(5000):
-        budget.stepped(seconds=0.01, num_tokens=np.full(4, 3, np.int32), drafted=True)
+        budget.stepped(seconds=0.01, drafted_seconds=0.01, num_tokens=np.full(4, 3, np.int32))
         for idle in (True, False):
             if budget.may_learn(idle=idle):
                 budget.spent(seconds=0.05, num_tokens=10, idle=idle)

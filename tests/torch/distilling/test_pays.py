@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfspec.engine.distilling.learning import LESSON_TOKENS, next_look
-from rlhfspec.engine.distilling.pays import _CALLS, LearningBudget
+from rlhfspec.engine.distilling.pays import LearningBudget
 
 CHAIN, SEQUENCES = 6, 4
 
@@ -62,7 +62,7 @@ def seconds_of(job: Job, budget: LearningBudget | None) -> float:
             continue
         each = np.full(SEQUENCES, round(SEQUENCES * tokens) // SEQUENCES)
         each[: round(SEQUENCES * tokens) % SEQUENCES] += 1
-        budget.stepped(seconds=job.step, num_tokens=each, drafted=job.is_drafting)
+        budget.stepped(seconds=job.step, drafted_seconds=job.step, num_tokens=each if job.is_drafting else each[:0])
         if budget.may_learn(idle=False):
             budget.spent(seconds=job.lesson, num_tokens=LESSON_TOKENS)
             clock, learnt, lessons = clock + job.lesson, learnt + LESSON_TOKENS, lessons + 1
@@ -90,9 +90,9 @@ def test_in_steps_of_a_millisecond_what_every_step_costs_counts_too() -> None:
     budget, clock, spent = LearningBudget(share=None), 0.0, 0.0
     for _ in range(100_000):
         clock += 0.001
-        spent += _CALLS * 1e-6
-        budget.stepped(seconds=0.001, num_tokens=np.ones(SEQUENCES, np.int32), drafted=False)
-        budget.noted(seconds=1e-6)
+        spent += 3e-6
+        budget.stepped(seconds=0.001, drafted_seconds=0.0, num_tokens=np.empty(0, np.int32))
+        budget.watched(seconds=3e-6)
         if budget.may_record(256):
             budget.recorded(seconds=0.01, num_tokens=256)
             spent += 0.01

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from rlhfspec.engine.drafting.levels import LevelTerms, PayingLevel
 from rlhfspec.engine.drafting.outlook import DraftOutlook, default_plans
 from rlhfspec.engine.drafting.selector import AdaptiveSelector
 
+TRIALS_ARE_DEAR = replace(EVERY_ROW_COSTS, catch_up=1e-4)
 MACHINES = {"flat-to-16": FLAT_TO_16, "every-row-costs": EVERY_ROW_COSTS}
 
 
@@ -251,6 +253,31 @@ def test_a_trial_verifies_some_nodes_whatever_they_promise() -> None:
     trials = [decision for decision in selector.explain().decisions if decision.is_trial]
     assert len(trials) >= 3
     assert all(decision.num_verified >= 4 for decision in trials), "what is never verified is never learnt"
+
+
+def test_a_trial_drafts_for_a_part_of_the_batch() -> None:
+    """A drafter that was left alone has the prompts of all that it drafts for to catch up with."""
+    tokens, seconds = 0, 0.0
+    for seed in range(4):
+        world, selector, acceptance = adaptive_in(TRIALS_ARE_DEAR, {"model": -9.0}, seed=seed)
+        for _ in range(4):
+            run = world.run(selector, acceptance, num_sequences=64, num_steps=60, finish=True)
+            tokens, seconds = tokens + run.num_tokens, seconds + run.seconds
+        trials = [decision for decision in selector.explain().decisions if decision.is_trial]
+        assert len(trials) > 1
+        assert all(4 <= decision.num_verified <= decision.num_proposed <= 8 * 4 for decision in trials), (
+            "of 8 sequences"
+        )
+    assert tokens / seconds >= 0.97 * static_speed(TRIALS_ARE_DEAR, {"model": -9.0}, PLAIN, 64)
+
+
+def test_what_a_trial_on_a_part_of_the_batch_says_is_believed() -> None:
+    """A drafter that got better is soon used again, though it is tried on four sequences of sixteen alone."""
+    world, selector, acceptance = adaptive_in(TRIALS_ARE_DEAR, {"model": -9.0})
+    assert world.run(selector, acceptance, num_sequences=16, num_steps=200).plans["plain"] > 100
+    world.agreement["model"] = 2.2
+    world.run(selector, acceptance, num_sequences=16, num_steps=200)
+    assert world.run(selector, acceptance, num_sequences=16, num_steps=60).plans["plain"] < 10
 
 
 def test_of_two_drafters_the_better_one_is_used() -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from rlhfspec.common.arrays import FloatArray, IntArray
-from rlhfspec.engine.base import EngineStep, Learnt
+from rlhfspec.engine.base import Learnt
 from rlhfspec.engine.distilling.lessons import LONGEST_LESSON, NUM_LABELS, LessonRecorder, LessonRing
 from rlhfspec.engine.distilling.pays import LearningBudget, LearningReport
 from rlhfspec.engine.distilling.student import Student
@@ -25,10 +25,14 @@ from rlhfspec.engine.scheduling.verify import Committed
 from rlhfspec.job.choices.drafters import DRAFTERS, OFF
 
 Indices = npt.NDArray[np.int64]
+_NONE = np.empty(0, np.int32)
+_RUN_DRAFT_MODEL = frozenset(name for name, entry in DRAFTERS.items() if entry.runs_draft_model)
 RING_TOKENS, PASSES = 32768, 4
 LESSON_TOKENS = 512  # of one optimizer step
 _SWAP_EVERY = 4  # optimizer steps, or when there is no more to learn from
 _LOOK_EVERY = 16  # optimizer steps between two looks at what was learnt; the first ones come sooner
+_WATCH_SECONDS = 0.05  # of steps between two looks at what they brought: where they are short, most are only noted
+_NOTING_SECONDS = 4e-6  # of a step: some ten times what it takes in a loop of nothing else, on caches that a step fills
 
 
 def next_look(num_steps: int) -> int:
@@ -51,6 +55,9 @@ def drafter_learning(state: EngineState) -> DraftLearning | None:
 class DraftLearning:
     """Records, learns and hands new weights to the drafter. Implements `RowWatcher`.
 
+    A step may take no more than a millisecond, so what it need not ask it is told beforehand: `records` is whether
+    labels of its tokens are wanted, `is_due` whether to learn before the next one.
+
     student: a copy of the model that `runner` drafts with. Nothing here touches a sequence. `is_on`: else the drafter
     only follows the policy, where it is made of it.
     """
@@ -69,28 +76,32 @@ class DraftLearning:
         self._num_unseen = 0  # optimizer steps that the copy that drafts has not seen
         self._idle_since = time.perf_counter()
         self._is_on = is_on
+        self._noted: list[tuple[float, IntArray, str | None]] = []  # steps since they were looked at
+        self._noted_seconds = 0.0
         self.version = 0  # tokens that these weights have learnt from, here or where they were taken from
         self.budget = budget
+        self._see_what_is_due()
 
     # -- while the engine works -----------------------------------------------------------------------------
 
     def start(self, sequence: Sequence) -> None:
         if self._is_on:
             self._recorder.start(sequence.row, self._temperature(sequence.row))
+            self._see_what_is_due()
 
     def forget(self, sequence: Sequence) -> None:
         row = sequence.row
         began = time.perf_counter()
         if self._recorder.forget(row, self._rows.tokens[row, : self._rows.lengths[row]]):
+            self._see_what_is_due()
             self.budget.recorded(seconds=time.perf_counter() - began)
 
     def record(self, new: Committed, kept: IntArray, logits: torch.Tensor) -> None:
         """Before the first `kept[s]` new tokens are appended: what the target thought of them."""
-        if not self._recorder.within and not self._may_begin(1):
-            return
         began = time.perf_counter()
         chosen = self._chosen(new.rows.tolist(), kept)
         if not chosen:
+            self._see_what_is_due()
             return
         places = [new.places[s, : kept[s]] for s in chosen]
         rows = new.rows[chosen]
@@ -100,6 +111,7 @@ class DraftLearning:
             length, last = int(self._rows.lengths[row]), first + len(place)
             self._recorder.note(row, length, ids[first:last], log_probs[first:last], self._rows.tokens[row, :length])
             first = last
+        self._see_what_is_due()
         self.budget.recorded(seconds=time.perf_counter() - began, num_tokens=first)
 
     def _chosen(self, rows: list[int], kept: IntArray) -> list[int]:
@@ -113,6 +125,10 @@ class DraftLearning:
                 chosen.append(s)
         return chosen
 
+    def _see_what_is_due(self) -> None:
+        self.records = bool(self._recorder.within) or (bool(self._recorder.rows) and self._may_begin(1))
+        self.is_due = self._ring.num_fresh >= LESSON_TOKENS and self.budget.may_learn(idle=False)
+
     def _may_begin(self, num_lessons: int) -> bool:
         """Whether there is too little to learn from, and labels of so many lessons may be taken."""
         return not self._ring.is_full_of_fresh and self.budget.may_record(num_lessons * LONGEST_LESSON)
@@ -121,6 +137,12 @@ class DraftLearning:
 
     def learn(self, *, idle: bool) -> bool:
         """Take one optimizer step, if there is something to learn and it may; return whether it did."""
+        self._look()
+        learnt = self._learn(idle=idle)
+        self._see_what_is_due()
+        return learnt
+
+    def _learn(self, *, idle: bool) -> bool:
         are_fresh = self._ring.num_fresh >= LESSON_TOKENS
         if idle:
             now = time.perf_counter()
@@ -149,13 +171,28 @@ class DraftLearning:
         self.budget.spent(seconds=time.perf_counter() - began, num_tokens=num_tokens, idle=idle)
         return True
 
-    def stepped(self, step: EngineStep, *, num_tokens: IntArray, drafter: str | None) -> None:
+    def stepped(self, seconds: float, num_tokens: IntArray, drafter: str | None) -> None:
         """The engine made a step, with so many tokens for each of the sequences that decode."""
+        self._noted.append((seconds, num_tokens, drafter))
+        self._noted_seconds += seconds
+        if self._noted_seconds >= _WATCH_SECONDS:
+            self._look()
+
+    def _look(self) -> None:
+        """Take all steps that were noted into account."""
+        if not self._noted:
+            return
         began = time.perf_counter()
-        drafted = drafter is not None and DRAFTERS[drafter].runs_draft_model
-        self.budget.stepped(seconds=step.seconds, num_tokens=num_tokens, drafted=drafted)
+        drafted = [(seconds, num_tokens) for seconds, num_tokens, drafter in self._noted if drafter in _RUN_DRAFT_MODEL]
+        seconds, num_tokens = zip((0.0, _NONE), *drafted, strict=True)
+        self.budget.stepped(
+            seconds=self._noted_seconds, drafted_seconds=sum(seconds), num_tokens=np.concatenate(num_tokens)
+        )
+        noting = _NOTING_SECONDS * len(self._noted)
+        self._noted, self._noted_seconds = [], 0.0
+        self._see_what_is_due()
         self._idle_since = time.perf_counter()
-        self.budget.noted(seconds=self._idle_since - began)
+        self.budget.watched(seconds=noting + self._idle_since - began)
 
     def follow(self, policy: Mapping[str, torch.Tensor], drafter: Mapping[str, torch.Tensor] | None) -> None:
         """The policy has new weights; what was learnt stays, unless the drafter is given others."""
@@ -172,6 +209,7 @@ class DraftLearning:
         if learnt.version <= self.version:
             return False
         self._student.take(learnt.tensors)
+        self._look()
         self.version, self._num_unseen, self._is_better = learnt.version, 0, True
         self._hand_over()
         self.budget.took()
@@ -192,6 +230,7 @@ class DraftLearning:
     @property
     def report(self) -> LearningReport | None:
         """None: it only follows."""
+        self._look()
         return replace(self.budget.report, version=self.version) if self._is_on else None
 
 

@@ -14,8 +14,6 @@ _FIRST_SECONDS, _FIRST_LABEL_SECONDS = 0.25, 1e-4  # of a step of learning, and 
 _MEMORY = 500.0  # verifications; and so many tell what was before the drafter learnt
 _DEEPEST = 32  # drafted tokens of one path that are told apart
 _GAIN_KEPT = 0.6  # of what was known about the drafter's agreement, at every look
-_LOOK_SECONDS = 0.05  # of steps between two looks at what they brought: where they are short, most are only noted
-_CALLS = 3  # a step in which nothing is learnt: what it is asked before and after costs as much as noting it, each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +37,14 @@ class LearningBudget:
     verification are now, and with its agreement at the start (a0, now a1) they would be at most g * a0 / a1.
 
     >>> budget = LearningBudget(share=None)
-    >>> budget.stepped(seconds=30.0, num_tokens=np.array([3, 2, 4]), drafted=True)
+    >>> budget.stepped(seconds=30.0, drafted_seconds=30.0, num_tokens=np.array([3, 2, 4]))
     >>> budget.may_learn(idle=False)
     True
     >>> budget.spent(seconds=0.2, num_tokens=64)
     >>> budget.may_learn(idle=False)
     False
     >>> budget.agreed(0.5, 0.8)
-    >>> budget.stepped(seconds=10.0, num_tokens=np.array([3, 3, 3]), drafted=True)
+    >>> budget.stepped(seconds=10.0, drafted_seconds=10.0, num_tokens=np.array([3, 3, 3]))
     >>> round(budget.report.saved_seconds, 2), budget.may_learn(idle=False)
     (2.5, True)
     """
@@ -55,45 +53,26 @@ class LearningBudget:
         self._share = share
         self._step_seconds = self._idle_seconds = self._busy_spent = 0.0
         self._seconds = self._saved = 0.0
-        self._num_tokens, self._noting_seconds = 0, 0.0
+        self._num_tokens, self._watching_seconds = 0, 0.0
         self._one_step_seconds, self._label_seconds = _FIRST_SECONDS, _FIRST_LABEL_SECONDS
         self._ratio = 1.0  # agreement at the start over agreement now
         self._is_new = True  # nothing was learnt yet
         self._before, self._now = _Rate(), _Rate()
         self._num_accepted = np.zeros(_DEEPEST + 1, np.int64)
-        self._noted_seconds = 0.0  # of steps since the last look
-        self._drafted: list[IntArray] = []  # of those that the drafter drafted for, the tokens of each sequence
-        self._drafted_seconds = 0.0
 
-    def stepped(self, *, seconds: float, num_tokens: IntArray, drafted: bool) -> None:
-        """A step of the engine: tokens of each sequence that decodes. `drafted`: by the drafter that learns."""
-        self._noted_seconds += seconds
-        if drafted and len(num_tokens):
-            self._drafted.append(num_tokens)
-            self._drafted_seconds += seconds
-        if self._noted_seconds >= _LOOK_SECONDS:
-            self._look()
-
-    def noted(self, *, seconds: float) -> None:
-        """Noting a step took so long: some ten times what it takes in a loop of nothing else, on caches that the step
-        has filled. So much less is left to learn in."""
-        self._noting_seconds += _CALLS * seconds
-
-    def _look(self) -> None:
-        """Take all steps that were noted into account."""
-        self._step_seconds += self._noted_seconds
-        self._noted_seconds = 0.0
-        if not self._drafted:
+    def stepped(self, *, seconds: float, drafted_seconds: float, num_tokens: IntArray) -> None:
+        """One or more steps of the engine. Of those that the drafter that learns drafted for: their seconds, and the
+        tokens of each of their sequences."""
+        self._step_seconds += seconds
+        if not len(num_tokens):
             return
-        num_tokens, seconds = np.concatenate(self._drafted), self._drafted_seconds
-        self._drafted, self._drafted_seconds = [], 0.0
         accepted = np.clip(num_tokens - 1, 0, _DEEPEST)  # an end of a sequence cuts some off
         self._num_accepted += np.bincount(accepted, minlength=_DEEPEST + 1)
         self._now.add(len(num_tokens), int(num_tokens.sum()))
         if self._is_new:
             self._before.add(len(num_tokens), int(num_tokens.sum()))
         now = self._now.value or 1.0
-        self._saved += seconds * (1.0 - (1.0 + (now - 1.0) * self._ratio) / now)
+        self._saved += drafted_seconds * (1.0 - (1.0 + (now - 1.0) * self._ratio) / now)
 
     def idled(self, seconds: float) -> None:
         """The engine had nothing to do."""
@@ -101,18 +80,19 @@ class LearningBudget:
 
     def took(self) -> None:
         """The drafter has now what others learnt."""
-        self._look()
         self._is_new = False
 
     def agreed(self, at_first: float, now: float) -> None:
         """How much of the target's distribution the drafter covered in lessons that it had not learnt from."""
-        self._look()
         ratio = at_first / now if now > 0 else 1.0
         first = self._ratio == 1.0
         self._ratio = ratio if first else _GAIN_KEPT * self._ratio + (1.0 - _GAIN_KEPT) * ratio
 
+    def watched(self, *, seconds: float) -> None:
+        """Watching steps took so long: so much less is left to learn in."""
+        self._watching_seconds += seconds
+
     def spent(self, *, seconds: float, num_tokens: int, idle: bool = False) -> None:
-        self._look()
         self._seconds += seconds
         self._num_tokens += num_tokens
         if num_tokens:  # else the copy that drafts got what was learnt
@@ -139,11 +119,10 @@ class LearningBudget:
     @property
     def _allowed(self) -> float:
         """Seconds, where the rule decides."""
-        return _TRIED * (self._step_seconds + self._idle_seconds) - self._noting_seconds + self._saved
+        return _TRIED * (self._step_seconds + self._idle_seconds) - self._watching_seconds + self._saved
 
     @property
     def report(self) -> LearningReport:
-        self._look()
         return LearningReport(
             num_tokens=self._num_tokens, seconds=self._seconds, saved_seconds=self._saved,
             tokens_before=self._before.value, tokens_now=self._now.value,
