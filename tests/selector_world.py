@@ -65,7 +65,6 @@ class SimulatedMachine:
     draft_first: Callable[[float], float]
     host_plain: float = 3e-4
     host_draft: float = 7e-4
-    catch_up: float = 0.0  # a token that the drafter has not seen, but for the last two
 
     def seconds(self, kind: str, rows: float) -> float:
         if kind == TARGET:
@@ -132,7 +131,7 @@ class World:
         self._noise = noise
         self._outliers = outliers
         self._shift = self._random.normal(0.0, spread, 512)  # per table row
-        self._unseen = np.full(512, _PROMPT)  # tokens of the row that the drafter that runs a model has not seen
+        self._unseen = np.full(512, _PROMPT, np.int32)  # tokens of the row that a draft model has yet to run
 
     def profiled(self) -> CostModel:
         """Cost tables as a start-up profile would give them: no host kinds, a little noise."""
@@ -191,7 +190,9 @@ class World:
     ) -> DraftOutcome:
         """`room`: tokens that each sequence may still generate; None = as many as it likes."""
         room = np.full(len(rows), 10_000, np.int32) if room is None else room
-        state = BatchState(rows=rows, room=room, num_prefill_rows=0, kv_tokens=_PROMPT * len(rows))
+        state = BatchState(
+            rows=rows, room=room, num_prefill_rows=0, kv_tokens=_PROMPT * len(rows), unseen=self._unseen[rows]
+        )
         started = self.now
         plan = selector.plan(state)
         proposed, winner = empty_forest(), np.zeros(len(rows), np.int64)
@@ -231,10 +232,10 @@ class World:
         name, table_rows = str(plan.drafter), state.rows[: plan.num_sequences]
         num_sequences = len(table_rows)
         winner, gaps = self._children(name, table_rows, plan.branch)
-        self._spend(f"draft-first:{name}", num_sequences)
-        if DRAFTERS[name].runs_draft_model:
-            self.now += self.machine.catch_up * float(np.maximum(self._unseen[table_rows] - 2, 0).sum())
-            self._unseen[table_rows] = 0
+        runs_model = DRAFTERS[name].runs_draft_model
+        self._spend(f"draft-first:{name}", num_sequences + (int(self._unseen[table_rows].sum()) if runs_model else 0))
+        if runs_model:
+            self._unseen[table_rows] = -1  # what is accepted it has run; of this step the next token is new
         roots = np.full(num_sequences, -1, np.int32)
         whole = np.ones(num_sequences, np.float32)
         levels = [self._level(acceptance, table_rows, plan, 1, np.arange(num_sequences), roots, whole, gaps)]

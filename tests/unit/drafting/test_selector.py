@@ -22,7 +22,7 @@ from rlhfspec.engine.drafting.levels import LevelTerms, PayingLevel
 from rlhfspec.engine.drafting.outlook import DraftOutlook, default_plans
 from rlhfspec.engine.drafting.selector import AdaptiveSelector
 
-TRIALS_ARE_DEAR = replace(EVERY_ROW_COSTS, catch_up=1e-4)
+TRIALS_ARE_DEAR = replace(EVERY_ROW_COSTS, draft_first=lambda rows: 5e-4 + 1e-4 * rows)
 MACHINES = {"flat-to-16": FLAT_TO_16, "every-row-costs": EVERY_ROW_COSTS}
 
 
@@ -49,7 +49,9 @@ def forest_of(parents: list[int], conditional: list[float], num_sequences: int =
 def state_of(num_sequences: int, *, num_prefill_rows: int = 0, kv_tokens: int = 0) -> BatchState:
     rows = np.arange(num_sequences, dtype=np.int32)
     room = np.full(num_sequences, 99, np.int32)
-    return BatchState(rows=rows, room=room, num_prefill_rows=num_prefill_rows, kv_tokens=kv_tokens)
+    return BatchState(
+        rows=rows, room=room, num_prefill_rows=num_prefill_rows, kv_tokens=kv_tokens, unseen=np.zeros_like(rows)
+    )
 
 
 @st.composite
@@ -269,6 +271,17 @@ def test_a_trial_drafts_for_a_part_of_the_batch() -> None:
             "of 8 sequences"
         )
     assert tokens / seconds >= 0.97 * static_speed(TRIALS_ARE_DEAR, {"model": -9.0}, PLAIN, 64)
+
+
+def test_a_draft_that_has_more_to_catch_up_with_than_it_can_save_is_not_begun() -> None:
+    """Short responses: all end before the drafter has paid for running their prompts."""
+    tokens, seconds = 0, 0.0
+    for seed in range(3):
+        world, selector, acceptance = adaptive_in(TRIALS_ARE_DEAR, {"model": 0.0}, seed=seed)
+        for _ in range(4):
+            run = world.drain(selector, acceptance, num_sequences=64, num_tokens=32)
+            tokens, seconds = tokens + run.num_tokens, seconds + run.seconds
+    assert tokens / seconds >= 0.94 * static_speed(TRIALS_ARE_DEAR, {"model": 0.0}, PLAIN, 64)
 
 
 def test_what_a_trial_on_a_part_of_the_batch_says_is_believed() -> None:

@@ -179,6 +179,7 @@ class BatchState:
     room: IntArray  # [B]
     num_prefill_rows: int  # rows of prompt chunks that ride along in the same forward
     kv_tokens: int  # context tokens that attention will read, of each sequence once: its tree nodes share what it loads
+    unseen: IntArray  # [B] tokens that the draft model, if there is one, has yet to run, but the last of each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

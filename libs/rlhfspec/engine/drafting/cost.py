@@ -3,7 +3,7 @@
 A cost has a *kind* and grows with a number of rows:
 
     target             one forward of the target over `rows` tokens (and the context that attention reads)
-    draft-first:NAME   a proposal's first level: catch-up and one level for `rows` sequences
+    draft-first:NAME   a proposal's first level: one row a sequence, and one for each token it has to catch up with
     draft:NAME         one further level that expands `rows` nodes
     host:NAME          what is left of a step with `rows` sequences (host:plain when nothing is drafted)
 
@@ -179,6 +179,11 @@ class CostModel:
     def owed_seconds(self, num_prefill_rows: int) -> float:
         return self.table(TARGET).seconds(num_prefill_rows) if num_prefill_rows else 0.0
 
+    def catch_up_seconds(self, drafter: str, num_sequences: int, num_unseen: int) -> float:
+        """What a draft for so many sequences takes longer where the draft model has so many tokens to catch up with."""
+        table = self.table(draft_kind(drafter, first=True))
+        return table.seconds(num_sequences + num_unseen) - table.seconds(num_sequences)
+
     def observe(self, kind: str, rows: float, seconds: float, kv_tokens: float = 0.0) -> float:
         """Correct the kind's table by one execution; returns what it had predicted."""
         table = self.table(kind)
@@ -187,11 +192,11 @@ class CostModel:
         self.record_error(kind, predicted, seconds)
         return predicted
 
-    def observe_draft(self, drafter: str, num_sequences: int, level_rows: list[int], seconds: float) -> float:
+    def observe_draft(self, drafter: str, first_rows: int, level_rows: list[int], seconds: float) -> float:
         """Correct a drafter's tables alike by one draft: the first level, then levels of so many rows."""
         kinds = draft_kind(drafter, first=True), draft_kind(drafter)
         tables = [self.table(kind) for kind in kinds[: 2 if level_rows else 1]]
-        predicted = tables[0].seconds(num_sequences)
+        predicted = tables[0].seconds(first_rows)
         if level_rows:
             predicted += float(tables[1].seconds_array(level_rows).sum())
         for table in tables:

@@ -3,7 +3,7 @@
 Example:
     >>> import numpy as np
     >>> FixedSelector(DraftPlan(drafter="model", depth=4)).plan(
-    ...     BatchState(rows=np.arange(2), room=np.full(2, 9), num_prefill_rows=0, kv_tokens=0)
+    ...     BatchState(rows=np.arange(2), room=np.full(2, 9), num_prefill_rows=0, kv_tokens=0, unseen=np.zeros(2, int))
     ... ).name
     'model-d4-w1-b1'
     >>> static_grid(("model",))["model-d6-w2-b3"].depth

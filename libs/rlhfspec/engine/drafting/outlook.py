@@ -109,7 +109,14 @@ class DraftOutlook:
             deepest = int(rates.argmax()) + 1 if num_sequences > _MUCH_SMALLER * prospect.batch else len(_DEPTHS)
             now = prospect.notches[min(deepest, len(prospect.notches) - 1)]
             prospect.promise = float(rates.max())
-            self.rates[now] = prospect.promise * prospect.came_true / prospect.promised
+            rate = prospect.promise * prospect.came_true / prospect.promised
+            if DRAFTERS[
+                name
+            ].runs_draft_model:  # it has to catch up, once for all that these sequences may still generate
+                owed = costs.catch_up_seconds(name, num_sequences, int(state.unseen.sum()))
+                left = max(int(state.room.sum()), num_sequences)
+                rate = left / (left / rate + owed)
+            self.rates[now] = rate
         self.best = max(self.rates, key=self.rates.__getitem__)
         self.best_rate = self.rates[self.best]
 

@@ -8,7 +8,8 @@ Example:
     >>> from rlhfspec.engine.drafting.outlook import default_plans
     >>> costs = CostModel.profile(lambda kind, rows, kv: 0.01 if kind == "target" else 0.001, drafters=("model",))
     >>> selector = AdaptiveSelector(costs, AcceptanceModel(num_rows=4), default_plans(("model",)))
-    >>> state = BatchState(rows=np.arange(4), room=np.full(4, 99), num_prefill_rows=0, kv_tokens=400)
+    >>> rows, nothing = np.arange(4), np.zeros(4, int)
+    >>> state = BatchState(rows=rows, room=rows + 99, num_prefill_rows=0, kv_tokens=400, unseen=nothing)
     >>> selector.plan(state).drafter  # verifying more rows costs nothing here
     'model'
 """
@@ -31,6 +32,7 @@ from rlhfspec.engine.drafting.levels import LevelTerms, PayingLevel
 from rlhfspec.engine.drafting.outcomes import OutcomeBuffer
 from rlhfspec.engine.drafting.outlook import DraftOutlook
 from rlhfspec.engine.drafting.watchdog import Watchdog, WatchdogEvent
+from rlhfspec.job.choices.drafters import DRAFTERS
 
 _LOOK_EVERY = 4  # steps between two looks at all plans; a new batch size is looked at at once
 _LEAST_TRIED = 4  # sequences that a trial drafts for, and nodes that it verifies, whatever they promise
@@ -152,11 +154,14 @@ class AdaptiveSelector:
             return predicted
         level_rows = self._rule.level_rows if self._rule is not None else []
         part = outcome.plan.num_sequences
-        predicted += costs.observe_draft(drafter, part or num_sequences, level_rows, outcome.draft_seconds)
+        num_drafted = part or num_sequences
+        num_unseen = int(state.unseen[:part].sum()) if DRAFTERS[drafter].runs_draft_model else 0
+        catch_up = costs.catch_up_seconds(drafter, num_drafted, num_unseen)
+        predicted += costs.observe_draft(drafter, num_drafted + num_unseen, level_rows, outcome.draft_seconds)
         assert outcome.choice is not None, "whatever is drafted has a budget"
         num_accepted, believed = int(np.count_nonzero(outcome.accepted)), outcome.choice.predicted_accepted
         if _is_telling(state) and not state.num_prefill_rows:
-            given, promised = outcome.num_committed, self._outlook.promised(outcome.plan, predicted)
+            given, promised = outcome.num_committed, self._outlook.promised(outcome.plan, predicted - catch_up)
             if part is not None:
                 given, promised = part + num_accepted, part + believed
             self._outlook.learn_truth(outcome.plan, given, promised)

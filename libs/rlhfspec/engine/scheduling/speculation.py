@@ -112,12 +112,13 @@ class Speculator:
 
     def _batch_state(self, schedule: StepRows) -> BatchState:
         rows = schedule.decode_rows
-        lengths = self.state.rows.lengths[rows]
+        lengths, draft = self.state.rows.lengths[rows], self.state.draft
         return BatchState(
             rows=rows,
             room=self.state.rows.limits[rows] - lengths,
             num_prefill_rows=schedule.num_prefill_tokens,
             kv_tokens=int(lengths.sum()) + schedule.num_prefill_tokens,
+            unseen=np.zeros_like(lengths) if draft is None else np.maximum(lengths - 1 - draft.cached[rows], 0),
         )
 
     def learn(
