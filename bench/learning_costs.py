@@ -1,7 +1,8 @@
-"""What a drafter that learns costs where that cannot pay: python bench/learning_costs.py [--rounds 40] [--jobs 1 2].
+"""What a drafter that learns costs where that cannot pay: python bench/learning_costs.py [--seconds 60] [--jobs 1 2].
 
 Five small jobs of random models, most of which cannot gain anything, each generated with `learning: auto` and `off` in
-many short rounds that take turns, on one thread; seconds are those of the CPU, in which the tokens are the same.
+many short rounds that take turns, on one thread; seconds are those of the CPU. Tokens are the same, and so are
+strategies: under `adaptive` both would choose by their own clocks, and differ by more than learning costs.
 `on / off`: seconds, the geometric mean of the rounds with its 95 % interval. `calls`: the share of the time that went
 into the calls of learning, as they were timed from outside. A step of these models takes a millisecond or two, so what
 learning does in every step weighs more than anywhere.
@@ -26,27 +27,22 @@ from rlhfspec.tiny import perturbed, random_model
 
 VOCAB = 1024
 CHAIN = DraftPlan(drafter="model", depth=4)
-JOBS: dict[
-    str, tuple[float | None, Any, int]
-] = {  # noise on the policy that drafts (None: no kin of it), mode, sequences
-    "repeats itself, suffix drafts": (0.3, "suffix", 8),
+# noise on the policy that drafts (None: no kin of it), how is drafted, sequences
+JOBS: dict[str, tuple[float | None, DraftPlan, int]] = {
+    "suffix drafts, the model never": (0.3, DraftPlan(drafter="suffix", depth=4), 8),
     "a draft that fits already": (0.0, CHAIN, 8),
-    "a draft of noise, adaptive": (None, "adaptive", 8),
-    "64 sequences, adaptive": (0.5, "adaptive", 64),
+    "a draft of noise": (None, CHAIN, 8),
+    "64 sequences": (0.5, CHAIN, 64),
     "a draft that can learn": (0.5, CHAIN, 8),
 }
 CALLS = ("start", "forget", "record", "learn", "stepped", "follow")
 
 
-def policy() -> Any:
-    return random_model("llama", seed=3, vocab_size=VOCAB, num_layers=4)
-
-
-def engine_of(noise: float | None, mode: Any, learning: str) -> Engine:
-    model = policy()
+def engine_of(noise: float | None, plan: DraftPlan, learning: str) -> Engine:
+    model = random_model("llama", seed=3, vocab_size=VOCAB, num_layers=4)
     draft = random_model("llama", seed=9, vocab_size=VOCAB) if noise is None else perturbed(model, noise)
     config = EngineConfig(
-        max_sequences=64, max_context=512, num_threads=1, profile=False, speculation=mode, learning=learning
+        max_sequences=64, max_context=512, num_threads=1, profile=False, speculation=plan, learning=learning
     )
     return make_engine(model, config, draft=copy.deepcopy(draft))
 
@@ -81,32 +77,32 @@ def generate(engine: Engine, num_sequences: int, num_tokens: int, number: int) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--tokens", type=int, default=400, help="of each sequence in a round")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each job, with learning")
+    parser.add_argument("--tokens", type=int, default=100, help="of each sequence in a round")
     parser.add_argument("--jobs", type=int, nargs="+", default=range(1, len(JOBS) + 1))
     given = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'job':<32}{'ms a step':>10}{'calls':>8}{'on / off':>20}  tokens learnt from")
-    for name, (noise, mode, num_sequences) in [list(JOBS.items())[job - 1] for job in given.jobs]:
-        on, off = engine_of(noise, mode, "auto"), engine_of(noise, mode, "off")
-        calls, seconds = timed(on), {on: list[float](), off: list[float]()}
-        for number in range(given.rounds + 1):
-            tokens = []
+    print(f"{'job':<32}{'ms a step':>10}{'calls':>8}{'on / off':>20}{'rounds':>8}  tokens learnt from")
+    for name, (noise, plan, num_sequences) in [list(JOBS.items())[job - 1] for job in given.jobs]:
+        on, off = engine_of(noise, plan, "auto"), engine_of(noise, plan, "off")
+        for engine in (on, off):
+            generate(engine, num_sequences, given.tokens, 0)
+        calls, num_steps = timed(on), off.stats().num_steps
+        seconds = {on: list[float](), off: list[float]()}
+        while sum(seconds[on]) < given.seconds:
+            number, tokens = len(seconds[on]) + 1, []
             for engine in (on, off) if number % 2 else (off, on):
                 took, made = generate(engine, num_sequences, given.tokens, number)
+                seconds[engine].append(took)
                 tokens.append(made)
-                if number:  # the first is a warm-up
-                    seconds[engine].append(took)
-                else:
-                    calls.clear()
             assert tokens[0] == tokens[1], "a drafter changed a token"
         report = on.stats().learning
         assert report is not None
-        step = sum(seconds[off]) * 1e3 / (off.stats().num_steps * given.rounds / (given.rounds + 1))
-        share = sum(calls) / sum(seconds[on])
+        step = 1e3 * sum(seconds[off]) / (off.stats().num_steps - num_steps)
         ratio = paired(seconds[on], seconds[off])
         told = f"{ratio.value:.3f} ({ratio.low:.3f}-{ratio.high:.3f})"
-        print(f"{name:<32}{step:>10.2f}{share:>8.2%}{told:>20}  {report.num_tokens:,}", flush=True)
+        share = sum(calls) / sum(seconds[on])
+        print(f"{name:<32}{step:>10.2f}{share:>8.2%}{told:>20}{number:>8}  {report.num_tokens:,}", flush=True)
 
 
 if __name__ == "__main__":
