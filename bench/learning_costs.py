@@ -47,9 +47,8 @@ def engine_of(noise: float | None, plan: DraftPlan, learning: str) -> Engine:
     return make_engine(model, config, draft=copy.deepcopy(draft))
 
 
-def timed(engine: Engine) -> list[float]:
-    """Seconds of the CPU in calls of its learning, as they are made."""
-    spent: list[float] = []
+def timed(engine: Engine, spent: list[float]) -> None:
+    """Note seconds of the CPU in calls of its learning, as they are made."""
 
     def around(call: Callable[..., Any]) -> Callable[..., Any]:
         def timed_call(*arguments: Any, **named: Any) -> Any:
@@ -63,7 +62,6 @@ def timed(engine: Engine) -> list[float]:
 
     for name in CALLS:
         setattr(engine.learning, name, around(getattr(engine.learning, name)))
-    return spent
 
 
 def generate(engine: Engine, num_sequences: int, num_tokens: int, number: int) -> tuple[float, list[tuple[int, ...]]]:
@@ -84,25 +82,31 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{'job':<32}{'ms a step':>10}{'calls':>8}{'on / off':>20}{'rounds':>8}  tokens learnt from")
     for name, (noise, plan, num_sequences) in [list(JOBS.items())[job - 1] for job in given.jobs]:
-        on, off = engine_of(noise, plan, "auto"), engine_of(noise, plan, "off")
-        for engine in (on, off):
-            generate(engine, num_sequences, given.tokens, 0)
-        calls, num_steps = timed(on), off.stats().num_steps
-        seconds = {on: list[float](), off: list[float]()}
-        while sum(seconds[on]) < given.seconds:
-            number, tokens = len(seconds[on]) + 1, []
-            for engine in (on, off) if number % 2 else (off, on):
-                took, made = generate(engine, num_sequences, given.tokens, number)
-                seconds[engine].append(took)
-                tokens.append(made)
-            assert tokens[0] == tokens[1], "a drafter changed a token"
-        report = on.stats().learning
-        assert report is not None
-        step = 1e3 * sum(seconds[off]) / (off.stats().num_steps - num_steps)
-        ratio = paired(seconds[on], seconds[off])
+        seconds: dict[str, list[float]] = {"auto": [], "off": []}
+        num_steps = num_learnt = 0
+        calls: list[float] = []
+        for order in (("auto", "off"), ("off", "auto")):  # the one made first lies otherwise in memory
+            engines = {learning: engine_of(noise, plan, learning) for learning in order}
+            for engine in engines.values():
+                generate(engine, num_sequences, given.tokens, 0)
+            timed(engines["auto"], calls)
+            num_steps -= engines["off"].stats().num_steps
+            until = sum(seconds["auto"]) + given.seconds / 2
+            while sum(seconds["auto"]) < until:
+                number, tokens = len(seconds["off"]) + 1, []
+                for learning in order if number % 2 else reversed(order):
+                    took, made = generate(engines[learning], num_sequences, given.tokens, number)
+                    seconds[learning].append(took)
+                    tokens.append(made)
+                assert tokens[0] == tokens[1], "a drafter changed a token"
+            num_steps += engines["off"].stats().num_steps
+            report = engines["auto"].stats().learning
+            assert report is not None
+            num_learnt += report.num_tokens
+        ratio = paired(seconds["auto"], seconds["off"])
         told = f"{ratio.value:.3f} ({ratio.low:.3f}-{ratio.high:.3f})"
-        share = sum(calls) / sum(seconds[on])
-        print(f"{name:<32}{step:>10.2f}{share:>8.2%}{told:>20}{number:>8}  {report.num_tokens:,}", flush=True)
+        step, share = 1e3 * sum(seconds["off"]) / num_steps, sum(calls) / sum(seconds["auto"])
+        print(f"{name:<32}{step:>10.2f}{share:>8.2%}{told:>20}{number:>8}  {num_learnt:,}", flush=True)
 
 
 if __name__ == "__main__":

@@ -86,8 +86,10 @@ class DraftLearning:
 
     def start(self, sequence: Sequence) -> None:
         if self._is_on:
+            began = time.perf_counter()
             self._recorder.start(sequence.row, self._temperature(sequence.row))
             self._see_what_is_due()
+            self.budget.watched(seconds=time.perf_counter() - began)
 
     def forget(self, sequence: Sequence) -> None:
         row = sequence.row
