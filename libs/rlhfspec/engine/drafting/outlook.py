@@ -110,9 +110,8 @@ class DraftOutlook:
             now = prospect.notches[min(deepest, len(prospect.notches) - 1)]
             prospect.promise = float(rates.max())
             rate = prospect.promise * prospect.came_true / prospect.promised
-            if DRAFTERS[
-                name
-            ].runs_draft_model:  # it has to catch up, once for all that these sequences may still generate
+            # it has to catch up, once for all that these sequences may still generate
+            if DRAFTERS[name].runs_draft_model:
                 owed = costs.catch_up_seconds(name, num_sequences, int(state.unseen.sum()))
                 left = max(int(state.room.sum()), num_sequences)
                 rate = left / (left / rate + owed)
