@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from rlhfspec.bench.generating.learnt import sample
+from rlhfspec.bench.generating.learnt import learn_from
 from rlhfspec.bench.ratios import paired
 from rlhfspec.engine import Engine, SamplingParams
+from rlhfspec.engine.distilling.learning import LESSON_TOKENS
 from rlhfspec.engine.distilling.lessons import Lesson, LessonRing
 from rlhfspec.engine.distilling.student import Student
 from rlhfspec.huggingface.loading import load_model
@@ -32,7 +33,6 @@ SHAPES = {  # the policy's layers, the last `learning` of which learn
     "first two + one": ((0, 1, 3), 1),
     "first + two": ((0, 2, 3), 2),
 }
-LESSON_TOKENS, RECORDED = 512, 16 * 256
 
 
 def recorded(policy: Path, num_tokens: int) -> list[Lesson]:
@@ -45,8 +45,7 @@ def recorded(policy: Path, num_tokens: int) -> list[Lesson]:
     engine.learning.budget.may_learn = lambda *, idle: False  # type: ignore[method-assign]
     ring = LessonRing(most_tokens=10 * num_tokens, passes=1)
     engine.learning._ring = engine.learning._recorder._ring = ring
-    for number in range(-(-num_tokens // RECORDED)):
-        sample(engine, prompts=3000 + number, seed=100_000 * (number + 1), num_tokens=RECORDED // 16)
+    learn_from(engine, num_tokens)
     return ring.take(most_tokens=10 * num_tokens)
 
 
@@ -67,12 +66,11 @@ def learnt(policy: Any, name: str, lessons: list[Lesson], passes: int, folder: P
     names = {path for path, _ in model.named_parameters() if not path.startswith(fixed)}
     student, began = Student(model, names, max_context=400), time.process_time()
     for _ in range(passes):
-        part: list[Lesson] = []
+        ring = LessonRing(most_tokens=sum(each.num_labels for each in lessons), passes=1)
         for lesson in lessons:
-            part.append(lesson)
-            if sum(each.num_labels for each in part) >= LESSON_TOKENS:
-                student.learn(part)
-                part = []
+            ring.add(lesson)
+        while taken := ring.take(most_tokens=LESSON_TOKENS):
+            student.learn(taken)
     seconds = time.process_time() - began
     count = sum(dict(model.named_parameters())[path].numel() for path in names)
     model.load_state_dict(student.state_dict())

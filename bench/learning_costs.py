@@ -4,7 +4,7 @@ Five small jobs of random models, most of which cannot gain anything, each gener
 many short rounds that take turns, on one thread; seconds are those of the CPU. Tokens are the same, and so are
 strategies: under `adaptive` both would choose by their own clocks, and differ by more than learning costs.
 `on / off`: seconds, the geometric mean of the rounds with its 95 % interval. `calls`: the share of the time that went
-into the calls of learning, as they were timed from outside. A step of these models takes a millisecond or two, so what
+into the calls of learning, as they were timed from outside. A step of these models takes some milliseconds, so what
 learning does in every step weighs more than anywhere.
 """
 

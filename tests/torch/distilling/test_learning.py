@@ -384,6 +384,14 @@ def test_looking_at_steps_now_and_then_tells_what_looking_at_each_does(
         assert getattr(rarely, name) == pytest.approx(getattr(always, name), rel=0.01), name
 
 
+def test_what_noting_a_step_takes_is_paid_for(model: Any) -> None:
+    learning = make(model, learning="auto").learning
+    assert learning is not None
+    for _ in range(1000):
+        learning.stepped(0.001, NO_TOKENS, None)
+    assert not learning.budget.may_record(70), "of ten milliseconds four went into noting a thousand steps"
+
+
 def test_a_lesson_that_is_put_away_is_paid_for(model: Any) -> None:
     engine = recording_only(model)
     assert engine.learning is not None

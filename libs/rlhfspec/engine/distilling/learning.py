@@ -32,7 +32,7 @@ LESSON_TOKENS = 512  # of one optimizer step
 _SWAP_EVERY = 4  # optimizer steps, or when there is no more to learn from
 _LOOK_EVERY = 16  # optimizer steps between two looks at what was learnt; the first ones come sooner
 _WATCH_SECONDS = 0.05  # of steps between two looks at what they brought: where they are short, most are only noted
-_NOTING_SECONDS = 4e-6  # of a step: some ten times what it takes in a loop of nothing else, on caches that a step fills
+_NOTING_SECONDS = 4e-6  # of a step: several times what it takes in a loop of nothing else, on caches that a step fills
 
 
 def next_look(num_steps: int) -> int:
@@ -95,8 +95,8 @@ class DraftLearning:
         row = sequence.row
         began = time.perf_counter()
         if self._recorder.forget(row, self._rows.tokens[row, : self._rows.lengths[row]]):
-            self._see_what_is_due()
             self.budget.recorded(seconds=time.perf_counter() - began)
+            self._see_what_is_due()
 
     def record(self, new: Committed, kept: IntArray, logits: torch.Tensor) -> None:
         """Before the first `kept[s]` new tokens are appended: what the target thought of them."""
@@ -113,8 +113,8 @@ class DraftLearning:
             length, last = int(self._rows.lengths[row]), first + len(place)
             self._recorder.note(row, length, ids[first:last], log_probs[first:last], self._rows.tokens[row, :length])
             first = last
-        self._see_what_is_due()
         self.budget.recorded(seconds=time.perf_counter() - began, num_tokens=first)
+        self._see_what_is_due()
 
     def _chosen(self, rows: list[int], kept: IntArray) -> list[int]:
         """Sequences whose new tokens are recorded: lessons that have begun go on, others begin as long as they may."""
@@ -175,6 +175,8 @@ class DraftLearning:
 
     def stepped(self, seconds: float, num_tokens: IntArray, drafter: str | None) -> None:
         """The engine made a step, with so many tokens for each of the sequences that decode."""
+        if not self._is_on:
+            return
         self._noted.append((seconds, num_tokens, drafter))
         self._noted_seconds += seconds
         if self._noted_seconds >= _WATCH_SECONDS:

@@ -156,13 +156,14 @@ class AdaptiveSelector:
         part = outcome.plan.num_sequences
         num_drafted = part or num_sequences
         num_unseen = int(state.unseen[:part].sum()) if DRAFTERS[drafter].runs_draft_model else 0
-        catch_up = costs.catch_up_seconds(drafter, num_drafted, num_unseen)
         predicted += costs.observe_draft(drafter, num_drafted + num_unseen, level_rows, outcome.draft_seconds)
         assert outcome.choice is not None, "whatever is drafted has a budget"
         num_accepted, believed = int(np.count_nonzero(outcome.accepted)), outcome.choice.predicted_accepted
         if _is_telling(state) and not state.num_prefill_rows:
-            given, promised = outcome.num_committed, self._outlook.promised(outcome.plan, predicted - catch_up)
-            if part is not None:
+            if part is None:
+                steady = predicted - costs.catch_up_seconds(drafter, num_drafted, num_unseen)
+                given, promised = outcome.num_committed, self._outlook.promised(outcome.plan, steady)
+            else:
                 given, promised = part + num_accepted, part + believed
             self._outlook.learn_truth(outcome.plan, given, promised)
         if num_accepted > _SURPRISE_TOKENS + _SURPRISE_TIMES * believed:
