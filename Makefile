@@ -16,12 +16,9 @@ WORKERS ?= 2
 TESTS ?= tests
 SEED ?= 0
 E2E ?= e2e
-ON_DEVICE ?= $(addprefix tests/torch/,checkpoint learning/test_learner.py scoring weights/test_weights.py \
-  engine/test_engine.py engine/test_engine_contract.py engine/test_engine_requests.py engine/test_extend.py engine/test_moves.py \
-  engine/test_graphs.py engine/test_kept_blocks.py engine/test_kv_contents.py)
-ON_DEVICE_DAILY := $(addprefix tests/torch/,checkpoint learning/test_learner.py engine/test_engine_requests.py engine/test_kv_contents.py)
-
-.PHONY: help chart setup setup-vllm setup-trl check test test-whole test-second-device test-fast e2e-tools e2e e2e-ci faults faults-vllm bench protos demo clean
+SUITES ?=
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+.PHONY: help chart setup setup-vllm setup-trl check test test-whole test-slow test-sweeps test-second-device test-vllm test-fast e2e-tools e2e e2e-ci e2e-rest faults faults-vllm bench protos demo clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,16 +60,25 @@ check: $(INSTALLED)  ## Lint, types, import directions, and the shape of the hou
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-test: $(INSTALLED)  ## All tests, of sweeps a part that changes from day to day (TESTS=tests/unit/job for some, WORKERS=n)
-	@failed=0; $(if $(filter tests,$(TESTS)),$(MAKE) test-second-device ON_DEVICE="$(ON_DEVICE_DAILY)" || failed=1;) \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(TESTS) || failed=1; exit $$failed
+test: $(INSTALLED)  ## The tests (TESTS=tests/unit/job for some, WORKERS=n): the same for the same commit
+	$(PYTEST) -n $(WORKERS) --dist worksteal $(TESTS)
 
-test-whole: $(INSTALLED)  ## All tests with every value of those that are sweeps, and more random examples: nightly
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --whole --hypothesis-profile=whole $(TESTS)
+test-whole: $(INSTALLED)  ## All suites, nightly, or SUITES="slow vllm"; what came of them is written into tests/whole.json
+	$(BIN)/python tools/suites.py whole $(SUITES)
+
+test-sweeps: $(INSTALLED)  ## The tests with every value of those that are sweeps, and more random examples
+	$(PYTEST) -n $(WORKERS) --dist worksteal --whole -m "not whole" --hypothesis-profile=whole --hypothesis-seed=0 $(TESTS)
+
+test-slow: $(INSTALLED)  ## Those that are marked as slow by construction
+	$(PYTEST) -n $(WORKERS) --dist worksteal --whole -m whole --ignore-glob='*/vllm' $(TESTS)
+
+test-vllm: $(INSTALLED) $(VLLM_VENV)/.installed  ## Those of the engine vllm, with vLLM
+	RLHFSPEC_TESTS_NEED_VLLM=1 $(PYTEST) --whole $(if $(filter tests,$(TESTS)),tests/processes/vllm tests/runs/vllm,$(TESTS))
 
 # The same bits of torch's products on every CPU, wherever in memory they stand.
+test-second-device: ON_DEVICE ?= $(shell $(BIN)/python tools/suites.py files second-device)
 test-second-device: $(INSTALLED)  ## Suites of engine, learner, scorers, weights, checkpoints and moves on the second device (docs/gpus.md)
-	OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 RLHFSPEC_TEST_DEVICE=second $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ON_DEVICE)
+	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 RLHFSPEC_TEST_DEVICE=second $(PYTEST) -n $(WORKERS) --dist worksteal $(ON_DEVICE)
 
 test-fast: $(INSTALLED)  ## Those of tests/unit and tests/torch that your change calls for (CHANGED=libs/rlhfspec/errors.py: as if that had changed)
 	$(BIN)/python tools/choose_tests.py --run --workers $(WORKERS) $(CHANGED)
@@ -81,10 +87,13 @@ e2e-tools: $(INSTALLED)  ## Build Kubernetes and its companions for the tests (n
 	$(BIN)/python e2e/cluster/build.py
 
 e2e: e2e-tools  ## The tests on a real Kubernetes, as root (E2E=e2e/test_cluster.py for some); see e2e/README.md
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 1800 $(E2E)
+	$(PYTEST) --timeout 1800 $(E2E)
 
-e2e-ci: e2e-tools  ## Those of them that fit a continuous integration
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 600 -m ci $(E2E)
+e2e-ci: e2e-tools  ## Those of them that a change may be asked to pass
+	$(PYTEST) --timeout 600 -m ci $(E2E)
+
+e2e-rest: e2e-tools  ## The others
+	$(PYTEST) --timeout 1800 -m "not ci" $(E2E)
 
 faults: $(INSTALLED)  ## 700 kills over whole runs, 300 of them among moves, 200 where runs begin and end (make faults SEED=7)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults --kills 200 --trials 5 --seed $(SEED)

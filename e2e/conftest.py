@@ -18,10 +18,7 @@ from cluster import Cluster, ControlPlane, why_no_nodes
 from cluster.kind import KindCluster
 from installed import Installed
 from operators import define
-from out_of_time import pytest_runtest_setup
 from shared_servers import SharedServers
-
-__all__ = ["pytest_runtest_setup"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

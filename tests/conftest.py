@@ -22,13 +22,11 @@ from runs import write_data, write_job, write_models
 from shared_servers import SharedServers
 from started import Started
 
-pytest_plugins = [
-    "asked_once", "on_device", "out_of_time", "pictures", "reruns", "same_environment", "skips", "sweeps", "tiers",
-]  # fmt: skip
+pytest_plugins = ["asked_once", "on_device", "pictures", "same_environment", "skips", "sweeps", "tiers"]
 
 # Deterministic examples and no per-example deadline: a busy machine must not fail a correct test.
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
-settings.register_profile("whole", deadline=None, max_examples=250)  # another draw each time
+settings.register_profile("whole", deadline=None, derandomize=True, max_examples=250)
 settings.load_profile("default")
 
 

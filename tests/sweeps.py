@@ -1,33 +1,46 @@
-"""Sweeps: tests with many values of which each run takes a part, another one each day; `--whole` takes all.
+"""What a run leaves to `make test-whole`: values of sweeps, and tests that are slow by construction.
 
-A test that is marked `sweep(parts=3)` is run with a third of its values. Which third follows from the date (or from
-the variable SWEEP, a number), so that a few days of runs have seen all, and so has one nightly `make test-whole`. Every
-such test is run with some of its values in each run. A test that was named with its value (`test_it[value]`) is run.
-Random examples are as many as `examples` says: few by default, and the same each day; many, drawn anew, nightly.
+A test that is marked `sweep(parts=3)` is run with a third of its values. Which third follows from the commit alone, so
+that a commit is tested in the same way on any day, and some commits in succession have seen all values. Every such test
+is run with some of its values. A test that is marked `whole("why")` is left out, and counted in the summary with its
+reason. `--whole` takes all values and all tests; a test that was named (`test_it[value]`, `file.py::test_it`) is run.
+Random examples are as many as `examples` says: few by default, many with `make test-whole`.
 """
 
 from __future__ import annotations
 
 import os
-import time
-from collections import defaultdict
+import subprocess
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
 from hypothesis import settings
 
 VARIABLE = "SWEEP"
-DAY_SECONDS = 24 * 60 * 60
+_LEFT = pytest.StashKey[Counter[str]]()
 
 
-def part_of(num_values: int, parts: int, day: int) -> set[int]:
-    """The places of the values that are taken that day: never none, and in so many days all of them.
+def part_of(num_values: int, parts: int, seed: int) -> set[int]:
+    """Return the places of the values that are taken: never none, and those of successive seeds are all.
 
     >>> part_of(7, 3, 0), part_of(7, 3, 1), part_of(2, 3, 2)
     ({0, 3, 6}, {1, 4}, {0})
     """
     parts = min(parts, num_values)
-    return set(range(day % parts, num_values, parts))
+    return set(range(seed % parts, num_values, parts))
+
+
+def seed_of_commit() -> int:
+    """Return a number that follows from the commit; without git it is 0."""
+    try:
+        command = ["git", "rev-parse", "HEAD"]
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return int(done.stdout[:8], 16)
 
 
 def examples(few: int, *, whole: int) -> settings:
@@ -36,30 +49,54 @@ def examples(few: int, *, whole: int) -> settings:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--whole", action="store_true", help="every value of the tests that are sweeps")
+    parser.addoption("--whole", action="store_true", help="all values of sweeps, and tests that are slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sweep(parts): each run takes one of so many parts of its values")
-    # Workers of xdist get it from the one that starts them, and agree also at midnight.
-    os.environ.setdefault(VARIABLE, str(int(time.time() // DAY_SECONDS)))
+    config.addinivalue_line("markers", "whole(reason): slow by construction, and left to make test-whole")
+    config.stash[_LEFT] = Counter()
+    os.environ.setdefault(VARIABLE, str(seed_of_commit()))  # workers of xdist inherit it
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--whole"):
         return
-    named = {argument.split("::", 1)[-1] for argument in config.args if "[" in argument}
+    named = {argument.split("::", 1)[-1] for argument in config.args if "::" in argument}
     sweeps: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("sweep") and item.nodeid.split("::", 1)[-1] not in named:
-            sweeps[item.nodeid.split("[")[0]].append(item)
-    day = int(os.environ[VARIABLE])
     left = set()
+    for item in items:
+        name = item.nodeid.split("::", 1)[-1]
+        if name in named:
+            continue
+        if (marker := item.get_closest_marker("whole")) and name.split("[")[0] not in named:
+            config.stash[_LEFT][marker.args[0]] += 1
+            left.add(item)
+        elif item.get_closest_marker("sweep"):
+            sweeps[item.nodeid.split("[")[0]].append(item)
     for values in sweeps.values():
         [parts] = {item.get_closest_marker("sweep").kwargs["parts"] for item in values}  # type: ignore[union-attr]
-        taken = part_of(len(values), parts, day)
+        taken = part_of(len(values), parts, int(os.environ[VARIABLE]))
         mixed = sorted(values, key=lambda item: crc32(item.name.encode()))  # else a part may be one of two types, say
         left |= {item for place, item in enumerate(mixed) if place not in taken}
     if left:
         config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["left"] = dict(session.config.stash[_LEFT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take what a worker of xdist left: each has collected all tests."""
+    node.config.stash[_LEFT] = Counter(getattr(node, "workeroutput", {}).get("left", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left := config.stash[_LEFT]:
+        terminalreporter.section(f"{left.total()} tests left to make test-whole, by reason")
+        for reason, count in left.most_common():
+            terminalreporter.write_line(f"{count} left: {reason}")

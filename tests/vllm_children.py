@@ -15,15 +15,15 @@ from rlhfspec.engine.vllm.finding import INSTALL_VLLM, find_python
 from rlhfspec.engine.vllm.from_job import NO_DRAFTS, drafts_right
 from rlhfspec.engine.vllm.process import VllmProcess
 
-NEEDED = "RLHFSPEC_TESTS_NEED_VLLM"  # in the environment: without vLLM its tests fail, not skip
+NEEDED = "RLHFSPEC_TESTS_NEED_VLLM"  # in the environment of `make test-vllm`: without vLLM its tests fail
 STEP_SECONDS = 120.0
 
 
 def python_with_vllm() -> Path:
+    if not os.environ.get(NEEDED):
+        pytest.skip("with vLLM: make test-vllm")
     python = find_python(None)
-    if python is None:
-        (pytest.fail if os.environ.get(NEEDED) else pytest.skip)(INSTALL_VLLM)
-        raise AssertionError
+    assert python is not None, INSTALL_VLLM
     return python
 
 

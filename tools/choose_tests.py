@@ -5,12 +5,10 @@
     python tools/choose_tests.py --run -n 2 -- libs/rlhfspec/errors.py
 
 A test file is chosen when it changed itself, or when something changed that it imports: a module of ours or one of the
-modules beside the tests, directly or through others, at the top of a file or within a function. What a command imports
-only when it is called (an import within a function of `rlhfspec.cli`) counts for the tests that call it alone: those
-that import its module, and those that import the whole command line and hold the command's name as a text, as "run".
-A module that none imports, for a table names it (as drafters), counts for all tests of its room too. A file that is no
-Python counts for the package it lies in (sources of native kernels, the dashboard's pages), elsewhere for the files
-that name it or its folder. What every test depends on (`FOR_ALL`) chooses all.
+modules beside the tests, directly or through others, at the top of a file or within a function. A module that none
+imports, for a table names it (as drafters), counts for all tests of its room too. A file that is no Python counts for
+the package it lies in (sources of native kernels, the dashboard's pages), elsewhere for the files that name it or its
+folder. What every test depends on (`FOR_ALL`) chooses all.
 """
 
 from __future__ import annotations
@@ -33,9 +31,8 @@ BESIDE = ("tests", "e2e", "tools", "charts")  # where `import name` finds what i
 TIERS = ("tests/unit", "tests/torch")
 FOR_ALL = (
     "pyproject.toml", "constraints.txt",
-    *(f"tests/{name}.py" for name in ("asked_once", "conftest", "sweeps", "tiers")),
+    *(f"tests/{name}.py" for name in ("asked_once", "conftest", "on_device", "sweeps", "tiers")),
 )  # fmt: skip
-COMMANDS, COMMAND_LINE = ("rlhfspec.cli", "rlhfspec.bench.commands"), "rlhfspec.cli.main"
 DOCSTRINGS = "tests/processes/house/test_docstrings.py::test_module_imports_and_its_examples_are_true"
 
 
@@ -83,27 +80,11 @@ class Choice:
 
 
 class Repository:
-    """`graph`: of the modules of ours, as grimp builds it; what commands import when they are called is taken out."""
+    """`graph`: of the modules of ours, as grimp builds it."""
 
     def __init__(self, root: Path, graph: grimp.ImportGraph) -> None:
         self.root = root
         self.graph = graph
-        self._called: dict[str, set[str]] = {}  # what each command's module imports only so
-        self._names: dict[str, set[str]] = {}  # how commands of the module may be called
-        for module in sorted(graph.modules):
-            if module.startswith(tuple(f"{each}." for each in COMMANDS)):
-                self._take_out(module)
-
-    def _take_out(self, module: str) -> None:
-        files = [self.root / root / f"{module.replace('.', '/')}.py" for root in CODE_ROOTS]
-        tree = next((ast.parse(file.read_text()) for file in files if file.exists()), ast.Module([], []))
-        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-        within = {name for each in functions for node in ast.walk(each) for name in _imported(node)}
-        at_once = {name for node in tree.body if node not in functions for name in _imported(node)}
-        self._called[module] = (within - at_once) & self.graph.find_modules_directly_imported_by(module)
-        self._names[module] = {each.name.replace("_", "-") for each in functions} | {module.rpartition(".")[2]}
-        for imported in self._called[module]:
-            self.graph.remove_import(importer=module, imported=imported)
 
     @cached_property
     def sources(self) -> dict[Path, Source]:
@@ -149,28 +130,12 @@ class Repository:
             whole = path.suffix != ".py" or path.name == "__init__.py"  # it runs before whatever the package holds
             within = {module, *(self.graph.find_descendants(module) if whole else ())}
             reached |= within.union(*(self.graph.find_downstream_modules(name) for name in within))
-            reached |= self._callers(reached)
-            if not self.graph.find_modules_that_directly_import(module) and not self._callers(within):
+            if not self.graph.find_modules_that_directly_import(module):
                 reached |= {test for test in self.tests if test.parent.name in module.split(".")[1:-1]}
         elif path.suffix != ".py":
             names = {path.name, path.parent.name} - {""}
             reached |= {each.path for each in self.sources.values() if names & each.words}
         return self._with_importers(reached)
-
-    def _callers(self, reached: set[str | Path]) -> set[str | Path]:
-        """The commands that import it when they are called, through each other too, and the tests that call them by
-        name."""
-        commands: set[str | Path] = set()
-        while more := {
-            module
-            for module, imported in self._called.items()
-            if module not in reached | commands and not imported.isdisjoint(reached | commands)
-        }:
-            commands |= more
-        beside_it = {module for module in self._called if module in reached and not module.startswith(COMMANDS[0])}
-        names = set[str]().union(*(self._names[str(module)] for module in commands | beside_it))
-        beside = self._with_importers({COMMAND_LINE}) if names else set()
-        return commands | {each for each in self.sources if each in beside and self.sources[each].words & names}
 
     def _with_importers(self, reached: set[str | Path]) -> set[str | Path]:
         """And the files that import it, through each other too."""
@@ -210,11 +175,6 @@ class Repository:
                 if (self.root / path).exists():
                     return path
         return None
-
-
-def _bare(decorator: ast.expr) -> str:
-    """Without what it is called with."""
-    return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
 
 
 def _arguments(tree: ast.AST) -> frozenset[str]:
@@ -285,7 +245,7 @@ def main() -> int:
     print(choice, flush=True)
     if not given.run or not choice.arguments:
         return 0
-    pytest = [sys.executable, "-m", "pytest", "-q", "-n", given.workers, "--dist", "loadscope", *choice.arguments]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-n", given.workers, "--dist", "worksteal", *choice.arguments]
     return subprocess.run(pytest, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
 
 

@@ -53,7 +53,7 @@ def struck_at_its_ends(folder: Path) -> None:
     assert run.struck.total() >= 3
 
 
-@pytest.mark.sweep(parts=2)
+@pytest.mark.whole("a run under faults")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("faults", [killed, killed_in_moves, joined, struck_at_its_ends])
 def test_a_run_under_faults_is_the_run_without_them(faults: Callable[[Path], None], tmp_path: Path) -> None:

@@ -1,26 +1,21 @@
-"""A change chooses the tests that what changed can break, and no others."""
+"""A change chooses the tests that what changed can break, and no others; so it does the slow suites."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import choose_tests
 import grimp
 import pytest
+import suites
 from choose_tests import Repository, choose
 from places import ROOT
+from suites import Suite
 
-# b imports a, c imports b; d is alone; a command imports e when it is called.
-# What is in tests/ leads there directly, through a helper, or through a fixture.
+# b imports a, c imports b; d is alone. What is in tests/ leads there directly, through a helper, or through a fixture.
 MODULES = {"rlhfspec.room.b": ["rlhfspec.room.a"], "rlhfspec.room.c": ["rlhfspec.room.b"], "rlhfspec.other.d": []}
-MODULES |= {
-    "rlhfspec.other.e": [],
-    "rlhfspec.cli.main": ["rlhfspec.cli.show"],
-    "rlhfspec.cli.show": ["rlhfspec.other.e"],
-    "rlhfspec.bench.commands.weigh": ["rlhfspec.bench.scale"],  # main finds it by an entry point
-    "rlhfspec.bench.scale": [],
-}
-PACKAGES = ("rlhfspec.room", "rlhfspec.other", "rlhfspec.cli", "rlhfspec.bench", "rlhfspec.bench.commands")
+PACKAGES = ("rlhfspec.room", "rlhfspec.other")
 FILES = {
     "libs/rlhfspec/room/__init__.py": "",
     "libs/rlhfspec/room/a.py": "",
@@ -28,11 +23,6 @@ FILES = {
     "libs/rlhfspec/room/c.py": "",
     "libs/rlhfspec/room/csrc/a.cpp": "",
     "libs/rlhfspec/other/d.py": "",
-    "services/rlhfspec/cli/main.py": "from rlhfspec.cli import show\n",
-    "services/rlhfspec/cli/show.py": "def show_it():\n    from rlhfspec.other import e\n",
-    "bench/src/rlhfspec/bench/commands/weigh.py": "def weigh_it():\n    from rlhfspec.bench import scale\n",
-    "bench/src/rlhfspec/bench/scale.py": "",
-    "libs/rlhfspec/other/e.py": "",
     "docs/d.md": "",
     "pyproject.toml": "",
     "tests/helper.py": "from rlhfspec.room import c\n",
@@ -48,13 +38,9 @@ FILES = {
     "tests/torch/room/test_helped.py": "import second\ndef test_it(): ...\n",
     "tests/torch/room/test_made.py": "def test_it(made_of_it): ...\n",
     "tests/torch/other/test_d.py": "import rlhfspec.other.d\nPAGE = 'd.md'\ndef test_it(plain): ...\n",
-    "tests/app.py": "from rlhfspec.cli import main\n",
-    "tests/unit/cli/test_show.py": "import app\nCOMMAND = ['show-it']\n",
-    "tests/unit/cli/test_other.py": "import app\nCOMMAND = ['hide-it']\n",
-    "tests/unit/cli/test_weigh.py": "import app\nCOMMAND = ['weigh-it']\n",
-    "tests/unit/cli/test_directly.py": "from rlhfspec.cli.show import show_it\n",
     "tests/runs/room/test_run.py": "import rlhfspec.room.a\ndef test_it(): ...\n",
 }
+ALL = {"a", "c", "helped", "made", "d"}
 
 
 @pytest.fixture
@@ -75,24 +61,16 @@ def chosen(repository: Repository, *changed: str) -> set[str]:
     return {path.stem.removeprefix("test_") for path in choose(repository, map(Path, changed)).files}
 
 
-ALL = {"a", "c", "helped", "made", "d", "show", "other", "weigh", "directly"}
-
-
 @pytest.mark.parametrize(
     ("changed", "wanted"),
     [
         ("libs/rlhfspec/room/a.py", {"a", "c", "helped", "made"}),
         ("libs/rlhfspec/room/b.py", {"c", "helped", "made"}),
         ("libs/rlhfspec/other/d.py", {"d"}),
-        ("libs/rlhfspec/other/e.py", {"show", "directly"}),
-        ("services/rlhfspec/cli/show.py", {"show", "other", "weigh", "directly"}),
-        ("bench/src/rlhfspec/bench/commands/weigh.py", {"weigh"}),
-        ("bench/src/rlhfspec/bench/scale.py", {"weigh"}),
         ("libs/rlhfspec/room/__init__.py", {"a", "c", "helped", "made"}),
         ("libs/rlhfspec/room/csrc/a.cpp", {"a", "c", "helped", "made"}),
         ("libs/rlhfspec/room/gone.py", set()),
         ("tests/helper.py", {"helped", "made"}),
-        ("tests/second.py", {"helped"}),
         ("tests/unit/room/test_c.py", {"c"}),
         ("tests/runs/room/test_run.py", set()),
         ("docs/d.md", {"d"}),
@@ -103,35 +81,58 @@ ALL = {"a", "c", "helped", "made", "d", "show", "other", "weigh", "directly"}
 )
 def test_what_a_change_chooses(repository: Repository, changed: str, wanted: set[str]) -> None:
     assert chosen(repository, changed) == wanted
-
-
-def test_several_changes_choose_what_each_does(repository: Repository) -> None:
-    assert chosen(repository, "tests/second.py", "libs/rlhfspec/other/d.py") == {"helped", "d"}
-
-
-def test_one_line_says_which_and_why(repository: Repository) -> None:
-    choice = choose(repository, map(Path, ["libs/rlhfspec/room/b.py", "tests/runs/room/test_run.py"]))
-    assert str(choice) == (
-        "3 test files, for libs/rlhfspec/room/b.py: torch/room: helped made; unit/room: c"
-        "; the examples of 1 modules; left to make test: tests/runs/room/test_run.py"
-    )
-    assert choice.arguments[-2:] == ["tests/unit/room/test_c.py", f"{choose_tests.DOCSTRINGS}[rlhfspec.room.b]"]
+    assert chosen(repository, changed, "tests/second.py") == wanted | {"helped"}
 
 
 def test_of_this_repository() -> None:
     """By the graph that `make test-fast` builds."""
     repository = Repository(ROOT, grimp.build_graph("rlhfspec", cache_dir=None))
-    assert {"drafting/acceptance", "operator/operator_world"} <= {
-        f"{path.parent.name}/{path.stem.removeprefix('test_')}" for path in repository.tests
-    }
-    assert chosen(repository, "operators/rlhfspec/operator/deciding/times.py") >= {
-        "operator_reconcile",
-        "operator_world",
-    }
+    times = chosen(repository, "operators/rlhfspec/operator/deciding/times.py")
+    assert times >= {"operator_reconcile", "operator_world"}
     assert "operator_world" not in chosen(repository, "libs/rlhfspec/engine/core.py")
     assert {"suffix", "selector"} <= chosen(repository, "libs/rlhfspec/engine/drafting/suffix.py"), "a table names it"
-    native = chosen(repository, "kernels/rlhfspec/kernels/cpu/csrc/draft.cpp")
-    assert {"draft_native", "engine", "cpu_build"} <= native
-    assert "operator_world" not in native
     assert "losses" in chosen(repository, "tests/data/learning_numbers.json")
     assert (ROOT / choose_tests.DOCSTRINGS.split("::")[0]).exists()
+    for name, suite in suites.SUITES.items():
+        assert suite.is_nightly or name == "slow" or suite.files(ROOT), name
+
+
+SUITE = Suite("it", tests=("tests/*/*/test_*.py",), text="def test_it", modules=("rlhfspec.other.d",), folders=("e/",))
+
+
+@pytest.mark.parametrize(
+    ("suite", "changed", "wanted"),
+    [
+        (Suite("all", tests=("tests/*/*/test_*.py",)), "libs/rlhfspec/room/b.py", {"c", "helped", "made", "run"}),
+        (Suite("torch", tests=("tests/torch/*/test_*.py",)), "libs/rlhfspec/room/b.py", {"helped", "made"}),
+        (Suite("all", tests=("tests/*/*/test_*.py",)), "services/rlhfspec/dashboard/pages.py", set()),
+        (Suite("all", tests=("tests/*/*/test_*.py",)), "docs/job.md", set()),
+        (SUITE, "libs/rlhfspec/room/b.py", {"c", "helped", "made"}),
+        (SUITE, "libs/rlhfspec/other/d.py", ALL | {"run"}),
+        (SUITE, "e/f", ALL | {"run"}),
+        (SUITE, "constraints.txt", ALL | {"run"}),
+    ],
+)
+def test_what_a_change_makes_due_of_a_suite(
+    repository: Repository, suite: Suite, changed: str, wanted: set[str]
+) -> None:
+    due = suites.due_files(suite, repository, [Path(changed)])
+    assert {path.stem.removeprefix("test_") for path in due} == wanted
+    assert set(due.values()) <= {Path(changed)}
+
+
+def test_a_suite_that_is_not_known_to_have_passed_is_due(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **how: subprocess.CompletedProcess([], 128, ""))
+    monkeypatch.setitem(suites.SUITES, "it", SUITE)
+    for passed in ("", "0123abcd"):
+        assert len(suites.due("it", repository, passed)[0]) == len(ALL) + 1
+    monkeypatch.setattr(subprocess, "run", lambda *_, **how: subprocess.CompletedProcess([], 0, "README.md\0"))
+    assert suites.due("it", repository, "0123abcd") == ([], "nothing that it reaches has changed since 0123abcd")
+
+
+def test_what_came_of_a_suite_is_counted(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text('<testsuites><testsuite tests="7" skipped="2" failures="1" errors="1"/></testsuites>')
+    assert suites.counts_of(report) == {"passed": 3, "skipped": 2, "failed": 2}
