@@ -1,12 +1,12 @@
 """Weights of one trainer for several receivers, each a process: `python bench/weights.py`.
 
-Ways: `file`, a store on /dev/shm; `grpc`, passed on from receiver to receiver; `direct`, gRPC without passing on;
-`tls`, `grpc` with certificates on both sides; `group`, a process group (gloo) while the version is put for gRPC. Ways
-take turns; medians over turns, after two of each that are not counted, because memory is used again only then.
-`seconds` are from the record's coming to the last receiver's having checked tensors. `each` is what one receiver takes
-in a second (the median one), `all` what all of them take together, `link` what leaves the trainer meanwhile. `whole` is
-from the beginning of the put to the last receiver's having checked tensors: with `group` the put sends, too. A `peak`
-is what a process took beside what it had when the turn began, the most of all turns, cold ones too.
+Ways: `file`, a store on /dev/shm; `grpc`, from the trainer to each; `tls`, `grpc` with certificates on both sides;
+`group`, a process group (gloo) while the version is put for gRPC. Ways take turns; medians over turns, after two of
+each that are not counted, because memory is used again only then. `seconds` are from the record's coming to the last
+receiver's having checked tensors. `each` is what one receiver takes in a second (the median one), `all` what all of
+them take together, `link` what leaves the trainer meanwhile. `whole` is from the beginning of the put to the last
+receiver's having checked tensors: with `group` the put sends, too. A `peak` is what a process took beside what it had
+when the turn began, the most of all turns, cold ones too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 from rlhfspec.kernels.malloc import tune_malloc
 
-WAYS = ("file", "grpc", "direct", "tls", "group")
+WAYS = ("file", "grpc", "tls", "group")
 NUM_TENSORS = 100
 NUM_COLD = 2
 KEEP = 1  # all ways are in memory at once: 4 GB for each of gRPC
@@ -245,8 +245,7 @@ def make_store(*, stage: str, way: str, folder: Path, trainer: str | None, size:
         trainer_address=None if stage == "trainer" else lambda: trainer,
         credentials=channel_credentials(files, stage) if way == "tls" else None,
     )
-    if stage == "trainer" or way != "direct":
-        store.add_to(server, f"{HOST}:{port}")
+    store.add_to(server)
     if way == "group":
         store = ByGroup(store, None if stage == "trainer" else trainer, server, f"{HOST}:{port}")
         server.start()

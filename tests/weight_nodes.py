@@ -20,9 +20,7 @@ LOOPBACK = "127.0.0.1"
 class Node:
     """A store and the server that gives away what it has."""
 
-    def __init__(
-        self, *, server_credentials: grpc.ServerCredentials | None = None, serves: bool = True, **settings: Any
-    ) -> None:
+    def __init__(self, *, server_credentials: grpc.ServerCredentials | None = None, **settings: Any) -> None:
         self.store = GrpcWeightStore(**{"keep": 2, "fetch_seconds": 20.0} | settings)
         self.pool = ThreadPoolExecutor(8)
         self.server = grpc.server(self.pool, options=[("grpc.so_reuseport", 0)])
@@ -32,8 +30,7 @@ class Node:
         else:
             port = self.server.add_secure_port(bind, server_credentials)
         self.address = f"{LOOPBACK}:{port}"
-        if serves:
-            self.store.add_to(self.server, self.address)
+        self.store.add_to(self.server)
         self.server.start()
 
     def close(self) -> None:

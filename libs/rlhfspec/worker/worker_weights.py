@@ -43,7 +43,7 @@ class WorkerWeights:
         self._hearing: asyncio.Task[None] | None = None
         if WEIGHT_STORES[connections.weights].is_served and self._stage in ("trainer", *READERS):
             self._store = self._served = self._make()
-            self._served.add_to(health.server, health.grpc_address)
+            self._served.add_to(health.server)
         self.told: Callable[[str, float], None] = lambda *_: None  # a version's way, and its seconds
         self.group: WeightGroup | None = None
         if self._stage in ("trainer", "generator") and job.spec.roles.generator.weights != "store":
@@ -111,7 +111,8 @@ class WorkerWeights:
         return trainer.grpc_address if trainer else None
 
     def _peer_addresses(self) -> list[str]:
-        return [info.grpc_address for info in list(self._infos.values()) if info.stage in READERS]
+        others = {key: info for key, info in list(self._infos.items()) if key != (self._stage, self._bus.worker)}
+        return [info.grpc_address for info in others.values() if info.stage in READERS]
 
     async def _hear(self) -> None:
         inbox = await self._bus.subscribe(WorkerInfo)

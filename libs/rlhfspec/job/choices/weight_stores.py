@@ -43,7 +43,7 @@ WEIGHT_STORES = Registry(
     ),
     WeightStoreEntry(
         name="grpc",
-        about="a stream from the trainer, passed on by each process that receives it",
+        about="a stream from the trainer to each process",
         between="processes of several machines",
         make=f"{_WEIGHTS}.grpc:make_store",
         is_served=True,

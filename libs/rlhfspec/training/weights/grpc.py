@@ -1,5 +1,5 @@
-"""Weights between machines: the trainer keeps versions in memory, and whoever needs one takes it over gRPC, from the
-trainer or from a peer that has it already or is just receiving it.
+"""Weights between machines: the trainer keeps versions in memory, and whoever needs one takes it from there over gRPC,
+or from a peer that has what the trainer has not.
 
 Example, trainer and receiver in one process:
     >>> from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +7,7 @@ Example, trainer and receiver in one process:
     >>> trainer = GrpcWeightStore(keep=2)
     >>> server = grpc.server(ThreadPoolExecutor(8))
     >>> address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    >>> trainer.add_to(server, address)
+    >>> trainer.add_to(server)
     >>> server.start()
     >>> record = trainer.put("sums", "policy", 1, {"weight": torch.ones(2)})
     >>> generator = GrpcWeightStore(keep=2, trainer_address=lambda: address)
@@ -26,20 +26,18 @@ from collections.abc import Callable, Collection, Iterable
 import grpc
 import torch
 
-from rlhfspec.common.awake_clock import AwakeClock
-from rlhfspec.errors import WeightsVersionError
 from rlhfspec.messages.records import Role, Weights
 from rlhfspec.messages.servers.credentials.certificates import channel_credentials
-from rlhfspec.training.weights.base import StateDict, StorePlace, not_kept, weights_record
-from rlhfspec.training.weights.grpc_client import TICK_SECONDS, GrpcWeightClient, Patience
+from rlhfspec.training.weights.base import StateDict, StorePlace, not_kept, refuse_other, weights_record
+from rlhfspec.training.weights.grpc_client import GrpcWeightClient
 from rlhfspec.training.weights.grpc_fetch import Fetch
 from rlhfspec.training.weights.grpc_server import GrpcWeightServer
-from rlhfspec.training.weights.kept import KeptVersions, Version
-from rlhfspec.training.weights.packed import machine_memory
+from rlhfspec.training.weights.kept import KeptVersions, Key
+from rlhfspec.training.weights.packed import PackedWeights, machine_memory, pack
 
 __all__ = ["GrpcWeightStore", "channel_credentials"]
 _SCHEME = "grpc:"
-_STALL_SECONDS = 5.0  # five signs of life that did not come
+_STALL_SECONDS = 5.0
 _FETCH_SECONDS = 60.0  # a trainer that is restarted is back by then
 
 
@@ -68,21 +66,25 @@ class GrpcWeightStore:
         self._trainer_address = trainer_address
         self._peer_addresses = peer_addresses
         self._fetch_seconds = fetch_seconds
-        self._stall_seconds = stall_seconds
-        self._address = ""  # of this process's server
         self._closed = threading.Event()
         self._kept = KeptVersions(keep)
+        self._fetching: dict[Key, threading.Lock] = {}
         self._server = GrpcWeightServer(self._kept, readers=readers)
-        most = machine_memory() if max_bytes is None else max_bytes
-        self._client = GrpcWeightClient(credentials, most, server_name)
+        self._client = GrpcWeightClient(
+            credentials=credentials,
+            server_name=server_name,
+            max_bytes=machine_memory() if max_bytes is None else max_bytes,
+            stall_seconds=stall_seconds,
+            closed=self._closed,
+            buffers=self._kept.buffers,
+        )
 
-    def add_to(self, server: grpc.Server, address: str) -> None:
-        """Serves what is here from the process's gRPC server. `address`: host:port where others reach that."""
+    def add_to(self, server: grpc.Server) -> None:
+        """Serve what is here from the process's gRPC server."""
         self._server.add_to(server)
-        self._address = address
 
     @property
-    def sent(self) -> Counter[tuple[str, str, int]]:
+    def sent(self) -> Counter[Key]:
         """Bytes that left this process, by (job, role, version)."""
         return self._server.sent
 
@@ -94,51 +96,39 @@ class GrpcWeightStore:
     def close(self) -> None:
         """Whoever waits in `get` has a WeightsVersionError within a second. The server is its owner's to stop."""
         self._closed.set()
-        self._server.close()
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
-        packed = self._kept.put((job, role, version), state_dict)
+        key = (job, role, version)
+        self._kept.make_room(key)
+        packed = pack(job, role, version, state_dict, self._kept.buffers)
+        self._kept.add(key, packed)
         return weights_record(job, role, version, uri=f"{_SCHEME}{role}/{version}", digest=packed.header.digest)
 
     def get(self, record: Weights) -> dict[str, torch.Tensor]:
-        patience = Patience(
-            clock=(clock := AwakeClock()),
-            deadline=clock.now() + self._fetch_seconds,
-            stall_seconds=self._stall_seconds,
-            closed=self._closed,
-        )
-        return self._version(record, patience).tensors(record)
-
-    def _version(self, record: Weights, patience: Patience) -> Version:
-        """Kept, fetched by another thread, or fetched now."""
         key = (record.job, record.role, record.version)
-        if self._trainer_address is None:
-            if (own := self._kept.find(key)) is None:
-                raise not_kept(record, self._kept.newest(record.job, record.role))
-            return own
-        while True:
-            version, is_mine = self._kept.expect(key)
-            if is_mine:
-                return self._fetch(record, version, patience, self._trainer_address)
-            while not version.ended(TICK_SECONDS):
-                if patience.is_over:
-                    raise WeightsVersionError(record.version, 0, f"{record.uri} still arrives, in another thread")
-            if version.state == "whole":
-                return version
+        packed = self._kept.find(key) or self._fetched(key, record)
+        refuse_other(record.uri, packed.header.digest, record)
+        return packed.tensors()
 
-    def _fetch(
-        self, record: Weights, version: Version, patience: Patience, trainer_address: Callable[[], str | None]
-    ) -> Version:
-        return Fetch(
+    def _fetched(self, key: Key, record: Weights) -> PackedWeights:
+        """Threads that want the same version share one fetch."""
+        if self._trainer_address is None:
+            raise not_kept(record, self._kept.newest(record.job, record.role))
+        fetch = Fetch(
             record,
-            version,
-            kept=self._kept,
-            client=self._client,
-            trainer_address=trainer_address,
+            self._client,
+            trainer_address=self._trainer_address,
             peer_addresses=self._peer_addresses,
-            own_address=self._address,
-            patience=patience,
-        ).run()
+            wait_seconds=self._fetch_seconds,
+        )
+        with self._fetching.setdefault(key, threading.Lock()):
+            packed = self._kept.find(key)
+            if packed is None:
+                self._kept.make_room(key)
+                packed = fetch.run()
+                self._kept.add(key, packed)
+        self._fetching.pop(key, None)
+        return packed
 
 
 def make_store(place: StorePlace) -> GrpcWeightStore:

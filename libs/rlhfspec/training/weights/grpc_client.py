@@ -1,4 +1,4 @@
-"""Takes a version of weights from one address, as far as that goes; whom to ask next is the store's affair."""
+"""Takes a version of weights from one address; whom to ask next is the affair of grpc_fetch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import grpc
 from rlhfspec.common.awake_clock import AwakeClock
 from rlhfspec.errors import MalformedRecord
 from rlhfspec.messages.records import Weights
+from rlhfspec.training.weights.buffers import Buffers
 from rlhfspec.training.weights.grpc_messages import METHOD, PIECE_BYTES, SERVICE, WeightsAnswer, WeightsRequest, parse
-from rlhfspec.training.weights.kept import Version
-from rlhfspec.training.weights.packed import MAX_HEADER_BYTES, WeightsHeader
+from rlhfspec.training.weights.packed import MAX_HEADER_BYTES, GrowingDigest, PackedWeights, WeightsHeader
 
 TICK_SECONDS = 0.25
 OPTIONS = (
@@ -26,26 +26,13 @@ OPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchOutcome:
-    """`whole`: all bytes are there. `wrong`: they, or what was said of them, are not what was announced."""
+    """What one attempt brought. `packed`: only of `whole`. `wrong`: bytes, or what was said of them, that are not what
+    was announced. `other`: a version of another digest. `have`: the newest version of who misses this one."""
 
-    kind: Literal["whole", "ask", "missing", "busy", "failed", "wrong", "other"]
+    kind: Literal["whole", "missing", "busy", "failed", "wrong", "other"]
     problem: str = ""
-    peer: str = ""
     have: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """`stall_seconds`: for the next sign of life; `deadline`: on `clock`, for all; `closed` ends everything."""
-
-    clock: AwakeClock
-    deadline: float
-    stall_seconds: float
-    closed: threading.Event
-
-    @property
-    def is_over(self) -> bool:
-        return self.closed.is_set() or self.clock.now() > self.deadline
+    packed: PackedWeights | None = None
 
 
 def channel_to(
@@ -62,25 +49,25 @@ def channel_to(
     return grpc.secure_channel(target, credentials, options=(*options, *named))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcWeightClient:
-    """`server_name`: in the certificate of whoever is asked; None: the address is."""
+    """`server_name`: in the certificate of whoever is asked; None: the address is. A stream that is silent for
+    `stall_seconds` is given up, and every stream once `closed` is set."""
 
-    def __init__(
-        self, credentials: grpc.ChannelCredentials | None, max_bytes: int, server_name: str | None = None
-    ) -> None:
-        self._credentials = credentials
-        self._server_name = server_name
-        self._max_bytes = max_bytes
+    credentials: grpc.ChannelCredentials | None
+    server_name: str | None
+    max_bytes: int
+    stall_seconds: float
+    closed: threading.Event
+    buffers: Buffers
 
-    def take(
-        self, address: str, request: WeightsRequest, record: Weights, version: Version, patience: Patience
-    ) -> FetchOutcome:
-        """Into `version`, after what is there already."""
-        with channel_to(address, self._credentials, self._server_name, OPTIONS) as channel:
+    def take(self, address: str, record: Weights) -> FetchOutcome:
+        request = WeightsRequest(job=record.job, role=record.role, version=record.version)
+        with channel_to(address, self.credentials, self.server_name, OPTIONS) as channel:
             call = channel.unary_stream(f"/{SERVICE}/{METHOD}")(request.model_dump_json().encode())
-            with _watched(call, patience) as watch:
+            with self._watched(call) as watch:
                 try:
-                    return self._receive(_signs_of_life(call, watch), record, version)
+                    return self._receive(_counted(call, watch), record)
                 except MalformedRecord as error:
                     return FetchOutcome(kind="wrong", problem=f"{address}: {error.problem}")
                 except grpc.RpcError:
@@ -89,67 +76,66 @@ class GrpcWeightClient:
                 finally:
                     call.cancel()
 
-    def _receive(self, messages: Iterator[bytes], record: Weights, version: Version) -> FetchOutcome:
+    def _receive(self, messages: Iterator[bytes], record: Weights) -> FetchOutcome:
         answer = parse(WeightsAnswer, next(messages, b""))
         if answer.kind != "weights":
-            return FetchOutcome(kind=answer.kind, peer=answer.peer, have=answer.have)
-        header = WeightsHeader.parse(next(messages, b""), max_bytes=self._max_bytes)
+            return FetchOutcome(kind=answer.kind, have=answer.have)
+        header = WeightsHeader.parse(next(messages, b""), max_bytes=self.max_bytes)
         if (header.job, header.role, header.version) != (record.job, record.role, record.version):
             raise MalformedRecord(f"these are {header.job}/{header.role}/{header.version}"[:200])
         if header.digest != record.digest:
             return FetchOutcome(kind="other", problem=f"holds weights of digest {header.digest}, not {record.digest}")
-        if version.packed is None:
-            version.begin(header)
-        elif version.packed.header != header:
-            raise MalformedRecord("the header differs from that of the bytes that are here already")
+        packed = PackedWeights(header, self.buffers.take(header.num_bytes))
+        digest, num_bytes = GrowingDigest(packed), 0
         for piece in messages:
-            if version.num_bytes + len(piece) > header.num_bytes:
+            if num_bytes + len(piece) > header.num_bytes:
                 raise MalformedRecord(f"more than the {header.num_bytes} bytes that were promised")
-            version.add(piece)
-        if not version.is_complete:
-            raise MalformedRecord(f"ended after {version.num_bytes} of {header.num_bytes} bytes")
-        if not version.finish():
+            packed.memory[num_bytes : num_bytes + len(piece)] = piece
+            num_bytes += len(piece)
+            digest.advance(num_bytes)
+        if num_bytes < header.num_bytes:
+            raise MalformedRecord(f"ended after {num_bytes} of {header.num_bytes} bytes")
+        digest.advance(num_bytes)  # empty tensors, too
+        if digest.hexdigest() != record.digest:
             raise MalformedRecord(f"the bytes are not those of digest {record.digest}")
-        return FetchOutcome(kind="whole")
+        return FetchOutcome(kind="whole", packed=packed)
+
+    @contextmanager
+    def _watched(self, call: grpc.Call) -> Iterator[_Watch]:
+        """Cancel the call when the other side is silent for too long: a read of its own has no time limit."""
+        watch, clock = _Watch(), AwakeClock()
+
+        def run() -> None:
+            num_messages, since = 0, clock.now()
+            while not watch.done.wait(TICK_SECONDS):
+                now = clock.now()
+                if watch.num_messages != num_messages:
+                    num_messages, since = watch.num_messages, now
+                if self.closed.is_set():
+                    watch.gave_up = "closed"
+                elif now - since > self.stall_seconds:
+                    watch.gave_up = f"silent for {self.stall_seconds:g} s"
+                if watch.gave_up:
+                    call.cancel()
+                    return
+
+        thread = threading.Thread(target=run, name="weights-watch", daemon=True)
+        thread.start()
+        try:
+            yield watch
+        finally:
+            watch.done.set()
+            thread.join()
 
 
 class _Watch:
     def __init__(self) -> None:
-        self.num_signs = 0  # of life
+        self.num_messages = 0
         self.gave_up = ""
         self.done = threading.Event()
 
 
-def _signs_of_life(call: Iterator[bytes], watch: _Watch) -> Iterator[bytes]:
+def _counted(call: Iterator[bytes], watch: _Watch) -> Iterator[bytes]:
     for message in call:
-        watch.num_signs += 1
-        if message:
-            yield message
-
-
-@contextmanager
-def _watched(call: grpc.Call, patience: Patience) -> Iterator[_Watch]:
-    """Ends the call when the other side is silent for too long: a read of its own has no time limit."""
-    watch = _Watch()
-
-    def run() -> None:
-        signs, since = 0, patience.clock.now()
-        while not watch.done.wait(TICK_SECONDS):
-            now = patience.clock.now()
-            if watch.num_signs != signs:
-                signs, since = watch.num_signs, now
-            if now - since > patience.stall_seconds:
-                watch.gave_up = f"silent for {patience.stall_seconds:g} s"
-            elif patience.is_over:
-                watch.gave_up = "no time left"
-            if watch.gave_up:
-                call.cancel()
-                return
-
-    thread = threading.Thread(target=run, name="weights-watch", daemon=True)
-    thread.start()
-    try:
-        yield watch
-    finally:
-        watch.done.set()
-        thread.join()
+        watch.num_messages += 1
+        yield message

@@ -1,4 +1,4 @@
-"""Gives weights away: to whoever asks the trainer, once; to the others by those who have them."""
+"""Serves the versions of weights that a process has to whoever asks and may have them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import grpc
 
 from rlhfspec.errors import MalformedRecord
 from rlhfspec.training.weights.grpc_messages import METHOD, PIECE_BYTES, SERVICE, WeightsAnswer, WeightsRequest, parse
-from rlhfspec.training.weights.kept import KeptVersions, Version
+from rlhfspec.training.weights.kept import KeptVersions, Key
+from rlhfspec.training.weights.packed import PackedWeights
 
 log = logging.getLogger(__name__)
-LIFE_SIGN_SECONDS = 1.0  # between two, for those who wait for what this process waits for
 MAX_STREAMS = 4  # at once: each holds a thread of the server, which others need for health
 
 
@@ -26,35 +26,26 @@ class GrpcWeightServer:
         self._readers = readers
         self._free = threading.Semaphore(MAX_STREAMS)
         self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self.sent: Counter[tuple[str, str, int]] = Counter()  # bytes of each version
+        self.sent: Counter[Key] = Counter()  # bytes of each version
         self.refused: Counter[str] = Counter()  # requests, by reason
 
     def add_to(self, server: grpc.Server) -> None:
         method = grpc.unary_stream_rpc_method_handler(self._serve)  # without serializers: bytes as they are
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: method}),))
 
-    def close(self) -> None:
-        """Ends the streams that wait for what will not come."""
-        self._closed.set()
-
     def _serve(self, content: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         request = self._accepted(content, context)
-        version = self._kept.find((request.job, request.role, request.version))
-        if version is None or version.state == "lost" or (request.only_whole and version.state != "whole"):
+        key = (request.job, request.role, request.version)
+        packed = self._kept.find(key)
+        if packed is None:
             yield _said(WeightsAnswer(kind="missing", have=self._kept.newest(request.job, request.role)))
             return
-        if version.fanout is not None and not request.direct:
-            peer = version.fanout.source(request.address, lost=request.lost)
-            if peer is not None:
-                yield _said(WeightsAnswer(kind="ask", peer=peer))
-                return
         if not self._free.acquire(blocking=False):
             yield _said(WeightsAnswer(kind="busy"))
             return
         try:
             yield _said(WeightsAnswer(kind="weights"))
-            yield from self._stream(version, request.offset, context)
+            yield from self._stream(key, packed)
         finally:
             self._free.release()
 
@@ -74,29 +65,13 @@ class GrpcWeightServer:
         log.warning("weights refused to %s: %s", context.peer(), reason)
         context.abort(code, reason)
 
-    def _stream(self, version: Version, offset: int, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """The header, then pieces as they are there."""
-        while version.packed is None:
-            yield from self._patience(version, -1, context)
-        packed = version.packed
+    def _stream(self, key: Key, packed: PackedWeights) -> Iterator[bytes]:
         yield packed.header.model_dump_json().encode()
-        at, end, memory = offset, packed.header.num_bytes, packed.memory
-        while at < end:
-            if version.num_bytes <= at:
-                yield from self._patience(version, at, context)
-                continue
-            upto = min(at + PIECE_BYTES, version.num_bytes)
-            yield bytes(memory[at:upto])
+        for begin in range(0, packed.header.num_bytes, PIECE_BYTES):
+            piece = bytes(packed.memory[begin : begin + PIECE_BYTES])
+            yield piece
             with self._lock:
-                self.sent[version.key] += upto - at
-            at = upto
-
-    def _patience(self, version: Version, after: int, context: grpc.ServicerContext) -> Iterator[bytes]:
-        version.wait(LIFE_SIGN_SECONDS, after=after)
-        if version.state == "lost" or self._closed.is_set():
-            context.abort(grpc.StatusCode.ABORTED, "this version was lost here too")
-        if version.num_bytes <= after:
-            yield b""
+                self.sent[key] += len(piece)
 
 
 def _said(answer: WeightsAnswer) -> bytes:

@@ -3,17 +3,28 @@ generator asks what is to be done, does it, and says with its next question what
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from rlhfspec.messages.records import Role
-from rlhfspec.training.weights.grpc_messages import Address, WeightsMessage
+from rlhfspec.training.weights.grpc_messages import WeightsMessage
 
 GROUP_SERVICE, GROUP_METHOD = "rlhfspec.WeightsGroup", "GroupAsk"
 MAX_BYTES = 3 << 20  # of names and shapes; gRPC takes 4 MB
 MAX_ORDER_BYTES = 4 << 20
 MAX_MEMBERS = 1024
+_HOST_AND_PORT = re.compile(r"(?:[A-Za-z0-9]([A-Za-z0-9.-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
+
+
+def _host_and_port(address: str) -> str:
+    if not _HOST_AND_PORT.fullmatch(address):
+        raise ValueError("is no host:port")
+    return address
+
+
+Address = Annotated[str, AfterValidator(_host_and_port)]
 
 
 class Wish(WeightsMessage):
@@ -32,7 +43,13 @@ class GroupSaid(WeightsMessage):
 
 
 class GroupAsk(WeightsMessage):
-    """`member`: where others reach the process that asks. `said`: of the order that it had last."""
+    """`member`: where others reach the process that asks. `said`: of the order that it had last.
+
+    >>> parse(GroupAsk, b'{"member": "unix:/tmp/x", "wish": {"wants": true}}')
+    Traceback (most recent call last):
+        ...
+    rlhfspec.errors.MalformedRecord: malformed record: member: Value error, is no host:port
+    """
 
     member: Address
     wish: Wish
