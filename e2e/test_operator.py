@@ -30,8 +30,8 @@ from operators import (
     until,
     writes_of,
 )
-from promql import family, named_anywhere
 from redis.asyncio import Redis
+from scraping import family, named_anywhere
 from shared_servers import NO_REDIS, REDIS, SharedServers
 from verbs import bound, refused, unused
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from urllib.error import URLError
 
+from helm import CHART, ROOT
 from prometheus_client.parser import text_string_to_metric_families
-from promql import Labels
 
 from rlhfspec.messages.access.connecting import connect
 from rlhfspec.messages.access.connections import Connections
@@ -24,6 +25,7 @@ OF_LEARNING = {  # of a drafter
     "rlhfspec_generator_learning_seconds",
     "rlhfspec_generator_tokens_per_verification",
 }
+Labels = tuple[tuple[str, str], ...]  # sorted, with __name__
 Scrape = dict[Labels, float]
 
 
@@ -34,7 +36,7 @@ class Scraper:
         self._file = connections
         self._targets: dict[str, str] = {}
         self.scrapes: list[Scrape] = []
-        self.first: Scrape = {}  # what a process that is gone since had to say; not in the series
+        self.first: Scrape = {}  # what a process that is gone since had to say
 
     def look(self) -> dict[str, str]:
         """Who is there now, and where."""
@@ -60,10 +62,6 @@ class Scraper:
                 found |= samples_of(text, TARGET | {"pod": name, "instance": address})
         return found
 
-    def series(self) -> dict[Labels, list[float | None]]:
-        every = {labels for scrape in self.scrapes for labels in scrape}
-        return {labels: [scrape.get(labels) for scrape in self.scrapes] for labels in sorted(every)}
-
 
 def values_of(scrape: Scrape, name: str, **wanted: str) -> list[float]:
     """Of all series with these labels."""
@@ -84,6 +82,21 @@ def names_of(scrapes: list[Scrape]) -> set[str]:
     """Of what has a value; of a histogram both its own and those of its parts."""
     names = {dict(labels)["__name__"] for scrape in scrapes for labels in scrape}
     return names | {name.removesuffix("_bucket") for name in names if name.endswith("_bucket")}
+
+
+def named_anywhere() -> set[str]:
+    """Our metrics in the chart, its dashboards and rules, and the documents."""
+    files = [path for path in CHART.rglob("*") if path.suffix in (".yaml", ".json", ".tpl", ".txt")]
+    files += [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    return {name for path in files for name in re.findall(r"(?<!\w)rlhfspec_[a-z_]+", path.read_text())}
+
+
+def family(name: str) -> str:
+    """
+    >>> family("rlhfspec_queue_seconds_bucket"), family("rlhfspec_moves_total"), family("rlhfspec_step")
+    ('rlhfspec_queue_seconds', 'rlhfspec_moves', 'rlhfspec_step')
+    """
+    return re.sub(r"_(bucket|sum|count|total|created)$", "", name)
 
 
 async def _workers(connections: Connections) -> dict[str, str]:

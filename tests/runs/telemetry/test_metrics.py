@@ -1,9 +1,8 @@
 """Every metric that chart, dashboards, rules and documents name is served by some process of a run, with a value; and
-the rule of a broker that is lost over and over fires on what they serve, and not on less."""
+a broker that is lost over and over is counted as the rule about it says."""
 
 from __future__ import annotations
 
-import doctest
 import os
 import signal
 from collections import Counter
@@ -12,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import promql
 import pytest
 import yaml
 from advice import Adviser
 from faults.processes import named, slowed
 from helm import CHART
-from promql import Series, exceeding, family, named_anywhere, needs_promtool, promtool_alerts
 from runs import write_data, write_job
-from scraping import OF_LEARNING, TARGET, Scrape, Scraper, names_of, values_of
+from scraping import OF_LEARNING, TARGET, Scrape, Scraper, family, named_anywhere, names_of, values_of
 from started import PATIENCE_SECONDS, Started, caught, eventually
 
 from rlhfspec.telemetry.folder import read_spans
@@ -32,7 +29,7 @@ ALERTS = CHART / "files" / "alerts.yaml"
 BROKER_AWAY = "RLHFBrokerAway"
 LOSSES = 6
 STILL_SECONDS, MOMENT_SECONDS = 0.3, 0.03
-MANY = 6  # samples, of which one or the other may be finished, and its end not yet told
+MANY = 4  # samples, of which one or the other may be finished, and its end not yet told
 # The reward waits in each step until the test lets it go on.
 HELD = """
 import pathlib, time
@@ -52,6 +49,7 @@ SETTINGS = (
     "generation.maxTokens=448",
     "generation.ignoreEos=true",
     "generation.kvCacheTokens=65536",
+    "generation.maxSequences=4",  # else all end together, and all that was told of may be over when it is read
     "training.promptsPerStep=12",
     "training.steps=2",
     "failurePolicy.backoffSeconds=0.1",
@@ -72,7 +70,6 @@ class Watched:
     folder: Path
     killed: int  # the generator that was
     scrapes: Sequence[Scrape]
-    series: Series
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +99,7 @@ def watch(run: Started, job_file: Path) -> Watched:
         (job_file.parent / "go-on-1").touch()
         code, output = run.ended()
     assert code == 0, output
-    return Watched(run.folder, killed, [scraper.first, *scraper.scrapes], scraper.series())
+    return Watched(run.folder, killed, [scraper.first, *scraper.scrapes])
 
 
 def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper, go_on: Path) -> int:
@@ -162,10 +159,6 @@ def lose_the_servers(run: Started, scraper: Scraper) -> None:
     scraper.scrape()
 
 
-def test_the_examples_of_the_evaluator_are_true() -> None:
-    assert doctest.testmod(promql).failed == 0
-
-
 def test_every_metric_that_is_named_is_served_with_a_value(watched: Watched) -> None:
     """But what a drafter that learns tells: supervisor/test_processes_learning.py."""
     wanted = {name for name in named_anywhere() if not name.startswith("rlhfspec_operator_")} - OF_LEARNING
@@ -175,32 +168,14 @@ def test_every_metric_that_is_named_is_served_with_a_value(watched: Watched) -> 
     assert set(map(family, wanted)) == set(map(family, served)), "what is served is documented"
 
 
-FIRING = {**TARGET, "server": "nats"}
-# After how many losses; though every process loses the server each time.
-AWAY: list[tuple[int, list[dict[str, str]]]] = [(0, []), (1, []), (LOSSES, [FIRING]), (LOSSES + 1, [FIRING])]
-
-
-@pytest.mark.parametrize(("losses", "firing"), AWAY)
-def test_who_loses_a_server_more_than_five_times_is_told(
-    watched: Watched, losses: int, firing: list[dict[str, str]]
-) -> None:
-    assert exceeding(rule(BROKER_AWAY)["expr"], watched.series, at=losses) == firing
-
-
-@needs_promtool
-@pytest.mark.parametrize(("losses", "firing"), AWAY)
-def test_prometheus_thinks_so_too(watched: Watched, losses: int, firing: list[dict[str, str]], tmp_path: Path) -> None:
-    told = rule(BROKER_AWAY)
-    summary = told["annotations"]["summary"]
-    for label, value in FIRING.items():
-        summary = summary.replace("{{ $labels." + label + " }}", value)
-    action = told["annotations"]["action"].replace("{{ $labels.server }}", "nats")
-    expected = [
-        {"exp_labels": {**labels, **told["labels"]}, "exp_annotations": {"summary": summary, "action": action}}
-        for labels in firing
-    ]
-    complaint = promtool_alerts(ALERTS, BROKER_AWAY, watched.series, at=losses, expected=expected, folder=tmp_path)
-    assert complaint == ""
+def test_a_server_that_is_lost_more_than_five_times_is_told(watched: Watched) -> None:
+    """Whichever process counts most, though each loses the server every time."""
+    expression = rule(BROKER_AWAY)["expr"]
+    metric, bound = "rlhfspec_reconnects_total", float(expression.rpartition(">")[2])
+    assert expression == f"max by (namespace, rlhfjob, server) (increase({metric}[10m])) > {bound:g}"
+    most = [max(values_of(scrape, metric, **TARGET, server="nats")) for scrape in watched.scrapes[1:]]
+    assert most[0] == 0.0, "before the first loss"
+    assert most[1] <= bound < most[LOSSES]
 
 
 def test_what_a_killed_generator_had_was_in_vain_and_its_samples_traces_say_so(watched: Watched) -> None:

@@ -18,8 +18,7 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 from api_servers import kubeconfig
 from operator_world import SETTINGS, job_body
-from promql import family, named_anywhere
-from scraping import Scrape, names_of, samples_of, values_of
+from scraping import Scrape, family, named_anywhere, names_of, samples_of, values_of
 
 from rlhfspec.operator.deciding.times import text_of
 from rlhfspec.operator.lease import Lease
