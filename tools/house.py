@@ -21,7 +21,6 @@ TIERS = ("unit", "torch", "processes", "servers", "runs")
 MOST_LINES = 450
 MOST_LINES_OF_TESTS = 600
 MOST_LINES_OF_A_FUNCTION = 60
-MOST_NAMES_IN_THE_FIRST_HALL = 14
 COMMANDS = {
     "bench", "compare", "dashboard", "drafter", "explain-moves", "init", "models", "plan", "run", "schema", "simulate",
     "tiny", "top", "trace", "validate",
@@ -136,14 +135,6 @@ def files_are_small(house: House) -> Iterator[Fault]:
         most = MOST_LINES_OF_TESTS if "tests" in path.parts else MOST_LINES
         if (lines := len(house.text(path).splitlines())) > most:
             yield Fault(path, most, f"has {lines} lines, {most} are allowed: split it")
-
-
-def the_first_hall_is_small(house: House) -> Iterator[Fault]:
-    """A newcomer reads the names of libs/rlhfspec before anything else."""
-    hall = {path.parts[2] for path in house.code if path.parts[0] == "libs"}
-    if len(hall) > MOST_NAMES_IN_THE_FIRST_HALL:
-        most = f"{MOST_NAMES_IN_THE_FIRST_HALL} are allowed"
-        yield Fault(Path("libs/rlhfspec"), 1, f"has {len(hall)} names side by side, {most}: give them a room")
 
 
 def functions_are_short(house: House) -> Iterator[Fault]:
@@ -339,7 +330,6 @@ RULES: tuple[Callable[[House], Iterator[Fault]], ...] = (
     roots_are_one_namespace,
     packages_have_init,
     files_are_small,
-    the_first_hall_is_small,
     functions_are_short,
     test_files_have_tests,
     links_lead_somewhere,

@@ -29,15 +29,20 @@ def test_part_runs_through(part: str, tmp_path: Path) -> None:
     assert all(set(result) == {"part", "name", "value", "unit", "expected"} for result in results), results
 
 
-@pytest.mark.timeout(900)  # two children of vLLM, 12 s of a processor each
-def test_the_part_of_vllm_runs_through_or_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.whole("children of vLLM")
+@pytest.mark.skipif(find_python(None) is None, reason=INSTALL_VLLM)
+@pytest.mark.timeout(900)
+def test_the_part_of_vllm_runs_through(tmp_path: Path) -> None:
     day = Day.on("cpu", tmp_path / "day.jsonl")
-    if find_python(None) is not None:
-        gpu_day.run_all(["vllm"], day, minutes=14)
-        found = {result["name"]: result["value"] for result in day.results()}
-        assert found["arithmetic"] == "vllm-0.32-cpu"
-        assert found["samples other than our engine's"] == 0
-        assert min(found[f"{name}, 2 sequences"] for name in ("own", "vllm", "LLM.generate", "the law")) > 0
+    gpu_day.run_all(["vllm"], day, minutes=14)
+    found = {result["name"]: result["value"] for result in day.results()}
+    assert found["arithmetic"] == "vllm-0.32-cpu"
+    assert found["samples other than our engine's"] == 0
+    assert min(found[f"{name}, 2 sequences"] for name in ("own", "vllm", "LLM.generate", "the law")) > 0
+
+
+def test_without_vllm_its_part_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    day = Day.on("cpu", tmp_path / "day.jsonl")
     monkeypatch.setenv(VARIABLE, "/nowhere/python")
     gpu_day.run_all(["vllm"], day, minutes=2.5)
     assert (day.results()[-1]["name"], day.results()[-1]["value"]) == ("left out", INSTALL_VLLM)

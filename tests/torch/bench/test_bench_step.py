@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rlhfspec.bench.commands import bench
-from rlhfspec.bench.rivals.trl_worker import Stopwatch, _step, variety
+from rlhfspec.bench.rivals.trl_worker import _step
 from rlhfspec.bench.stepping import step as bench_step
 from rlhfspec.bench.stepping.report import render
 from rlhfspec.bench.stepping.results import Step, UnequalWork
@@ -107,14 +107,6 @@ def test_trl_stages_add_up_to_the_step() -> None:
     assert step["by_stage"] == {"generation": 3.0, "reward": 0.5, "reference": 1.5, "training": 4.0}
 
 
-def test_stopwatch_adds_up_and_forgets() -> None:
-    watch = Stopwatch()
-    twice = watch.around("twice", lambda value, *, plus: 2 * value + plus)
-    assert [twice(1, plus=1), twice(2, plus=0)] == [3, 4]
-    assert watch.read().keys() == {"twice"}
-    assert watch.read() == {}
-
-
 def test_a_python_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert bench_step.find_trl_python(None) is None
@@ -146,7 +138,3 @@ def test_ppo_is_ours_alone_and_trains_a_critic(tmp_path: Path) -> None:
         bench_step.measure_trl(settings)
     with pytest.raises(InvalidRequest, match="algorithm"):
         replace(SETTINGS, algorithm="dpo")
-
-
-def test_variety_tells_samples_apart() -> None:
-    assert variety("abab") < variety("abcd")

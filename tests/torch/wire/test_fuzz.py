@@ -1,9 +1,9 @@
 """Bytes that nobody made in good faith: a decoder answers with a record or with its own error, and nothing else.
 
-Each decoder is fed valid bytes that were damaged (flipped, cut, doubled, spliced), FUZZ_CASES of them: others in every
-run. A failure prints the seed and the bytes; FUZZ_SEED draws the same ones again. For a night:
+Each decoder is fed valid bytes that were damaged (flipped, cut, doubled, spliced), FUZZ_CASES of them: others for
+every commit. A failure prints the seed and the bytes; FUZZ_SEED draws the same ones again. For a night:
 
-    FUZZ_CASES=1000000 python -m pytest --timeout 0 tests/torch/wire/test_fuzz.py
+    FUZZ_CASES=1000000 FUZZ_SEED=7 python -m pytest --timeout 0 tests/torch/wire/test_fuzz.py
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -29,7 +28,7 @@ from rlhfspec.messages.transport import dead_letters
 from rlhfspec.messages.wire.codec import decode, encode
 
 CASES = int(os.environ.get("FUZZ_CASES", "12000"))
-SEED = int(os.environ.get("FUZZ_SEED", str(time.time_ns())))
+SEED = int(os.environ.get("FUZZ_SEED", os.environ["SWEEP"]))  # that of the commit
 
 
 MOVED_PROMPT = MovedPrompt(b"record", {"traceparent": "00-ab-cd-01", "": "\N{PILE OF POO}"}, 1.5)

@@ -1,41 +1,23 @@
-"""The pages a reader meets first: the README is short, and the index leads to every page, in an order."""
+"""The pages a reader meets first: the README shows what is printed, and the index leads to every page."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
-import pytest
 from places import ROOT
 from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
 
-README = (ROOT / "README.md").read_text().splitlines()
-
-
-def test_the_readme_is_short_and_starts_with_commands() -> None:
-    assert len(README) <= 90
-    first = next(number for number, line in enumerate(README, start=1) if line.startswith("make "))
-    assert first < 25
-    assert {"make demo", "make test"} <= {line.partition("  ")[0] for line in README}
-
 
 def test_the_readme_shows_what_validate_prints() -> None:
     """But for the data, which may be on this machine or not."""
+    readme = (ROOT / "README.md").read_text().splitlines()
     printed = CliRunner().invoke(app, ["validate", str(ROOT / "examples" / "grpo.yaml")]).output
     lines = [line for line in printed.splitlines()[1:] if line and not line.startswith("  data")]
     assert len(lines) >= 5
-    assert set(lines) <= set(README)
+    assert set(lines) <= set(readme)
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
-def test_the_index_leads_to_every_page(page: Path) -> None:
+def test_the_index_leads_to_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
-    assert page.name == "README.md" or f"({page.name})" in index
-
-
-def test_the_index_says_what_to_read_first() -> None:
-    steps = re.findall(r"^(\d+)\. \[[^\]]+\]\(([^)]+)\)", (ROOT / "docs" / "README.md").read_text(), re.MULTILINE)
-    assert [int(number) for number, _ in steps] == list(range(1, len(steps) + 1))
-    assert [page for _, page in steps[:3]] == ["overview.md", "getting-started.md", "tutorial.md"]
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert not {page for page in pages if f"({page})" not in index}
