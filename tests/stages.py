@@ -147,7 +147,7 @@ def reward_of(sample_id: str, value: float, *, error: str = "") -> Score:
 
 
 class FakeLearner:
-    """Its one weight is its version."""
+    """Its one weight is its version, and its log-probs are the generator's."""
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
@@ -157,7 +157,10 @@ class FakeLearner:
         self.version += 1
         self.learnt.append(rollouts)
         zeros = torch.zeros(rollouts.num_tokens)
-        return LearnReport(version=self.version, metrics={}, advantages=zeros, log_probs=zeros)
+        log_probs = rollouts.log_probs
+        return LearnReport(
+            version=self.version, metrics={}, advantages=zeros, log_probs=zeros, untempered_log_probs=log_probs
+        )
 
     def policy_state(self) -> dict[str, Any]:
         return {"w": torch.tensor([float(self.version)])}

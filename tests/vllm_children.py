@@ -75,18 +75,15 @@ class Children:
         assert not opened["problems"]
         return child, opened
 
-    def engine(
-        self, mode: str, model: Any, tokenizer: Any = None, *, ahead_seconds: float = 0.0, other_engines: bool = False
-    ) -> VllmEngine:
+    def engine(self, mode: str, model: Any, tokenizer: Any = None, *, ahead_seconds: float = 0.0) -> VllmEngine:
         """As if it had been opened with this model. The last one of a mode has its child."""
         child, opened = self.child(mode)
         opened = opened | {"eos_token_ids": eos_token_ids(model)}
         engine = VllmEngine(
             child, opened, max_context=self._max_context, max_sequences=self._max_sequences,
             step_seconds=STEP_SECONDS, ahead_seconds=ahead_seconds, strategy=mode, tokenizer=tokenizer,
-            other_engines=other_engines,
         )  # fmt: skip
-        engine._weights.write(model.state_dict(), 0)
+        engine._weights.write(dict(model.named_parameters()), 0)  # each once, as the trainer names them
         child.ask("begin", {"weights": engine._weights.path}, seconds=STEP_SECONDS)
         return engine
 

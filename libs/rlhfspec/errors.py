@@ -16,6 +16,7 @@
     ├── TransportClosed               a subject was used after the transport, or the subscription, was closed
     ├── ServerFailed                  NATS or Redis of a run does not start, or refuses us; which, and its reason
     ├── EngineFailed                  the process of an engine dies again and again; in its words
+    ├── LogProbMismatch               an engine's log-probs are further from the trainer's than rounding explains
     ├── TransportFull                 no room to publish for too long; names the consumers that have yet to read
     ├── TransportUnavailable          the server between the processes does not answer; it may again
     ├── ClusterUnavailable            the API server does not answer, or not so that anything could be done about it
@@ -234,6 +235,25 @@ class EngineFailed(RLHFSpecError):
         self.engine = engine
         self.problem = problem
         super().__init__(f"{engine}: {problem}")
+
+
+class LogProbMismatch(RLHFSpecError):
+    """An engine whose log-probs are not those of the trainer's weights: which, at which step, and by how much.
+
+    >>> str(LogProbMismatch("vllm", 2, 0.0685, 1e-3, "float32"))[:96]
+    "vllm: step 2: its log-probs differ from the trainer's by 0.069 a token, and float32 explains at "
+    """
+
+    def __init__(self, engine: str, step: int, difference: float, allowed: float, precision: str) -> None:
+        self.engine = engine
+        self.step = step
+        self.difference = difference
+        self.allowed = allowed
+        super().__init__(
+            f"{engine}: step {step}: its log-probs differ from the trainer's by {difference:.2g} a token, and "
+            f"{precision} explains at most {allowed:g}: it did not generate with the weights of version {step - 1}. "
+            "Nothing of this step was kept; take another generation.engine and resume the run"
+        )
 
 
 class TransportFull(RLHFSpecError):

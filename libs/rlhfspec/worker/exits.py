@@ -20,6 +20,7 @@ from typing import Literal
 
 from rlhfspec.errors import (
     InvalidRequest,
+    LogProbMismatch,
     NumericalError,
     RewardError,
     RolloutError,
@@ -38,7 +39,7 @@ PERMANENT = 78  # EX_CONFIG: the same will happen however often it is started
 _TEMPORARY = (
     TransportClosed, TransportFull, TransportUnavailable, StorageUnavailable, ConnectionError, TimeoutError,
 )  # fmt: skip
-_PERMANENT = (InvalidRequest, RewardError, NumericalError, RolloutError)
+_PERMANENT = (InvalidRequest, LogProbMismatch, RewardError, NumericalError, RolloutError)
 # A crash of its own: no other program sends these.
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 

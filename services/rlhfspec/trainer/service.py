@@ -25,6 +25,7 @@ from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import Delivery, Held, Inbox, StageBus, ack_all
 from rlhfspec.stage.pace import Pace
 from rlhfspec.stage.vitals import Vitals, WorkerVitals
+from rlhfspec.trainer.agreement import Agreement
 from rlhfspec.trainer.collector import Chosen, Collector, StepShape
 from rlhfspec.training.checkpoint.folders import Writes
 from rlhfspec.training.learning.learner import LearnReport
@@ -122,6 +123,7 @@ class TrainerService(Service):
         self._weights = weights
         self._recorder = recorder
         self._last_step = job.spec.training.steps
+        self._agreement = Agreement(job.spec)
         self._stages = scoring_stages(job.spec.algorithm)
         self._deadline = job.spec.roles.trainer.deadline_seconds
         self._num_held_out = 0
@@ -281,6 +283,7 @@ class TrainerService(Service):
     async def _train(self, step: int, chosen: Chosen) -> None:
         rollouts = Rollouts.of(chosen.samples, chosen.scores)
         report = await self._work(f"learning from step {step}", self._learner.learn, rollouts)
+        self._agreement.check(step, rollouts, report)  # before the weights that came of it go anywhere
         weights = await self._work(f"handing out weights version {step}", self._put_weights)
         trained = Trained(
             step=step,

@@ -1,4 +1,4 @@
-"""Sequences that go from vLLM to our own engine and back, at any time: their tokens are all that goes, and all that is
+"""Sequences that leave vLLM and arrive there again, at any time: their tokens are all that goes, and all that is
 needed."""
 
 from __future__ import annotations
@@ -42,25 +42,16 @@ def theirs(children: Children) -> VllmEngine:
     return children.engine("off", reference(), hugging_face_tokenizer())
 
 
-@pytest.fixture
-def both(children: Children) -> tuple[Any, VllmEngine]:
-    """As in a job whose generators have several engines."""
-    theirs = children.engine("off", reference(), hugging_face_tokenizer(), other_engines=True)
-    return own(other_engines=True), theirs
-
-
-def own(**options: Any) -> Any:
-    config = EngineConfig(
-        max_sequences=8, max_context=MAX_CONTEXT, profile=False, num_threads=1, speculation="off", **options
-    )
+def own() -> Any:
+    config = EngineConfig(max_sequences=8, max_context=MAX_CONTEXT, profile=False, num_threads=1, speculation="off")
     return make_engine(copy.deepcopy(reference()), config, tokenizer=hugging_face_tokenizer())
 
 
-def move(here: Movable, there: Movable, name: str) -> None:
-    read = from_bytes(to_bytes(replace(here.export_sequence(name), rest=None)))
+def move_away_and_back(engine: Movable, name: str) -> None:
+    read = from_bytes(to_bytes(engine.export_sequence(name)))
     assert isinstance(read, SequenceState)
-    there.import_sequence(read)
-    assert here.cancel(name)
+    assert engine.cancel(name)
+    engine.import_sequence(read)
 
 
 def asked() -> list[Any]:
@@ -71,20 +62,17 @@ def asked() -> list[Any]:
     ]  # fmt: skip
 
 
-def test_moved_at_any_time_tokens_are_those_of_the_unmoved(both: tuple[Any, VllmEngine]) -> None:
-    wanted, engines = run(own(), *asked()), both
+def test_moved_at_any_time_tokens_are_those_of_the_unmoved(theirs: VllmEngine) -> None:
+    wanted = run(own(), *asked())
     draw, done, moves = np.random.default_rng(3), dict[str, Completion](), 0
-    for index, each in enumerate(asked()):
-        engines[index % 2].submit(each)
-    while any(engine.has_work for engine in engines):
-        for engine in engines:
-            done |= {each.id: each for each in (engine.step().finished if engine.has_work else ())}
-        index = int(draw.integers(2))
-        if views := engines[index].sequences():
-            move(engines[index], engines[1 - index], views[int(draw.integers(len(views)))].id)
+    for each in asked():
+        theirs.submit(each)
+    while theirs.has_work:
+        done |= {each.id: each for each in theirs.step().finished}
+        if views := theirs.sequences():
+            move_away_and_back(theirs, views[int(draw.integers(len(views)))].id)
             moves += 1
-        for engine in engines:
-            engine.check_integrity()
+        theirs.check_integrity()
     assert moves > 8
     assert {name: each.token_ids for name, each in done.items()} == {
         name: each.token_ids for name, each in wanted.items()
@@ -92,17 +80,15 @@ def test_moved_at_any_time_tokens_are_those_of_the_unmoved(both: tuple[Any, Vllm
     for name, each in done.items():
         np.testing.assert_allclose(each.log_probs, wanted[name].log_probs, atol=1e-5)
         np.testing.assert_allclose(each.tempered_log_probs, wanted[name].tempered_log_probs, atol=1e-5)
-    assert sum(each.stats.num_moves for each in done.values()) == moves
-    assert both[1].stats().num_moves > 2
+    assert sum(each.stats.num_moves for each in done.values()) == theirs.stats().num_moves == moves
 
 
-def test_by_the_protocol_tokens_alone_go_from_each_kind_to_the_other(both: tuple[Any, VllmEngine]) -> None:
-    """Our own engine offers its KV, and is told at once that it is of no use there."""
+def test_by_the_protocol_tokens_alone_go_from_one_child_to_another_and_back(theirs: VllmEngine) -> None:
     wanted = bits(run(own(), moving.request("x", seed=1, max_tokens=400))["x"])
 
     async def main() -> None:
         control = DirectControl()
-        made = [Generator(name, engine, control) for name, engine in zip(("own", "vllm"), both, strict=True)]
+        made = [Generator("here", theirs, control), Generator("there", other, control)]
         for each in made:
             control.serve(each.name, each.mover.answer)
             each.start()
@@ -122,16 +108,21 @@ def test_by_the_protocol_tokens_alone_go_from_each_kind_to_the_other(both: tuple
         for each in made:
             each.engine.check_integrity()
 
-    asyncio.run(main())
+    others = Children(reference(), reference(), max_context=MAX_CONTEXT, max_sequences=8)
+    try:
+        other = others.engine("off", reference(), hugging_face_tokenizer())
+        asyncio.run(main())
+    finally:
+        others.close()
 
 
-def test_engines_of_one_kind_refuse_what_another_began(theirs: VllmEngine) -> None:
+def test_our_own_engine_refuses_what_vllm_began(theirs: VllmEngine) -> None:
     begun(theirs)
     state = theirs.export_sequence("7")
     with pytest.raises(SequenceStateError, match="architecture"):
         own().import_sequence(state)
-    with pytest.raises(SequenceStateError, match="fingerprint"):
-        own(other_engines=True).reserve(state.manifest)
+    with pytest.raises(SequenceStateError, match="architecture"):
+        own().reserve(state.manifest)
     theirs.cancel("7")
 
 

@@ -8,15 +8,11 @@ from typing import Any
 
 import pytest
 from faults import vllm as faults
-from runs import invoke, train, write_data, write_job, write_models
+from runs import invoke, lines_of, train, write_data, write_job, write_models
 from vllm_children import python_with_vllm
 
-from rlhfspec.engine.base import Request
-from rlhfspec.engine.core import Engine
-from rlhfspec.engine.vllm.client import VllmEngine
 from rlhfspec.engine.vllm.finding import INSTALL_VLLM, VARIABLE
 from rlhfspec.engine.vllm.from_job import NO_DRAFTS, drafts_right
-from rlhfspec.huggingface.proof.check import OWN_BITS
 from rlhfspec.tiny import random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
@@ -58,39 +54,21 @@ def test_samples_are_those_of_our_engine(job_file: Path, ours: dict[str, list[An
     assert manifest["models"]["generator"]["bits"] == "vllm-0.32-cpu"
 
 
-def test_generators_of_both_engines_make_the_samples_of_one(
-    job_file: Path, ours: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of them some, under the weights of every step."""
+@pytest.mark.parametrize("kind", ["llama", "llama-tied"])
+def test_log_probs_are_the_trainers_after_every_swap(tmp_path: Path, kind: str) -> None:
+    """The weights of each step are far from those before."""
     python_with_vllm()
-    calls: list[tuple[type, Any]] = []
-    for kind in (VllmEngine, Engine):
-        for name in ("submit", "load_weights"):
-            monkeypatch.setattr(kind, name, noted(kind, name, calls))
-    train(job_file, "both", "roles.generator.workers=2", "roles.generator.engines=[vllm, own]")
-    assert samples(job_file, "both") == ours
-    models = json.loads((job_file.parent / "both" / "manifest.json").read_text())["models"]
-    assert models["generator-0"]["bits"] == "vllm-0.32-cpu"
-    assert models["generator-1"]["bits"] == OWN_BITS
-    for kind in (VllmEngine, Engine):
-        given = [what for which, what in calls if which is kind]
-        assert [what for what in given if isinstance(what, int)][:2] == [1, 2], "versions of weights"
-        assert any(isinstance(what, Request) for what in given)
-
-
-def noted(kind: type, name: str, calls: list[tuple[type, Any]]) -> Any:
-    """The method, which notes the version or request that it is called with."""
-    method = getattr(kind, name)
-
-    def call(engine: Any, *given: Any, **named: Any) -> Any:
-        calls.append((kind, named.get("version", given[0])))
-        return method(engine, *given, **named)
-
-    return call
+    write_models(tmp_path, random_model(kind, seed=0, vocab_size=VOCAB_SIZE, head_dim=32))
+    write_data(tmp_path)
+    job_file = write_job(tmp_path, tmp_path)
+    train(job_file, "run", VLLM, "training.optimizer.learningRate=1e-2")
+    steps = [json.loads(line)["log_prob_difference"] for line in lines_of(job_file, "run")]
+    assert len(steps) == 3
+    assert max(step["max"] for step in steps) < 1e-4, steps
 
 
 def test_under_faults_samples_are_those_of_our_engine(tmp_path: Path) -> None:
-    """Three kills while samples move between both kinds of engine; `make faults-vllm` does forty."""
+    """Three kills while samples move between two generators; `make faults-vllm` does forty."""
     python_with_vllm()
     run = faults.trial(tmp_path, 5, 3, print, held_seconds=1.0)
     assert sum(number for what, number in run.struck.items() if what.startswith("kill")) == 3

@@ -72,6 +72,7 @@ class LearnReport:
     metrics: dict[str, float]
     advantages: Tensor  # [T] as trained towards
     log_probs: Tensor  # [T] the trainer's, before the step's first update
+    untempered_log_probs: Tensor  # [T] likewise, at temperature 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,8 +214,9 @@ class Learner:
         metrics["staleness_max"] = float(self.version - int(rollouts.weights_versions.min()))
         self.version += 1
         return LearnReport(
-            version=self.version, metrics=metrics, advantages=targets.advantages, log_probs=tally.log_probs
-        )
+            version=self.version, metrics=metrics, advantages=targets.advantages, log_probs=tally.log_probs,
+            untempered_log_probs=tally.untempered,
+        )  # fmt: skip
 
     def _mini_batches(self, rollouts: Rollouts) -> list[MiniBatch]:
         training = self._spec.training

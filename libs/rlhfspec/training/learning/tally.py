@@ -59,6 +59,12 @@ class Tally:
         return self._log_probs
 
     @property
+    def untempered(self) -> Tensor:
+        """[T] likewise, at temperature 1."""
+        assert self.is_complete
+        return self._untempered
+
+    @property
     def entropy(self) -> Tensor:
         """[T] likewise."""
         assert self.is_complete

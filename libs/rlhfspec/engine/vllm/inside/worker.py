@@ -15,6 +15,22 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
 
+def process_shared_weights(model: torch.nn.Module) -> None:
+    """Process the weights again that several modules share, such as those of an output head tied to the embedding.
+
+    vLLM's reload processes a shared weight for one of its modules alone. On a CPU each module computes with a packed
+    copy of the weight, and the others would keep the copy of the version before.
+    """
+    owners: dict[int, list[Any]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(module)
+    for modules in owners.values():
+        for module in modules if len(modules) > 1 else ():
+            if hasattr(module, "quant_method"):
+                module.quant_method.process_weights_after_loading(module)
+
+
 class LawWorker(VllmWorker):  # type: ignore[misc]
     def load_model(self, **options: Any) -> None:
         super().load_model(**options)
@@ -54,4 +70,5 @@ class LawWorker(VllmWorker):  # type: ignore[misc]
                 self.reload_weights(weights_iterator=iter(load_file(Path(path)).items()), is_checkpoint_format=True)
         finally:
             del model.load_weights
+        process_shared_weights(model)
         return sorted(self._names - loaded) if self.vllm_config.model_config.quantization is None else []

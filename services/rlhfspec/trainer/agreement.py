@@ -1,0 +1,55 @@
+"""The check that an engine generates with the trainer's weights: its log-probs are the trainer's, up to rounding.
+
+The statistic is a step's mean |generator's log-prob - trainer's| over the tokens of the version that the trainer had.
+Tokens of older versions are not compared, nor is a step that has no others. What rounds most decides how much is
+allowed:
+
+| precision | when | largest mean measured | allowed |
+|---|---|---|---|
+| exact | `training.exactOnPolicy` | 0 | 0 |
+| float32 | generator and trainer compute in float32 | 4e-6 | 1e-3, as GPUs may multiply in TF32 |
+| bfloat16 | one of them computes in bfloat16 | .012 | .25 |
+| quantised | the engine's arguments quantise weights or KV | - | 1 |
+
+A head that kept the weights before a step at a learning rate of 1e-2 gave a mean of .07.
+"""
+
+from __future__ import annotations
+
+from rlhfspec.errors import LogProbMismatch
+from rlhfspec.huggingface.devices import device_of, settled
+from rlhfspec.job import Spec
+from rlhfspec.training.learning.learner import LearnReport
+from rlhfspec.training.learning.rollouts import Rollouts
+
+_ALLOWED = {"exact": 0.0, "float32": 1e-3, "bfloat16": 0.25, "quantised": 1.0}
+_QUANTISE = {"quantization", "quantization_config", "kv_cache_dtype"}  # arguments of an engine
+
+
+def precision_of(spec: Spec) -> str:
+    """Return which row of the table above a job is in."""
+    spec = settled(spec, device_of(spec))
+    if _QUANTISE & spec.generation.engine.arguments.keys():
+        return "quantised"
+    if spec.training.exact_on_policy:
+        return "exact"
+    dtypes = (spec.generation.dtype, spec.model.dtype, spec.training.autocast)
+    return "bfloat16" if "bfloat16" in dtypes else "float32"
+
+
+class Agreement:
+    """What a job's engine and precisions allow; made once, as settling a job may log."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._engine = spec.generation.engine.name
+        self._precision = precision_of(spec)
+
+    def check(self, step: int, rollouts: Rollouts, report: LearnReport) -> None:
+        """Raise LogProbMismatch if the step's difference is more than the precisions explain."""
+        is_current = rollouts.weights_versions == step - 1
+        if not is_current.any():
+            return
+        differences = report.untempered_log_probs.double() - rollouts.log_probs.double()
+        difference, allowed = float(differences[is_current].abs().mean()), _ALLOWED[self._precision]
+        if not difference <= allowed:
+            raise LogProbMismatch(self._engine, step, difference, allowed, self._precision)
