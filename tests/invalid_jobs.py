@@ -194,10 +194,6 @@ BY_HAND = [
     ),
     Wrong({"training.exactOnPolicy": True, "model.dtype": "bfloat16"}, "spec.model.dtype"),
     Wrong({"training.exactOnPolicy": True, "generation.engine": {"name": "vllm"}}, "spec.generation.engine.name"),
-    Wrong(
-        {"training.exactOnPolicy": True, "roles.generator.engines": [{"name": "own"}, {"name": "vllm"}]},
-        "spec.roles.generator.engines",
-    ),
     *(
         Wrong(
             {"generation.engine": {"name": name, "arguments": {argument: 1}}},

@@ -1,5 +1,4 @@
-"""A trial of the engine vLLM: two generators, whose samples move, and faults that strike them and their children. With
-an odd seed one of the two has our own engine.
+"""A trial of the engine vLLM: two generators, whose samples move, and faults that strike them and their children.
 
 What is killed is a generator, whose child must end with it, or a child alone, or whoever else of the run; generators
 are held, and asked to leave. The run without faults is of our own engine, in one process: by the law its samples are
@@ -22,7 +21,7 @@ from faults.trial import OVERRIDES
 from rlhfspec.tiny.random_models import random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
-VLLM, BOTH = "generation.engine=vllm", "roles.generator.engines=[vllm, own]"
+VLLM = "generation.engine=vllm"
 CHILD = "child"
 STRUCK = (CHILD, "generator-0", "generator-1")
 QUIET_SECONDS = 900.0  # two children that start anew, on a machine that has other things to do
@@ -60,8 +59,7 @@ def _trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], 
     write_data(folder)
     job, overrides = write_job(folder, folder, name="grpo"), [*OVERRIDES, *LONG]
     with Adviser(folder / "faults" / "processes" / "connections.json", seed) as adviser:
-        engines = BOTH if seed % 2 else VLLM
-        run = VllmRun(job, folder / "faults", [*overrides, engines, "training.steps=100000"], say)
+        run = VllmRun(job, folder / "faults", [*overrides, VLLM, "training.steps=100000"], say)
         run.quiet_seconds = QUIET_SECONDS
         with run.started():
             for fault in schedule(seed, num_kills, STRUCK, most_held_seconds=held_seconds):

@@ -37,7 +37,6 @@ class EngineConfig:
     block_size: tokens a block, a power of two. prefill_chunk: prompt tokens run per step.
     prefix_sharing: samples of one prompt share its whole blocks.
     tree_slots: spare slots a sequence may use for tree nodes.
-    other_engines: take the tokens of a sequence that an engine of another kind began (`roles.generator.engines`).
     profile: measure the cost tables at start (a few seconds); off: the selector learns while running.
     """
 
@@ -57,7 +56,6 @@ class EngineConfig:
     prefill_chunk: int = 512
     prefix_sharing: bool = True
     tree_slots: int = 64
-    other_engines: bool = False
     profile: bool = True
 
     def __post_init__(self) -> None:

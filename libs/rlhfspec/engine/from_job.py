@@ -53,5 +53,4 @@ def _config(job: RLHFJob) -> EngineConfig:
         max_context=max_context(job),
         kv_cache_tokens=generation.kv_cache_tokens,
         gpu_memory_fraction=generation.gpu_memory_fraction,
-        other_engines=bool(job.spec.roles.generator.engines),
     )

@@ -391,10 +391,8 @@ class Spec(Block):
 
     @property
     def has_movable_samples(self) -> bool:
-        """Return whether the engines can give samples away; of both kinds, those in one process alone were tried."""
-        generator = self.roles.generator
-        names = {each.name for each in generator.engines or [self.generation.engine]}
-        return (generator.tensor_parallel == 1 or len(names) == 1) and all(ENGINES[name].is_movable for name in names)
+        """Return whether the engine can give samples away."""
+        return ENGINES[self.generation.engine.name].is_movable
 
     def num_processes(self, stage: str) -> int:
         """Return how many processes one worker of the stage is."""

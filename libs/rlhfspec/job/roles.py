@@ -14,7 +14,6 @@ from pydantic import Field
 from rlhfspec.job.block import Block, Count, Mark, Natural, Seconds
 from rlhfspec.job.choices.links import LINKS_OF_A_JOB
 from rlhfspec.job.cluster import PodOptions, Replicas, Rule
-from rlhfspec.job.generation import EngineChoice
 
 if TYPE_CHECKING:  # names are of a table that a type checker does not run
     LinkName = str
@@ -72,11 +71,6 @@ class GeneratorWorkers(Workers):
         1,
         description="Number of processes that hold the model of a generator together, each a part of its weights and "
         "KV heads, on a GPU of its own. Samples move between such generators too.",
-    )
-    engines: list[EngineChoice] = Field(
-        [],
-        description="Engines of the workers in turn, where they are not all alike: the first worker has the first, and "
-        "after the last the list begins again; empty: all have generation.engine.",
     )
     prefetch: Natural | None = Field(
         None,

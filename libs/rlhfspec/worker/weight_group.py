@@ -15,7 +15,6 @@ from torch import Tensor
 from rlhfspec.huggingface.devices import device_of, settled
 from rlhfspec.huggingface.fused.casting import precision_of
 from rlhfspec.job import RLHFJob
-from rlhfspec.job.engines import of_generator
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.records import Role, Weights
 from rlhfspec.messages.servers.credentials.certificates import channel_credentials
@@ -47,7 +46,6 @@ class WeightGroup:
         connections: Connections,
         job: RLHFJob,
         stage: str,
-        worker: int,
         health: Health,
         trainer_address: Callable[[], str | None],
         told: Callable[[str, float], None],
@@ -64,7 +62,7 @@ class WeightGroup:
             sender = GroupSender(job.metadata.name, host=host, device=device, askers=askers)
             sender.add_to(health.server)
             return cls(sender, None, ways)
-        is_own = of_generator(job, worker).spec.generation.engine.name == "own"
+        is_own = spec.generation.engine.name == "own"
         narrow = is_own and settled(spec, device).generation.dtype == "bfloat16"
         on = "cpu" if spec.share_gpus else device  # NCCL takes no two processes on one GPU
         receiver = GroupReceiver(

@@ -50,7 +50,7 @@ class WorkerWeights:
             from rlhfspec.worker.weight_group import WeightGroup
 
             self.group = WeightGroup.of(
-                connections, job, self._stage, bus.worker, health, self._trainer_address,
+                connections, job, self._stage, health, self._trainer_address,
                 lambda *took: self.told(*took),
             )  # fmt: skip
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from rlhfspec.generator.group import joined_by, led
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.engines import ENGINES
-from rlhfspec.job.engines import of_generator
 from rlhfspec.stage.context import Context
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ def build(job: RLHFJob, context: Context) -> GeneratorService:
     from rlhfspec.training.data import load_tokenizer
 
     context.say("making the engine ready, and measuring what a step costs")
-    job = of_generator(job, context.worker)
     entry = ENGINES[job.spec.generation.engine.name]
     make = entry.load()
     with ExitStack() as leaving:
@@ -44,8 +42,7 @@ def build(job: RLHFJob, context: Context) -> GeneratorService:
             run_folder=context.run.folder,
         )
         service.leaving.push(leaving.pop_all())
-    role = f"generator-{context.worker}" if job.spec.roles.generator.engines else "generator"
-    service.models = {{"model": role}.get(name, name): report for name, report in engine.reports.items()}
+    service.models = {{"model": "generator"}.get(name, name): report for name, report in engine.reports.items()}
     return service
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from rlhfspec.errors import InvalidRequest, JobError, Problem
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.engines import ENGINES
-from rlhfspec.job.engines import named_engines
 from rlhfspec.job.file.files import MODEL_FIELDS
 from rlhfspec.job.file.paths import MADE_HERE
 
@@ -39,10 +38,10 @@ def check_made_here(job: RLHFJob, source: Path) -> None:
 
 
 def check_engine(job: RLHFJob) -> None:
-    """What the engines need to be on this machine, where they generate."""
-    for path, engine in named_engines(job):
-        if missing := ENGINES[engine.name].what_is_missing(engine.arguments):
-            raise InvalidRequest(f"{path}.name", engine.name, missing)
+    """Raise InvalidRequest if this machine, which is to generate, lacks what the engine needs."""
+    engine = job.spec.generation.engine
+    if missing := ENGINES[engine.name].what_is_missing(engine.arguments):
+        raise InvalidRequest("spec.generation.engine.name", engine.name, missing)
 
 
 def checked_rows(job: RLHFJob) -> Rows | None:

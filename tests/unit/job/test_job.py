@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from rlhfspec.errors import InvalidRequest, JobError
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.algorithms import ALGORITHMS
-from rlhfspec.job.engines import of_generator
 from rlhfspec.job.file import read_job, resolve
 from rlhfspec.job.file.memory import check_memory, free_bytes
 from rlhfspec.job.file.remarks import remarks
@@ -127,17 +126,6 @@ def test_overrides(file: Path) -> None:
     assert spec.model.lora.rank == 4
     assert (spec.rewards.sources[0].weight, spec.generation.stop) == (2.0, ["\n"])
     assert spec.generation.speculation.mode == "off"
-
-
-def test_generators_have_the_engines_that_are_listed_in_turn(file: Path) -> None:
-    quick = "{name: vllm, arguments: {quantization: fp8}}"
-    job = read_job(file, ["training.exactOnPolicy=false", f"roles.generator.engines=[own, {quick}]"])
-    chosen = [of_generator(job, worker).spec.generation.engine for worker in range(4)]
-    assert [engine.name for engine in chosen] == ["own", "vllm", "own", "vllm"]
-    assert chosen[1].arguments == {"quantization": "fp8"}
-    assert of_generator(read_job(file, ["generation.engine=vllm"]), 1).spec.generation.engine.name == "vllm"
-    with pytest.raises(JobError, match=r"engines\[1\]\.arguments\.quantization"):
-        read_job(file, ["roles.generator.engines=[own, {name: own, arguments: {quantization: fp8}}]"])
 
 
 def test_an_override_mends_what_the_file_has_wrong(file: Path) -> None:

@@ -23,8 +23,8 @@ _MOST_STRATEGIES = 1024
 _LARGEST = 1e300  # a whole number may have more digits than a float can hold
 
 
-def check_manifest(manifest: Manifest, *, architecture: str | None, weights_version: int) -> None:
-    """The same schema and the same architecture, if not any (None) will do, and no newer weights than here."""
+def check_manifest(manifest: Manifest, *, architecture: str, weights_version: int) -> None:
+    """Require the same schema, the same architecture, and weights no newer than those here."""
     check_type("manifest", manifest, Manifest)
     check_type("request", manifest.request, Request)
     check_types(manifest.request)
@@ -33,7 +33,7 @@ def check_manifest(manifest: Manifest, *, architecture: str | None, weights_vers
     are_texts = isinstance(fingerprints, tuple) and all(isinstance(each, str) for each in fingerprints)
     _require("fingerprints", are_texts and len(fingerprints) in (1, 2), fingerprints, "one or two texts")
     check_type("architecture", manifest.architecture, str)
-    _require("architecture", architecture in (None, manifest.architecture), manifest.architecture, architecture)
+    _same("architecture", manifest.architecture, architecture)
     versions = is_int(manifest.weights_version) and 0 <= manifest.weights_version <= weights_version
     _require("weights_version", versions, manifest.weights_version, weights_version)
     _require("epoch", is_int(manifest.epoch) and manifest.epoch >= 0, manifest.epoch, "a number >= 0")

@@ -219,7 +219,7 @@ class Moves:
 
     def _new(self, manifest: Manifest, *, history: tuple[tuple[int, ...], ...]) -> Sequence:
         """Raises for what can never run here."""
-        architecture = None if self.state.config.other_engines else self.state.target.runner.architecture
+        architecture = self.state.target.runner.architecture
         arrival.check_manifest(manifest, architecture=architecture, weights_version=self.state.weights_version)
         request = replace(manifest.request, history=history)
         self.state.validate(request)

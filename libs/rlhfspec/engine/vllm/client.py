@@ -51,7 +51,6 @@ class VllmEngine:
     `opened`: what the child answered at its start. `strategy`: how it drafts, for those that look on. `ahead_seconds`:
     so long the child goes on decoding before it tells of it, that messages cost little beside short steps; twice as
     long, and up to eight times, as nothing new is asked of it.
-    `other_engines`: as in `rlhfspec.engine.config.EngineConfig`.
     """
 
     weights_version: int = 0
@@ -67,7 +66,6 @@ class VllmEngine:
         ahead_seconds: float = AHEAD_SECONDS,
         strategy: str = "off",
         tokenizer: text.Tokenizer | None = None,
-        other_engines: bool = False,
     ) -> None:
         self._child = child
         self._opened = opened
@@ -77,7 +75,6 @@ class VllmEngine:
         self._ahead_seconds = self._next_ahead_seconds = ahead_seconds
         self._strategy = strategy
         self._tokenizer = tokenizer
-        self._other_engines = other_engines
         self._weights = WeightsFile()
         self._sequences: dict[str, VllmSequence] = {}  # by name in the child; waiting or running there
         self._by_id: dict[str, str] = {}
@@ -381,8 +378,7 @@ class VllmEngine:
     def import_sequence(self, arrived: SequenceState) -> None:
         arrival.check_type("state", arrived, SequenceState)
         manifest = arrived.manifest
-        architecture = None if self._other_engines else self._architecture
-        arrival.check_manifest(manifest, architecture=architecture, weights_version=self.weights_version)
+        arrival.check_manifest(manifest, architecture=self._architecture, weights_version=self.weights_version)
         self._validate(manifest.request)
         stop_ids = self._stop_ids(manifest.request)
         arrival.check_state(arrived, self._opened["num_token_ids"], stop_ids)

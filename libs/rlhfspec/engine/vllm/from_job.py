@@ -57,7 +57,7 @@ def make(job: RLHFJob, load_tokenizer: Callable[[], Any]) -> VllmEngine:
     _refuse_unless_right(child, opened, spec.generation.dtype)
     return VllmEngine(
         child, opened, max_context=context, max_sequences=max_sequences, step_seconds=deadline / 2,
-        strategy=strategy, tokenizer=load_tokenizer(), other_engines=bool(spec.roles.generator.engines),
+        strategy=strategy, tokenizer=load_tokenizer(),
     )  # fmt: skip
 
 

@@ -23,7 +23,6 @@ from collections.abc import Iterator
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.engines import ENGINES
 from rlhfspec.job.cluster import PodOptions, PodTemplate
-from rlhfspec.job.engines import named_engines
 from rlhfspec.job.file.rules.finding import Finding
 from rlhfspec.job.file.rules.sources import SOURCES_RULES, functions
 from rlhfspec.job.file.rules.table import RULES
@@ -58,9 +57,9 @@ def _check_lora(job: RLHFJob) -> Iterator[Finding]:
 
 
 def _check_engine(job: RLHFJob) -> Iterator[Finding]:
-    for path, engine in named_engines(job):
-        for name, problem in ENGINES[engine.name].problems(engine.arguments):
-            yield Finding(field=f"{path}.arguments.{name}", problem=problem)
+    engine = job.spec.generation.engine
+    for name, problem in ENGINES[engine.name].problems(engine.arguments):
+        yield Finding(field=f"spec.generation.engine.arguments.{name}", problem=problem)
 
 
 def _check_pods(job: RLHFJob) -> Iterator[Finding]:

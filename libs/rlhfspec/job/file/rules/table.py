@@ -74,12 +74,7 @@ _INEXACT = ~field("training.exactOnPolicy")
 
 
 def _no_engine_is(name: str) -> Term:
-    return field("generation.engine.name").differs_from(name) & _none_listed_is(name)
-
-
-def _none_listed_is(name: str) -> Term:
-    engines = "roles.generator.engines"  # given: an API server knows the size of a field, and not of a default
-    return ~is_set(engines) | given(engines).none_has("name", name)
+    return field("generation.engine.name").differs_from(name)
 
 
 def _data() -> list[JobRule]:
@@ -222,15 +217,11 @@ def _exact() -> list[JobRule]:
         ),
         *(
             JobRule(
-                field=path,
-                holds=_INEXACT | holds,
+                field="generation.engine.name",
+                holds=_INEXACT | _no_engine_is(name),
                 problem="exactOnPolicy needs an engine with the trainer's own bits: must be own",
             )
             for name in ENGINES.where(lambda entry: not entry.is_exact)
-            for path, holds in (
-                ("generation.engine.name", field("generation.engine.name").differs_from(name)),
-                ("roles.generator.engines", _none_listed_is(name)),
-            )
         ),
         *(
             JobRule(

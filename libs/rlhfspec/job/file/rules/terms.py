@@ -98,11 +98,6 @@ class Term:
         called = self._calls("size()", len)
         return called.equals(0)
 
-    def none_has(self, name: str, value: str) -> Term:
-        """Of a list of blocks, which is known to be set: in none is that field of that value; it has a default."""
-        cel = f"all(each, each.{name} != {json.dumps(value)})"
-        return self._calls(cel, lambda blocks: all(getattr(each, to_snake(name)) != value for each in blocks))
-
     def _compared(self, other: Any, sign: str, holds: Callable[[Any, Any], Any]) -> Term:
         right = other if isinstance(other, Term) else Term(json.dumps(other), lambda _: other)
         return self._with(right, sign, Binds.COMPARED, lambda spec: holds(self.value(spec), right.value(spec)))
