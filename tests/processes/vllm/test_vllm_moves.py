@@ -63,7 +63,7 @@ def asked() -> list[Any]:
 
 
 def test_moved_at_any_time_tokens_are_those_of_the_unmoved(theirs: VllmEngine) -> None:
-    wanted = run(own(), *asked())
+    wanted = run(theirs, *asked())
     draw, done, moves = np.random.default_rng(3), dict[str, Completion](), 0
     for each in asked():
         theirs.submit(each)
