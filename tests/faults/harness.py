@@ -47,8 +47,6 @@ class FaultyRun:
         self._known: dict[str, Connections] = {}  # of each start
         self._held: list[tuple[float, int]] = []  # until when which process is held
         self.struck: Counter[str] = Counter()
-        self._let_go_at: list[float] = []
-        self.back_seconds: list[float] = []  # from the end of each hold to the next step
         self.gone_seconds: list[float] = []  # after each death of the supervisor
 
     def wait_and_strike(self, fault: Fault) -> None:
@@ -132,8 +130,6 @@ class FaultyRun:
             time.sleep(LOOK_SECONDS)
             if self.num_steps != steps:
                 steps, since = self.num_steps, time.monotonic()
-                self.back_seconds += [since - let_go for let_go in self._let_go_at]
-                self._let_go_at.clear()
             if time.monotonic() - since > self.quiet_seconds:
                 raise Disturbed(f"never: {what}, and no step for {self.quiet_seconds:.0f} s:\n{self._last_words()}")
 
@@ -192,8 +188,7 @@ class FaultyRun:
 
     def _let_go(self, now: float) -> None:
         while self._held and self._held[0][0] <= now:
-            if processes.send(heapq.heappop(self._held)[1], signal.SIGCONT):
-                self._let_go_at.append(now)
+            processes.send(heapq.heappop(self._held)[1], signal.SIGCONT)
 
     # -- what is left ---------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from started import hold_rewards
 from faults import processes
 from faults.harness import LOOK_SECONDS, Disturbed, FaultyRun
 from faults.schedule import SUPERVISOR
-from faults.trial import OVERRIDES, WORKERS, check, written
+from faults.trial import OVERRIDES, WORKERS, again, check, written
 from rlhfspec.cli.exit_codes import FAILED, STOPPED
 
 Moment = Literal["start", "step", "checkpoint", "evaluation", "last step", "end", "Ctrl-C"]
@@ -195,13 +195,10 @@ def trial(
     run = StruckRun(job, folder / "faults", overrides, say)
     run.limit_seconds, run.leave_seconds = work_seconds + slack_seconds, leave_seconds
     try:
-        if not any(run.live(strikes) for strikes in [*lives(seed), []]):
-            raise Disturbed("it was never completed")
-        check(job, undisturbed)
-    except Disturbed as error:
-        raise Disturbed(
-            f"seed {seed}: {error}\nagain: PYTHONPATH=tests python -m faults --lives --seed {seed}"
-        ) from error
+        with again(seed, "--lives"):
+            if not any(run.live(strikes) for strikes in [*lives(seed), []]):
+                raise Disturbed("it was never completed")
+            check(job, undisturbed)
     finally:
         run.clean_up()
     return run

@@ -8,10 +8,7 @@ while, slow, broken off, or changes bits.
 from __future__ import annotations
 
 import random
-import re
-import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from faults import processes
 from faults.harness import Disturbed, FaultyRun
 from faults.links import SLOW_BYTES_A_SECOND, LinkProxy
 from faults.schedule import SUPERVISOR, Fault, Kind
-from faults.trial import OVERRIDES, check, written
+from faults.trial import OVERRIDES, again, check, written
 
 NUM_GENERATORS = 3
 ENDS = ("source", "destination")  # of the move at hand
@@ -77,25 +74,12 @@ def schedule(seed: int, num_kills: int, *, most_held_seconds: float) -> list[Fau
 class MovingRun(FaultyRun):
     def __init__(self, *arguments: Any, seed: int, adviser: Adviser, proxy: LinkProxy) -> None:
         super().__init__(*arguments)
-        self.environment = proxy.environment | {"FAULTS_TOLD": str(self.out.parent)}
+        self.environment = proxy.environment
         self.in_a_move: list[tuple[str, str]] = []  # who was struck how, in which move
         self._adviser, self._proxy = adviser, proxy
         self.quiet_seconds = 100.0
         self._draw = random.Random(seed)
         self._link_heals_at = float("inf")
-
-    def _until(self, holds: Callable[[], object], what: str) -> None:
-        try:
-            super()._until(holds, what)
-        except Disturbed as error:
-            self._let_go(float("inf"))
-            uid = self._uid() or ""
-            for pid in (pid for worker in range(NUM_GENERATORS) for pid in processes.named(uid, f"generator-{worker}")):
-                processes.send(pid, signal.SIGUSR1)
-            time.sleep(1.0)
-            files = self.out.parent.glob("tasks-*.txt")
-            tasks = "\n".join(f"{file.name}:\n{file.read_text()}" for file in files)
-            raise Disturbed(f"{error}\n{tasks}") from error
 
     def _strike(self, fault: Fault) -> None:
         if fault.target in ENDS:
@@ -168,14 +152,8 @@ class MovingRun(FaultyRun):
 def trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], *, held_seconds: float) -> MovingRun:
     """Raises `Disturbed`, with the seed and how to do it again."""
     faults = schedule(seed, num_kills, most_held_seconds=held_seconds)
-    try:
+    with again(seed, f"--moves --kills {num_kills} --held-seconds {held_seconds:g}"):
         return _trial(folder, seed, faults, say)
-    except Disturbed as error:
-        again = (
-            f"PYTHONPATH=tests python -m faults --moves --seed {seed} --kills {num_kills} "
-            f"--held-seconds {held_seconds:g}"
-        )
-        raise Disturbed(f"seed {seed}: {error}\nagain: {again}") from error
 
 
 def _trial(folder: Path, seed: int, faults: Sequence[Fault], say: Callable[[str], None]) -> MovingRun:
@@ -195,27 +173,12 @@ def _trial(folder: Path, seed: int, faults: Sequence[Fault], say: Callable[[str]
     say(f"  {run.num_steps} steps; moves by {link_of(seed)}: {dict(adviser.outcomes)} of {adviser.num_advised} advised")
     if link_of(seed) == "tcp":
         say(f"  {proxy.num_connections} connections, {proxy.num_corrupted} pieces with a bit changed")
-    say(f"  faults in a move: {dict(_told(run, adviser))}")
+    say(f"  faults in a move: {len(run.in_a_move)}")
     if adviser.outcomes["kv"] < LEAST_MOVES:
         raise Disturbed(f"moves: {adviser.outcomes}; the last: {adviser.moved[-3:]}")
     check(job, train(job, "undisturbed", *overrides, f"training.steps={run.num_steps}"))
     _check_logs(out, say)
     return run
-
-
-def _told(run: MovingRun, adviser: Adviser) -> Counter[str]:
-    """What came of the moves that were struck."""
-    told = {moved.id: moved for moved in adviser.moved}
-    counts: Counter[str] = Counter()
-    for struck, id in run.in_a_move:
-        moved = told.get(id)
-        reason = "" if moved is None or moved.how not in ("kept", "lost") else f" ({_shape(moved.reason)})"
-        counts[f"{struck}: {moved.how if moved else 'not told'}{reason}"] += 1
-    return counts
-
-
-def _shape(reason: str) -> str:
-    return re.sub(r"[0-9a-f.:]*\d[0-9a-f.:]*", "N", reason)[:60]
 
 
 def _check_logs(out: Path, say: Callable[[str], None]) -> None:

@@ -33,22 +33,14 @@ class Fault:
     seconds: float = 0.0
 
 
-def schedule(
-    seed: int, num_kills: int, workers: Sequence[str], *, most_held_seconds: float = 3.0, alone: bool = False
-) -> list[Fault]:
-    """So many kills, and some holds and leaves between them, in waves: one strikes while another is still felt.
-
-    `alone`: these workers are killed, one at a time, and nobody else is struck.
-    """
+def schedule(seed: int, num_kills: int, workers: Sequence[str], *, most_held_seconds: float = 3.0) -> list[Fault]:
+    """Return so many kills, and holds and leaves between them, in waves: one strikes while another is still felt."""
     draw = random.Random(seed)
     faults: list[Fault] = []
     step = STEPS_A_WAVE[0]
     while (left := num_kills - sum(fault.kind == "kill" for fault in faults)) > 0:
-        if alone:
-            faults.append(Fault(step, round(draw.uniform(0.0, 0.8), 2), "kill", draw.choice(workers)))
-        else:
-            for _ in range(min(draw.randint(1, MOST_IN_A_WAVE), left)):
-                faults.append(_fault(draw, step, workers, most_held_seconds))
+        for _ in range(min(draw.randint(1, MOST_IN_A_WAVE), left)):
+            faults.append(_fault(draw, step, workers, most_held_seconds))
         step += draw.randint(*STEPS_A_WAVE)
     return faults
 

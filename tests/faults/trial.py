@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,18 @@ STEPS_HELD, STEPS_AFTER = 10, 20  # the last wave begins: so many are trained un
 def trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], *, held_seconds: float) -> FaultyRun:
     """Raises `Disturbed`, with the seed and how to do it again."""
     faults = schedule(seed, num_kills, WORKERS, most_held_seconds=held_seconds)
-    try:
+    with again(seed, f"--kills {num_kills} --held-seconds {held_seconds:g}"):
         return _trial(folder, faults, say)
+
+
+@contextmanager
+def again(seed: int, options: str) -> Iterator[None]:
+    """What fails says its seed and how to do it again."""
+    try:
+        yield
     except Disturbed as error:
-        again = f"PYTHONPATH=tests python -m faults --seed {seed} --kills {num_kills} --held-seconds {held_seconds:g}"
-        raise Disturbed(f"seed {seed}: {error}\nagain: {again}") from error
+        command = f"PYTHONPATH=tests python -m faults --seed {seed} {options}"
+        raise Disturbed(f"seed {seed}: {error}\nagain: {command}") from error
 
 
 def join_and_leave(folder: Path, say: Callable[[str], None]) -> None:
@@ -52,15 +58,6 @@ def join_and_leave(folder: Path, say: Callable[[str], None]) -> None:
         run.interrupt()
     undisturbed = train(job, "undisturbed", *overrides, f"training.steps={run.num_steps}")
     check(job, undisturbed)
-
-
-def alone(folder: Path, seed: int, num_kills: int, worker: str, say: Callable[[str], None]) -> FaultyRun:
-    """One worker is killed again and again (or its colleague, while it is being started): nobody else is started."""
-    run = _trial(folder, schedule(seed, num_kills, [worker], alone=True), say)
-    restarted = Counter(re.findall(r"^(\S+) \d+: .* started again", run.said, re.MULTILINE))
-    if restarted != {worker.partition("-")[0]: num_kills}:
-        raise Disturbed(f"seed {seed}: {worker} was killed {num_kills} times; started again: {dict(restarted)}")
-    return run
 
 
 def _trial(folder: Path, faults: Sequence[Fault], say: Callable[[str], None]) -> FaultyRun:

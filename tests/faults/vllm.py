@@ -17,7 +17,7 @@ from runs import train, write_data, write_job, write_models
 from faults import processes
 from faults.harness import Disturbed, FaultyRun
 from faults.schedule import schedule
-from faults.trial import OVERRIDES
+from faults.trial import OVERRIDES, again
 from rlhfspec.tiny.random_models import random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
@@ -46,11 +46,8 @@ def _is_child(pid: int) -> bool:
 
 def trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], *, held_seconds: float) -> VllmRun:
     """Raises `Disturbed`, with how to do it again."""
-    try:
+    with again(seed, f"--vllm --kills {num_kills}"):
         return _trial(folder, seed, num_kills, say, held_seconds)
-    except Disturbed as error:
-        again = f"PYTHONPATH=tests python -m faults --vllm --seed {seed} --kills {num_kills}"
-        raise Disturbed(f"seed {seed}: {error}\nagain: {again}") from error
 
 
 def _trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], held_seconds: float) -> VllmRun:

@@ -1,11 +1,6 @@
-"""Imported by every interpreter of a run under faults: leads TCP links of moves through `faults.links.LinkProxy`.
+"""Imported by every interpreter of a run under faults: leads TCP links of moves through `faults.links.LinkProxy`."""
 
-At SIGUSR1 a process writes down what each of its tasks waits for.
-"""
-
-import asyncio
 import os
-import signal
 import socket
 import sys
 from typing import Any
@@ -21,11 +16,4 @@ def _connected(address: tuple[str, int], *arguments: Any, **named: Any) -> socke
     return connection
 
 
-def _tell(*_: object) -> None:
-    with open(os.path.join(os.environ["FAULTS_TOLD"], f"tasks-{os.getpid()}.txt"), "w") as file:
-        for task in asyncio.all_tasks():
-            task.print_stack(file=file)
-
-
 socket.create_connection = _connected
-signal.signal(signal.SIGUSR1, _tell)
