@@ -1,6 +1,6 @@
 """What contradicts itself in a job, and what cannot change once it has started, in the API server's language (CEL).
 
-The first are the rules of `job_file.rules`, which `job_file.checks` asks too; both are tried on the same jobs
+The first are the rules of `job.file.rules`, which `job.file.checks` asks too; both are tried on the same jobs
 (tests/torch/job/test_job_cluster.py, e2e/test_crd.py). The second come from the marks of the job's fields.
 """
 
@@ -13,6 +13,7 @@ from rlhfspec.job import Spec
 from rlhfspec.job.block import Mark, marked
 from rlhfspec.job.cluster import DEFAULT_MANAGER
 from rlhfspec.job.file.checks import OWN_LABELS
+from rlhfspec.job.file.rules.condition import to_cel
 from rlhfspec.job.file.rules.sources import MODULE_MEMBER, NOT_A_MEMBER, PATH, SOURCES_RULES
 from rlhfspec.job.file.rules.table import RULES
 from rlhfspec.job.file.schema import in_cel
@@ -71,7 +72,7 @@ def _text(text: str) -> str:
 
 
 def _contradictions() -> list[dict[str, Any]]:
-    of_fields = [_rule(rule.holds.cel, rule.message, f".spec.{rule.field}") for rule in RULES]
+    of_fields = [_rule(to_cel(rule.holds), rule.message, f".spec.{rule.field}") for rule in RULES]
     return of_fields + [_rule(rule.cel, rule.message, f".{PATH}") for rule in SOURCES_RULES]
 
 

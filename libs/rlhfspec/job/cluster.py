@@ -1,5 +1,5 @@
 """The fields of a job that have an effect in a cluster only: on one machine they are ignored, and `rlhfspec run`
-lists them (`job_file.remarks`). All are optional.
+lists them (`job.file.remarks`). All are optional.
 
 Example:
     >>> Replicas.model_validate({"min": 1, "max": 4}).max

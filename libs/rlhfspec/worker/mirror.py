@@ -31,7 +31,7 @@ from rlhfspec.cluster.names import CONTROL, PREPARE, TORCH_ROLES
 from rlhfspec.common.folder_lock import take_lock
 from rlhfspec.common.object_store import ObjectStore
 from rlhfspec.errors import InvalidRequest, StorageError
-from rlhfspec.job.file.inputs import input_paths
+from rlhfspec.job.file.paths import input_paths
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.runs.folder.learnt import LEARNT
 from rlhfspec.stage.base import Service

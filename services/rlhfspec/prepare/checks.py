@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from rlhfspec.errors import InvalidRequest, JobError, Problem
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.engines import ENGINES
-from rlhfspec.job.file.files import MODEL_FIELDS
-from rlhfspec.job.file.paths import MADE_HERE
+from rlhfspec.job.file.paths import MADE_HERE, MODEL_FIELDS
 
 if TYPE_CHECKING:
     from rlhfspec.training.data.rows import Rows
@@ -47,8 +46,8 @@ def check_engine(job: RLHFJob) -> None:
 def checked_rows(job: RLHFJob) -> Rows | None:
     """Those to train on; None: they are not on this machine yet."""
     from rlhfspec.training.data import load_rows
-    from rlhfspec.training.data.held_out import held_out_of
-    from rlhfspec.training.data.shape import check_rows
+    from rlhfspec.training.data.prompts import check_rows
+    from rlhfspec.training.data.rows import held_out_of
 
     dataset = job.spec.dataset
     if not Path(dataset.path).is_absolute():

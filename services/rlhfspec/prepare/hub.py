@@ -7,8 +7,7 @@ from pathlib import Path
 
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.job import RLHFJob
-from rlhfspec.job.file.files import MODEL_FIELDS
-from rlhfspec.job.file.paths import MADE_HERE, MADE_OF_THE_POLICY
+from rlhfspec.job.file.paths import MADE_HERE, MADE_OF_THE_POLICY, MODEL_FIELDS
 from rlhfspec.job.rewards import ModelSource
 
 # Weights in formats that are not read, and what is no part of the model.

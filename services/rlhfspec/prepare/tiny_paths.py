@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from rlhfspec.common.object_store import ObjectStore
 from rlhfspec.job import RLHFJob
-from rlhfspec.job.file.files import MODEL_FIELDS
-from rlhfspec.job.file.paths import MADE_HERE
+from rlhfspec.job.file.paths import MADE_HERE, MODEL_FIELDS
 
 LAST_SENT = "tokenizer_config.json"  # of a model that was made; a store that has it has the others
 

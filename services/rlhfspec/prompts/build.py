@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def build(job: RLHFJob, context: Context) -> PromptsService:
     from rlhfspec.prompts.service import PromptsService
     from rlhfspec.training.data import Prompts, load_rows, load_tokenizer
-    from rlhfspec.training.data.held_out import held_out_of
+    from rlhfspec.training.data.rows import held_out_of
 
     spec = job.spec
     context.say("reading the data")

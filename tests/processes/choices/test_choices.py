@@ -15,11 +15,11 @@ from rlhfspec.engine.base import Movable
 from rlhfspec.job import Algorithm, Roles
 from rlhfspec.job import generation as job_generation
 from rlhfspec.job import roles as job_roles
+from rlhfspec.job.choices import CHOICES
 from rlhfspec.job.choices.algorithms import ALGORITHMS
 from rlhfspec.job.choices.drafters import DRAFTERS, SPECULATION_MODES, may_run_draft_model
 from rlhfspec.job.choices.engines import ENGINES, EngineEntry
 from rlhfspec.job.choices.links import LINKS, LINKS_OF_A_JOB
-from rlhfspec.job.choices.of_a_job import CHOICES
 from rlhfspec.job.choices.registry import Entry, Registry
 from rlhfspec.job.choices.weight_stores import BETWEEN_PROCESSES, WEIGHT_STORES
 from rlhfspec.job.file.schema import json_schema

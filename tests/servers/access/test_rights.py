@@ -18,7 +18,7 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages import loop
 from rlhfspec.messages.access.rights import BUS_ROLES, CONTROL, inbox_of, rights_of
 from rlhfspec.messages.records import Prompt, Sample
-from rlhfspec.messages.servers.credentials.keys import new_nkey
+from rlhfspec.messages.servers.credentials.derived import new_nkey
 from rlhfspec.messages.servers.nats import User, nats_config
 from rlhfspec.messages.transport.base import Message, Subscription
 from rlhfspec.messages.transport.dead_letters import decode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import traceback
@@ -12,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reward_desks import Desk, run, sample
 
 from rlhfspec.errors import InvalidRequest, RewardError
-from rlhfspec.job.rewards import Rewards
 from rlhfspec.messages.records import Sample, Score
-from rlhfspec.training.scoring.rewards import RewardSources
 from rlhfspec.training.scoring.rewards.attempts import delay_seconds
 
 Behaviour = Callable[["Handler"], None]
@@ -98,53 +96,28 @@ def hang_up(handler: Handler) -> None:
     handler.connection.close()
 
 
-def sample(replica: int = 0) -> Sample:
-    return Sample(
-        id=f"sums/1/0/{replica}",
-        job="sums",
-        step=1,
-        prompt=0,
-        replica=replica,
-        prompt_text="2+2=",
-        prompt_token_ids=(50,),
-        columns_json='{"answer": "4"}',
-        text="4 \ud83d",  # half an emoji, as byte-level models may end
-        token_ids=(52,),
-        log_probs=(-0.1,),
-        tempered_log_probs=(-0.1,),
-        weights_versions=(0,),
-        finish_reason="stop",
-    )
-
-
 def score(url: str | Server, *samples: Sample, naps: list[float] | None = None, **source: Any) -> list[Score]:
     if isinstance(url, Server):
         url = f"http://127.0.0.1:{url.server_port}/score"
-
-    async def nap(seconds: float) -> None:
-        assert naps is not None, "a retry that was not expected"
-        naps.append(seconds)
-
-    async def go() -> list[Score]:
-        given = {"type": "http", "url": url, "name": "judge", "timeoutSeconds": 30.0, **source}
-        sources = RewardSources(Rewards.model_validate({"sources": [given]}), Path(), sleep=nap)
-        try:
-            return await sources.score_many(samples or [sample()])
-        finally:
-            await sources.close()
-
-    return asyncio.run(go())
+    desk = Desk(Path())
+    desk.naps.seconds = [] if naps is None else naps
+    given = {"type": "http", "url": url, "name": "judge", "timeoutSeconds": 30.0, "retries": 2, **source}
+    try:
+        return run(desk.sources(given), list(samples) or None)
+    finally:
+        assert naps is not None or not desk.naps.seconds, "a retry that was not expected"
 
 
 def test_the_endpoint_gets_the_sample_and_its_number_is_the_reward(server: Server) -> None:
     server.script = [reply('{"reward": 0.25, "why": "close"}')]
-    (scored,) = score(server, headers={"Authorization": "Bearer abc"})
+    half_an_emoji = "4 \ud83d"  # as byte-level models may end
+    (scored,) = score(server, sample(text=half_an_emoji), headers={"Authorization": "Bearer abc"})
     assert scored.values == (0.25,)
     body, headers = server.requests[0]
     assert body == {
         "id": "sums/1/0/0",
         "prompt": "2+2=",
-        "completion": "4 \ud83d",
+        "completion": half_an_emoji,
         "finish_reason": "stop",
         "columns": {"answer": "4"},
     }
@@ -162,7 +135,7 @@ def test_replies_go_to_their_samples_whatever_comes_back_first(server: Server) -
         second_is_back.set()
 
     server.script = [first_comes_last]
-    scores = score(server, sample(0), sample(1), concurrency=2)
+    scores = score(server, sample(replica=0), sample(replica=1), concurrency=2)
     assert [scored.values for scored in scores] == [(0.0,), (1.0,)]
 
 
@@ -274,7 +247,7 @@ def test_a_dropped_sample_leaves_the_others(server: Server) -> None:
         (reply('{"reward": 1}') if handler.body["id"].endswith("/1") else reply("bad", 400))(handler)
 
     server.script = [only_the_second]
-    bad, good = score(server, sample(0), sample(1), onError="drop", concurrency=1)
+    bad, good = score(server, sample(replica=0), sample(replica=1), onError="drop", concurrency=1)
     assert bad.values == ()
     assert "answered 400 Bad Request: 'bad'" in bad.error
     assert good.values == (1.0,)
@@ -295,7 +268,7 @@ def test_no_more_calls_at_a_time_than_asked_for(server: Server) -> None:
         reply('{"reward": 1}')(handler)
 
     server.script = [count]
-    score(server, *(sample(replica) for replica in range(6)), concurrency=2)
+    score(server, *(sample(replica=replica) for replica in range(6)), concurrency=2)
     assert most == 2
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
 from rlhfspec.messages.servers.credentials.certificates import ServerTls, create_credentials
-from rlhfspec.messages.servers.credentials.keys import new_nkey
+from rlhfspec.messages.servers.credentials.derived import new_nkey
 
 SECRET, WRONG = "correct-horse", "battery-staple"
 ENVIRONMENT = {"GOOD": SECRET, "BAD": WRONG}

@@ -15,7 +15,7 @@ from nats_servers import NatsServer, Proxy
 
 from rlhfspec.errors import InvalidRequest, MessageTooLarge, TransportUnavailable
 from rlhfspec.messages.servers.credentials.certificates import ServerTls, client_tls, create_credentials
-from rlhfspec.messages.servers.credentials.keys import new_nkey
+from rlhfspec.messages.servers.credentials.derived import new_nkey
 from rlhfspec.messages.servers.nats import User, nats_config
 from rlhfspec.messages.transport import dead_letters
 from rlhfspec.messages.transport.base import Consumer, Message, Subscription

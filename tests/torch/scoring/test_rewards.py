@@ -18,8 +18,7 @@ from reward_desks import HANG, Desk, run, sample
 from rlhfspec.errors import InvalidRequest, RewardError
 from rlhfspec.messages.records import Score
 from rlhfspec.training.scoring.rewards.attempts import delay_seconds
-from rlhfspec.training.scoring.rewards.base import CallFailed, number, numbers_of
-from rlhfspec.training.scoring.rewards.combine import combine
+from rlhfspec.training.scoring.rewards.base import CallFailed, combine, number, numbers_of
 from rlhfspec.training.scoring.rewards.user_code import in_daemon_thread
 
 

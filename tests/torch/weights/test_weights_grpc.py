@@ -27,12 +27,11 @@ from rlhfspec.stage.supervisor import Supervisor
 from rlhfspec.training.modeling.digest import digest
 from rlhfspec.training.weights import newest_kept
 from rlhfspec.training.weights.base import weights_record
-from rlhfspec.training.weights.buffers import Buffers
 from rlhfspec.training.weights.grpc import channel_credentials
 from rlhfspec.training.weights.grpc_fetch import MAX_WRONG
 from rlhfspec.training.weights.grpc_messages import METHOD, PIECE_BYTES, SERVICE, WeightsAnswer, WeightsRequest, parse
 from rlhfspec.training.weights.grpc_server import MAX_STREAMS
-from rlhfspec.training.weights.packed import MAX_HEADER_BYTES, MAX_TENSORS, WeightsHeader, pack
+from rlhfspec.training.weights.packed import MAX_HEADER_BYTES, MAX_TENSORS, Buffers, WeightsHeader, pack
 
 
 @pytest.fixture

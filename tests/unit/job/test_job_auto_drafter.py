@@ -7,8 +7,7 @@ from pathlib import Path
 from small_job import a_job
 
 from rlhfspec.job.file.files import check_files
-from rlhfspec.job.file.inputs import input_paths
-from rlhfspec.job.file.paths import with_resolved_paths
+from rlhfspec.job.file.paths import input_paths, with_resolved_paths
 from rlhfspec.prepare.hub import with_hub_models
 
 

@@ -1,1 +1,13 @@
 """Everything a job can choose by name: what makes it, what it needs, and the line of the docs about it. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhfspec.job.choices.algorithms import ALGORITHMS
+from rlhfspec.job.choices.drafters import DRAFTERS
+from rlhfspec.job.choices.engines import ENGINES
+from rlhfspec.job.choices.links import LINKS
+from rlhfspec.job.choices.registry import Registry
+
+CHOICES: tuple[Registry[Any], ...] = (ALGORITHMS, DRAFTERS, ENGINES, LINKS)

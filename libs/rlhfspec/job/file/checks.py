@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.engines import ENGINES
 from rlhfspec.job.cluster import PodOptions, PodTemplate
-from rlhfspec.job.file.rules.finding import Finding
+from rlhfspec.job.file.problems import Finding
 from rlhfspec.job.file.rules.sources import SOURCES_RULES, functions
 from rlhfspec.job.file.rules.table import RULES
 from rlhfspec.job.file.schema import QUANTITY
@@ -34,10 +34,11 @@ OWN_LABELS = "rlhfspec.io/"
 
 def check(job: RLHFJob) -> Iterator[Finding]:
     yield from _check_dataset(job)
-    yield from (rule.finding(job.spec) for rule in RULES if not rule.holds.value(job.spec))
+    yield from (rule.finding(job.spec) for rule in RULES if not rule.is_kept(job.spec))
     yield from functions(job)
     for rule in SOURCES_RULES:
         yield from rule.findings(job)
+    yield from _check_critic(job)
     yield from _check_lora(job)
     yield from _check_engine(job)
     yield from _check_pods(job)
@@ -48,6 +49,14 @@ def _check_dataset(job: RLHFJob) -> Iterator[Finding]:
     data = job.spec.dataset
     if data.prompt_column is None and data.messages_column is None:
         yield Finding(field="spec.dataset.promptColumn", problem="name the prompts' column, or messagesColumn")
+
+
+def _check_critic(job: RLHFJob) -> Iterator[Finding]:
+    """What the table's rule of this field cannot tell an API server: arguments have no type there."""
+    algorithm = job.spec.algorithm
+    if not algorithm.entry.has_critic and job.spec.training.critic_optimizer.arguments:
+        problem = f"{algorithm.name} has no critic: remove it"
+        yield Finding(field="spec.training.criticOptimizer", problem=problem, depends_on=("spec.algorithm.name",))
 
 
 def _check_lora(job: RLHFJob) -> Iterator[Finding]:

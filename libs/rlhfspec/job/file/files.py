@@ -22,14 +22,21 @@ from typing import Any
 from rlhfspec.errors import InvalidRequest, did_you_mean, nearest
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.drafters import AUTO
-from rlhfspec.job.file.paths import MADE_HERE, MADE_OF_THE_POLICY, NOT_ROWS, ROW_SUFFIXES, is_local, resolve
-from rlhfspec.job.file.rules.finding import Finding
+from rlhfspec.job.file.paths import (
+    MADE_HERE,
+    MADE_OF_THE_POLICY,
+    MODEL_FIELDS,
+    NOT_ROWS,
+    ROW_SUFFIXES,
+    is_local,
+    resolve,
+)
+from rlhfspec.job.file.problems import Finding
 from rlhfspec.job.file.rules.sources import MODULE_MEMBER
 from rlhfspec.job.file.secrets import request_of
 from rlhfspec.job.rewards import FunctionSource, HttpSource, ModelSource
 
 MOST_HEAD_BYTES = 100 << 20  # as safetensors itself allows
-MODEL_FIELDS = ("path", "tokenizer", "drafter", "reference", "critic")
 
 
 def check_files(job: RLHFJob, base: Path, *, with_environment: bool = True) -> Iterator[Finding]:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.file.paths import resolve
-from rlhfspec.job.file.rules.finding import Finding
+from rlhfspec.job.file.problems import Finding
 
 SAMPLE_BYTES = 1_100  # a prompt, its sample and its score, measured with one token each
 ENGINE_BYTES = 16 << 20  # of one with a model of a few million parameters

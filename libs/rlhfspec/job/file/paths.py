@@ -13,7 +13,10 @@ Example:
 from __future__ import annotations
 
 import os
+import posixpath
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.drafters import AUTO
@@ -23,8 +26,7 @@ MADE_HERE = "tiny:"
 ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz", ".parquet")
 NOT_ROWS = "must be a .jsonl, .json or .csv file (or one of them .gz), .parquet, or a folder from save_to_disk"
 DATA_SUFFIXES = (*ROW_SUFFIXES, ".tsv", ".txt", ".gz")
-
-
+MODEL_FIELDS = ("path", "tokenizer", "drafter", "reference", "critic")
 MADE_OF_THE_POLICY = ("drafter", AUTO)  # a field of spec.model, and what names no model in it
 
 
@@ -47,7 +49,7 @@ def resolve(path: str, base: Path) -> str:
 def with_resolved_paths(job: RLHFJob, base: Path) -> RLHFJob:
     """The same job, readable from any folder."""
     model, dataset = job.spec.model, job.spec.dataset
-    named = {name: getattr(model, name) for name in ("path", "tokenizer", "drafter", "reference", "critic")}
+    named = {name: getattr(model, name) for name in MODEL_FIELDS}
     paths = {
         name: resolve(path, base)
         for name, path in named.items()
@@ -69,3 +71,46 @@ def with_resolved_paths(job: RLHFJob, base: Path) -> RLHFJob:
         }
     )
     return job.model_copy(update={"spec": spec})
+
+
+def input_paths(spec: Mapping[str, Any], base: Path) -> list[str]:
+    """Return what a job reads from its base folder: files and folders to be fetched from an object store, there or not.
+
+    spec: as it was written, right or wrong, or resolved.
+
+    >>> spec = {"model": {"path": "models/small"}, "dataset": {"path": "./data/sums.jsonl"},
+    ...         "rewards": {"sources": [{"type": "function", "function": "rewards.sums:exact"}]}}
+    >>> input_paths(spec, Path("/storage"))
+    ['models/small', 'data/sums.jsonl', 'rewards.py', 'rewards']
+    """
+    found = (_below(text, base) for text in _named(spec) if isinstance(text, str))
+    return list(dict.fromkeys(path for path in found if path))
+
+
+def _named(spec: Mapping[str, Any]) -> Iterator[Any]:
+    model = _block(spec, "model")
+    yield from (model.get(name) for name in MODEL_FIELDS if (name, model.get(name)) != MADE_OF_THE_POLICY)
+    yield _block(spec, "dataset").get("path")
+    yield _block(spec, "evaluation").get("path")
+    sources = _block(spec, "rewards").get("sources")
+    for source in sources if isinstance(sources, list) else ():
+        if isinstance(source, dict):
+            yield source.get("path")
+            top = str(source.get("function") or "").partition(":")[0].partition(".")[0]
+            yield from (f"{top}.py", top) if top else ()
+
+
+def _block(spec: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    block = spec.get(name)
+    return block if isinstance(block, dict) else {}
+
+
+def _below(text: str, base: Path) -> str | None:
+    """
+    >>> [_below(text, Path("/storage")) for text in ("/storage/m", "./d.csv", "tiny:sums", "/etc", "../m", "s3://b/m")]
+    ['m', 'd.csv', None, None, None, None]
+    """
+    if text.startswith((MADE_HERE, "~")) or "://" in text:
+        return None
+    path = posixpath.normpath(posixpath.join(str(base), text))
+    return posixpath.relpath(path, str(base)) if path.startswith(f"{base}/") else None

@@ -10,6 +10,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -22,7 +23,7 @@ from rlhfspec.errors import Problem, did_you_mean, nearest
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.block import Block
 from rlhfspec.job.file.secrets import shown_value
-from rlhfspec.job.file.yaml_text import Path_, dotted
+from rlhfspec.job.file.yaml_text import Path_, dotted, parts_of
 
 _KINDS = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "string": "text (in quotes when it looks "
@@ -38,6 +39,26 @@ _TOLD: dict[Path_, str] = {
     "layer's (tensorParallel); remove it",
 }
 _SOURCES: Path_ = ("spec", "rewards", "sources")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing found wrong with a job that fits the schema: a field, and the fix. `depends_on`: the other fields it
+    was concluded from; when one of those is wrong itself, this says nothing."""
+
+    field: str
+    problem: str
+    value: object = None
+    depends_on: tuple[str, ...] = ()
+
+    def as_problem(self, places: Mapping[Path_, str]) -> Problem:
+        path = parts_of(self.field)
+        value = shown_value(path, self.value)
+        return Problem(field=self.field, value=value, problem=self.problem, where=place_of(path, places))
+
+    def rests_on(self, wrong: set[str]) -> bool:
+        """Return whether one of the fields it looks at is wrong."""
+        return any(name in wrong for name in (self.field, *self.depends_on))
 
 
 def explain(error: ValidationError, value: Any, places: Mapping[Path_, str]) -> tuple[list[Problem], list[Path_]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.composer import ComposerError
 
 from rlhfspec.errors import JobError, Problem
 
@@ -82,20 +83,22 @@ def parse(text: str, *, source: str) -> Document:
     """The one document in the text. Problems that leave the rest readable are collected, others raised."""
     if source.endswith(".json"):
         text = text.replace("\t", " ")  # JSON allows them between values, YAML does not; inside strings they are \t
+    reader = _Reader()
     try:
-        _measure(text, source)
         node = yaml.compose(text, Loader=_Loader)
+        value = None if node is None else reader.plain(node, ())
+    except RecursionError:
+        raise JobError(source, [Problem(field="file", problem="is nested too deeply")]) from None
     except yaml.MarkedYAMLError as error:
         raise JobError(source, [_syntax_problem(error)]) from error
     except yaml.YAMLError as error:
         raise JobError(source, [Problem(field="file", problem=f"is not YAML: {error}")]) from error
     if node is None:
         raise JobError(source, [Problem(field="file", problem="is empty; `rlhfspec init` writes a job to start from")])
-    reader = _Reader()
-    document = Document(reader.plain(node, ()), reader.lines, reader.problems)
     if reader.num_values > MOST_VALUES:
-        raise JobError(source, [_too_many()])
-    return document
+        problem = f"holds over {MOST_VALUES} values once its aliases are expanded"
+        raise JobError(source, [Problem(field="file", problem=problem)])
+    return Document(value, reader.lines, reader.problems)
 
 
 def parse_value(text: str) -> Any:
@@ -105,19 +108,6 @@ def parse_value(text: str) -> Any:
     (1e-06, 'off', [1, True], None)
     """
     return parse(text, source="--set").value if text.strip() else None
-
-
-def _measure(text: str, source: str) -> None:
-    """Depth and number of documents, from the flat stream of events: nothing recursive has run yet."""
-    depth = num_documents = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        num_documents += isinstance(event, yaml.DocumentStartEvent)
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MOST_DEPTH or num_documents > 1:
-            assert event.start_mark is not None
-            line = event.start_mark.line + 1
-            what = "is nested too deeply" if depth > MOST_DEPTH else "holds several documents; one file is one job"
-            raise JobError(source, [Problem(field="file", problem=what, where=f"line {line}")])
 
 
 class _Reader:
@@ -137,6 +127,8 @@ class _Reader:
             return self._scalar(node, path)
         if self.num_values > MOST_VALUES:
             return None
+        if len(path) > MOST_DEPTH:
+            raise RecursionError
         if node.tag not in _TAGS:
             self._problem(path, node, f"the tag {node.tag} is not read; remove it")
         if id(node) in self._open:
@@ -206,18 +198,16 @@ def parts_of(text: str) -> Path_:
     return tuple(int(part) if part.isdecimal() else part for part in parts)
 
 
-def _too_many() -> Problem:
-    return Problem(field="file", problem=f"holds over {MOST_VALUES} values once its aliases are expanded")
-
-
 def _syntax_problem(error: yaml.MarkedYAMLError) -> Problem:
     mark = error.problem_mark or error.context_mark
-    problem = error.problem or "cannot be read"
+    problem = f"is not YAML: {error.problem or 'cannot be read'}"
     if "'\\t'" in problem:
-        problem = "a tab indents this line; YAML takes spaces only"
+        problem = "is not YAML: a tab indents this line; YAML takes spaces only"
+    elif isinstance(error, ComposerError) and "document" in problem:
+        problem = "holds several documents; one file is one job"
     elif "mapping values are not allowed" in problem:
         problem += "; a text with a colon needs quotes, and keys of one block the same indentation"
-    return Problem(field="file", problem=f"is not YAML: {problem}", where=f"line {mark.line + 1}" if mark else "")
+    return Problem(field="file", problem=problem, where=f"line {mark.line + 1}" if mark else "")
 
 
 def _unreadable(path: Path, problem: str, where: str = "") -> JobError:

@@ -1,4 +1,4 @@
-"""Where rows come from: a text file (`text_files`), Parquet, a `datasets` folder or a hub id.
+"""Where rows come from: a text file (`text_files`), Parquet, a `datasets` folder or a hub id; and which are held out.
 
 Example:
     >>> import tempfile
@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.errors import JobError, Problem
-from rlhfspec.job import Dataset
+from rlhfspec.errors import InvalidRequest, JobError, Problem
+from rlhfspec.job import Dataset, Spec
 from rlhfspec.job.file.paths import NOT_ROWS, ROW_SUFFIXES, is_local, resolve
+from rlhfspec.training.data.order import permutation
 from rlhfspec.training.data.text_files import read_text_rows, unreadable
 
 
@@ -122,3 +123,38 @@ def _without_media(rows: Any) -> Any:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def held_out_of(rows: Rows, spec: Spec, base_folder: Path) -> tuple[Rows, Rows]:
+    """Return the rows that are trained on, and those that evaluations ask."""
+    assert spec.evaluation is not None
+    if spec.evaluation.path is not None:
+        return rows, load_rows(spec.dataset.model_copy(update={"path": spec.evaluation.path}), base_folder)
+    count = spec.evaluation.num_prompts
+    if count >= len(rows):
+        problem = f"must be < {len(rows)}, the rows of the dataset that they are taken out of; or give evaluation.path"
+        raise InvalidRequest("spec.evaluation.numPrompts", count, problem)
+    return split(rows, count, spec.training.seed)
+
+
+def split(rows: Rows, count: int, seed: int) -> tuple[Rows, Rows]:
+    """Take `count` rows out, drawn by the seed; both parts stay in the order of the data.
+
+    >>> rows = Rows(source="sums", records=[{"prompt": f"{number}+1="} for number in range(9)])
+    >>> training, held_out = split(rows, 3, seed=11)
+    >>> len(training), len(held_out)
+    (6, 3)
+    >>> {row["prompt"] for row in training.records} & {row["prompt"] for row in held_out.records}
+    set()
+    """
+    taken = set(permutation(seed, "held-out", len(rows))[:count].tolist())
+    kept = [index for index in range(len(rows)) if index not in taken]
+    return _some(rows, kept), _some(rows, sorted(taken))
+
+
+def _some(rows: Rows, indices: Sequence[int]) -> Rows:
+    return Rows(
+        source=rows.source,
+        records=[rows.records[index] for index in indices],
+        lines=[rows.lines[index] for index in indices] if rows.lines else (),
+    )

@@ -96,7 +96,6 @@ def _csv_rows(data: bytes) -> Iterator[Found]:
         text = data.decode()
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        line = data[: error.start].count(b"\n") + 1
         raise ValueError(f"must be UTF-8 text (line {line} is not)") from error
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:

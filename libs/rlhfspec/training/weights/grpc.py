@@ -31,8 +31,7 @@ from rlhfspec.messages.servers.credentials.certificates import channel_credentia
 from rlhfspec.training.weights.base import StateDict, StorePlace, not_kept, refuse_other, weights_record
 from rlhfspec.training.weights.grpc_client import GrpcWeightClient
 from rlhfspec.training.weights.grpc_fetch import Fetch
-from rlhfspec.training.weights.grpc_server import GrpcWeightServer
-from rlhfspec.training.weights.kept import KeptVersions, Key
+from rlhfspec.training.weights.grpc_server import GrpcWeightServer, KeptVersions, Key
 from rlhfspec.training.weights.packed import PackedWeights, machine_memory, pack
 
 __all__ = ["GrpcWeightStore", "channel_credentials"]

@@ -13,9 +13,8 @@ import grpc
 from rlhfspec.common.awake_clock import AwakeClock
 from rlhfspec.errors import MalformedRecord
 from rlhfspec.messages.records import Weights
-from rlhfspec.training.weights.buffers import Buffers
 from rlhfspec.training.weights.grpc_messages import METHOD, PIECE_BYTES, SERVICE, WeightsAnswer, WeightsRequest, parse
-from rlhfspec.training.weights.packed import MAX_HEADER_BYTES, GrowingDigest, PackedWeights, WeightsHeader
+from rlhfspec.training.weights.packed import MAX_HEADER_BYTES, Buffers, GrowingDigest, PackedWeights, WeightsHeader
 
 TICK_SECONDS = 0.25
 OPTIONS = (

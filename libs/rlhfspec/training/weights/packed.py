@@ -12,7 +12,10 @@ Example:
 from __future__ import annotations
 
 import math
+import mmap
 import os
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,7 +29,6 @@ from rlhfspec.errors import MalformedRecord, StorageError
 from rlhfspec.messages.records import Role
 from rlhfspec.training.modeling.digest import SHA256, HashedTensor, combined, hash_of, hashing_threads
 from rlhfspec.training.weights.base import StateDict, identity
-from rlhfspec.training.weights.buffers import Buffers
 
 ALIGNMENT = 64  # bytes: each tensor begins at a multiple, so that it can be looked at as what it is
 MAX_HEADER_BYTES = 32 << 20
@@ -224,3 +226,40 @@ def _view(buffer: Tensor, place: TensorPlace) -> Tensor:
 
 def _malformed(problem: str) -> MalformedRecord:
     return MalformedRecord(f"header of weights: {problem}")
+
+
+_MINE = 3  # references to memory that nobody uses: the list's, the loop's, and getrefcount's own
+
+
+class Buffers:
+    """A buffer is free again once no tensor looks at it, not even one that a caller of `get` still holds.
+
+    Example:
+        >>> buffers = Buffers()
+        >>> first = buffers.take(8)
+        >>> look, address = first[:4], first.data_ptr()
+        >>> del first
+        >>> buffers.take(8).data_ptr() == address
+        False
+        >>> del look
+        >>> buffers.take(8).data_ptr() == address
+        True
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._all: list[mmap.mmap] = []
+
+    def take(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], whatever is in it. Those that are free and of another size are given back."""
+        size = max(num_bytes, 1)
+        with self._lock:
+            used: list[mmap.mmap] = []
+            free: list[mmap.mmap] = []
+            for memory in self._all:
+                (free if sys.getrefcount(memory) == _MINE else used).append(memory)
+            found = next((memory for memory in free if len(memory) == size), None)
+            if found is None:
+                found = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._all = [*used, found]
+            return torch.frombuffer(found, dtype=torch.uint8)[:num_bytes]

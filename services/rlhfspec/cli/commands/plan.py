@@ -32,12 +32,11 @@ def plan(
 ) -> None:
     """Say what goes where and how much memory it takes, from configurations of models alone; refuse what cannot fit."""
     from rlhfspec.huggingface.devices import settled
-    from rlhfspec.training.planning import gpus as known
-    from rlhfspec.training.planning.needs import BYTES, counts, needs_of, sum_of
+    from rlhfspec.training.planning.needs import BYTES, counts, memory_of, needs_of, sum_of, weights_seconds
 
     with exit_on_problems():
         read = with_resolved_paths(read_job(job, overrides or []), job.parent)
-        size = known.memory_of(gpu_memory)
+        size = memory_of(gpu_memory)
         spec = settled(read.spec, "cuda")
         shapes = _shapes(spec)
         needs = needs_of(spec, shapes, size, counts(read))
@@ -50,7 +49,7 @@ def plan(
     for each in needs:
         typer.echo(f"  {each.role:<11} {each.count} x {sum_of(each)}" + "".join(f"; {note}" for note in each.notes))
     version = policy.num_parameters * BYTES[spec.model.dtype]
-    ways = ", ".join(f"{seconds:.0f} s by {way}" for way, seconds in known.weights_seconds(version))
+    ways = ", ".join(f"{seconds:.0f} s by {way}" for way, seconds in weights_seconds(version))
     typer.echo(f"  weights     {version / 1e9:.1f} GB a version: {ways}")
     if too_full:
         refuse("\n".join([f"{job}: does not fit", *(f"  {line}" for line in too_full)]))

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.job.file.rules.finding import Finding
-from rlhfspec.job.file.rules.terms import field
+from rlhfspec.job.file.problems import Finding
+from rlhfspec.job.file.rules.condition import to_cel
 from rlhfspec.job.file.schema import in_cel
 from rlhfspec.job.file.secrets import shown_url
 from rlhfspec.job.rewards import FunctionSource, RewardSource
@@ -23,6 +23,7 @@ NOT_A_MEMBER = "must be module:function, such as rewards:exact for the function 
 PATH = "spec.rewards.sources"
 _SOURCES = f"self.{PATH}"
 _ALWAYS_0 = "the reward would always be 0: give a weight other than 0"
+_NOT_A_PRODUCT = to_cel("rewards.combine != 'product'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +99,13 @@ def _same_name() -> str:
 SOURCES_RULES: tuple[SourcesRule, ...] = (
     SourcesRule(
         findings=_batches,
-        cel=f"{field('roles.reward.workers').equals(1).cel} || !{_SOURCES}.exists(s, s.?batched.orValue(false))",
+        cel=f"{to_cel('roles.reward.workers == 1')} || !{_SOURCES}.exists(s, s.?batched.orValue(false))",
         message="batched: a whole group must meet in one place: must be false, or roles.reward.workers 1",
     ),
     SourcesRule(
         findings=_deadlines,
         cel=f"{_SOURCES}.all(s, double(s.?retries.orValue(2) + 1) * s.?timeoutSeconds.orValue(60.0) < "
-        f"{field('roles.reward.deadlineSeconds').cel})",
+        f"{to_cel('roles.reward.deadlineSeconds')})",
         message="timeoutSeconds: with its retries a sample may take longer than roles.reward.deadlineSeconds: "
         "lower it, or raise the deadline",
     ),
@@ -116,7 +117,7 @@ SOURCES_RULES: tuple[SourcesRule, ...] = (
     SourcesRule(
         findings=_weights,
         cel=f"{_SOURCES}.exists(s, s.?weight.orValue(1.0) != 0.0) && "
-        f"({field('rewards.combine').differs_from('product').cel} || "
+        f"({_NOT_A_PRODUCT} || "
         f"{_SOURCES}.all(s, s.?weight.orValue(1.0) != 0.0))",
         message=f"weight: {_ALWAYS_0}",
     ),

@@ -24,8 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.messages.servers.credentials.derived import derived, ec_key
-from rlhfspec.messages.servers.credentials.keys import new_nkey
+from rlhfspec.messages.servers.credentials.derived import derived, ec_key, new_nkey
 from rlhfspec.messages.servers.program import write_secret
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ Example:
 from __future__ import annotations
 
 import json
+import os
 
 import nkeys
 from cryptography.hazmat.primitives import hashes
@@ -37,3 +38,15 @@ def nkey_seed(secret: bytes, kind: int, *purpose: str) -> str:
     """Of a NATS operator, account or user."""
     seed: bytes = nkeys.encode_seed(derived(secret, "nkey", *purpose), kind)
     return seed.decode()
+
+
+def new_nkey() -> tuple[str, str]:
+    """Return a new seed and public key: by its seed a client proves its role to NATS, which knows the public part only.
+
+    >>> seed, public_key = new_nkey()
+    >>> seed[:2], public_key[:1], len(public_key)
+    ('SU', 'U', 56)
+    """
+    seed: bytes = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)
+    public_key: bytes = nkeys.from_seed(seed).public_key
+    return seed.decode(), public_key.decode()

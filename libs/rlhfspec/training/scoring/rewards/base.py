@@ -7,7 +7,7 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rlhfspec.errors import RLHFSpecError
 from rlhfspec.messages.records import Sample
@@ -113,3 +113,21 @@ def columns_of(sample: Sample) -> dict[str, Any]:
     """The data row's other columns, fresh for every call: what a function changes stays its own."""
     columns: dict[str, Any] = json.loads(sample.columns_json)
     return columns
+
+
+Combination = Literal["sum", "min", "product"]
+
+
+def combine(how: Combination, weights: Sequence[float], components: Sequence[float]) -> float:
+    """Of the weighted components, in the order of the job.
+
+    Example:
+        >>> combine("sum", [1.0, 0.5], [1.0, -2.0]), combine("min", [1.0, 0.5], [1.0, -2.0])
+        (0.0, -1.0)
+        >>> combine("product", [1.0, 0.5], [1.0, -2.0])
+        -1.0
+    """
+    weighted = [weight * component for weight, component in zip(weights, components, strict=True)]
+    if how == "min":
+        return min(weighted)
+    return math.prod(weighted) if how == "product" else sum(weighted)

@@ -16,8 +16,7 @@ from rlhfspec.job.file.secrets import request_of
 from rlhfspec.job.rewards import FunctionSource, HttpSource, ModelSource, Rewards
 from rlhfspec.messages.records import Sample, Score
 from rlhfspec.training.scoring.rewards.attempts import Attempts, During, Limits, Sleep
-from rlhfspec.training.scoring.rewards.base import CallFailed, Reward, Rewarder
-from rlhfspec.training.scoring.rewards.combine import combine
+from rlhfspec.training.scoring.rewards.base import CallFailed, Reward, Rewarder, combine
 from rlhfspec.training.scoring.rewards.function import FunctionRewards
 from rlhfspec.training.scoring.rewards.imports import load_function
 from rlhfspec.training.scoring.rewards.model import ModelRewards

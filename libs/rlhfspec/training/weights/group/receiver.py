@@ -15,7 +15,6 @@ import torch
 
 from rlhfspec.errors import MalformedRecord
 from rlhfspec.messages.records import Weights
-from rlhfspec.training.weights.buffers import Buffers
 from rlhfspec.training.weights.group.channel import BUCKET_SECONDS, Channels, Place, TwoBuffers, name_of
 from rlhfspec.training.weights.group.messages import (
     GROUP_METHOD,
@@ -32,7 +31,7 @@ from rlhfspec.training.weights.group.plan import Bucket, bucket_digest, buckets
 from rlhfspec.training.weights.group.ways import Ways
 from rlhfspec.training.weights.grpc_client import OPTIONS, channel_to
 from rlhfspec.training.weights.grpc_messages import parse
-from rlhfspec.training.weights.packed import PackedWeights, WeightsHeader, machine_memory
+from rlhfspec.training.weights.packed import Buffers, PackedWeights, WeightsHeader, machine_memory
 
 COMMIT_SECONDS = 5.0  # for what is under way when the sender has sent all
 _ASK_SECONDS = 0.1
