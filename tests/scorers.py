@@ -1,4 +1,4 @@
-"""Scorers of log-probs on small models."""
+"""Scorers of log-probs, and reward models, of small sizes."""
 
 from __future__ import annotations
 
@@ -25,3 +25,15 @@ def row_sensitive_scorer(context: int) -> LogProbScorer:
         max_position_embeddings=context, initializer_range=0.1,
     )  # fmt: skip
     return LogProbScorer(LlamaForCausalLM(config).eval(), temperature=0.7, max_context=context, arithmetic="torch")
+
+
+def classifying_model(kind: str, *, num_labels: int = 1, **options: Any) -> Any:
+    """A sequence-classification model of random weights."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    shape = {"num_labels": num_labels, "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "pad_token_id": 0}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.1}
+    of_its_own = {"gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4}}.get(kind, {})
+    config = AutoConfig.for_model(kind, **shape, **layers, **of_its_own, **options)
+    return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()

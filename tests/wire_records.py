@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -91,3 +92,14 @@ SAMPLE = Sample(
     tempered_log_probs=(-0.5, -0.25), weights_versions=(2, 2), finish_reason="stop",
 )  # fmt: skip
 SCORE = Score(id="sums/3/7/1/reward", sample_id="sums/3/7/1", job="sums", step=3, stage="reward", values=(0.5,))
+
+
+def bits(value: Any) -> Any:
+    """Like the value, but floats are compared by their bits: NaN equals itself, and 0.0 is not -0.0."""
+    if is_dataclass(value):
+        return type(value), tuple(bits(getattr(value, f.name)) for f in fields(value))
+    if isinstance(value, tuple):
+        return tuple(map(bits, value))
+    if isinstance(value, dict):  # in its order
+        return tuple((bits(key), bits(each)) for key, each in value.items())
+    return struct.pack("<d", value) if isinstance(value, float) else (type(value), value)

@@ -50,12 +50,12 @@ PPO = {"algorithm.name": "ppo"}
 JUDGE = {"type": "model", "path": "./judge"}
 
 # What is put where in spec (or from the top, with a leading "/"), the field that is named, and the fix that is named.
+# Others are in invalid_jobs.py: what the schema alone refuses, and each rule.
 FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"/apiVersion": "rlhfspec.io/v2"}, "apiVersion", "must be rlhfspec.io/v1alpha1"),
     ({"/kind": "Job"}, "kind", "must be RLHFJob"),
     ({"/metadata": REMOVED}, "metadata", "is required"),
     ({"/metadata.name": "My Run"}, "metadata.name", "small letters"),
-    ({"/metadata.name": "a" * 60}, "metadata.name", "at most 52"),
     ({"/spec": REMOVED}, "spec", "is required"),
     ({"/spec": []}, "spec", "must be a block of fields"),
     ({"/sepc": {}}, "sepc", "did you mean spec?"),
@@ -68,60 +68,39 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"training.steps": 2.5}, "spec.training.steps", "must be a whole number"),
     ({"training.steps": True}, "spec.training.steps", "must be a whole number"),
     ({"training.steps": None}, "spec.training.steps", "is empty here"),
-    ({"training.seed": -1}, "spec.training.seed", "must be >= 0"),
     ({"training.seed": 1 << 64}, "spec.training.seed", "< 9223372036854775808"),
     ({"training.optimizer": {"learningRate": float("nan")}}, "spec.training.optimizer.learningRate", "finite number"),
     ({"training.optimizer": {"name": "Adam W"}}, "spec.training.optimizer.name", "class of torch"),
     ({"training.exactOnPolicy": "yes"}, "spec.training.exactOnPolicy", "true or false"),
     ({"training.miniBatches": 17}, "spec.training.miniBatches", "must be <= 16"),
     ({"training.autocast": "bf16"}, "spec.training.autocast", "must be one of auto, off, bfloat16"),
-    ({"training.exactOnPolicy": True, "training.autocast": "bfloat16"}, "spec.training.autocast", "must be off"),
-    ({"training.exactOnPolicy": True, "model.lora": {"dropout": 0.1}}, "spec.model.lora.dropout", "must be 0"),
-    ({"training.exactOnPolicy": True, "model.dtype": "bfloat16"}, "spec.model.dtype", "must be float32"),
-    ({"model": REMOVED}, "spec.model", "is required"),
     ({"model.path": REMOVED}, "spec.model.path", "Hugging Face folder or hub id"),
-    ({"model.path": ""}, "spec.model.path", "must not be empty"),
     ({"model.path": "./modl"}, "spec.model.path", "did you mean ./model?"),
     ({"model.path": "modl"}, "spec.model.path", "no such folder; did you mean model?"),
     ({"model.tokenizer": "confg-only"}, "spec.model.tokenizer", "no such folder; did you mean config-only?"),
     ({"model.path": "/no/such/place"}, "spec.model.path", "no such file or folder"),
     ({"model.path": "./train.jsonl"}, "spec.model.path", "must be a folder"),
     ({"model.drafter": "./empty"}, "spec.model.drafter", "holds no config.json"),
-    ({"model.lora": {"targetModules": 3}}, "spec.model.lora.targetModules", "must be a list"),
-    ({"model.lora": {"targetModules": []}}, "spec.model.lora.targetModules", "all-linear"),
     ({"model.critic": "./model"}, "spec.model.critic", "take algorithm.name: ppo"),
     ({"dataset.path": "./trian.jsonl"}, "spec.dataset.path", "did you mean ./train.jsonl?"),
     ({"dataset.path": "./rewards.py"}, "spec.dataset.path", ".jsonl, .json or .csv"),
     ({"dataset.path": "./empty"}, "spec.dataset.path", "save_to_disk"),
-    ({"dataset.promptColumn": None}, "spec.dataset.promptColumn", "or messagesColumn"),
-    ({"dataset.promptColumn": "p", "dataset.messagesColumn": "m"}, "spec.dataset.messagesColumn", "remove it, or"),
     ({"dataset.promptColumn": "question"}, "spec.dataset.promptColumn", "this row has prompt, answer"),
     ({"algorithm.name": "grop"}, "spec.algorithm.name", "did you mean grpo?"),
     ({"algorithm.name": ["grpo"]}, "spec.algorithm.name", "must be one of ppo"),
-    ({"algorithm.samplesPerPrompt": 1}, "spec.algorithm.samplesPerPrompt", "must be >= 2"),
-    ({"algorithm.clipHigh": 0}, "spec.algorithm.clipHigh", "must be > 0"),
     ({"algorithm.clipLow": 1.5}, "spec.algorithm.clipLow", "must be >= 0 and <= 1"),
-    ({"algorithm.importanceCap": 0}, "spec.algorithm.importanceCap", "must be > 0"),
-    ({"algorithm.name": "ppo", "algorithm.dynamicSampling": True}, "spec.algorithm.dynamicSampling", "must be false"),
     ({"algorithm.gaeLambda": 0.5}, "spec.algorithm.gaeLambda", "grpo has no critic"),
     ({"algorithm.overlongBuffer": 256}, "spec.algorithm.overlongBuffer", "generation.maxTokens (256)"),
     ({"generation.speculation": {"mode": "modle"}}, "spec.generation.speculation.mode", "did you mean model?"),
-    ({"generation.speculation": {"mode": "model"}}, "spec.generation.speculation.mode", "needs model.drafter"),
     ({"generation.temperature": 0}, "spec.generation.temperature", "must be >= 0.01"),
     ({"generation.temperature": 1e-30}, "spec.generation.temperature", "must be >= 0.01 and <= 100"),
     ({"generation.temperature": -1.0}, "spec.generation.temperature", "must be >= 0.01"),
     ({"generation.temperature": 1e30}, "spec.generation.temperature", "and <= 100"),
     ({"generation.temperature": float("nan")}, "spec.generation.temperature", "finite number >= 0.01"),
     ({"generation.temperature": float("inf")}, "spec.generation.temperature", "finite number >= 0.01"),
-    ({"generation.stop": ["\n", ""]}, "spec.generation.stop[1]", "must not be empty"),
     ({"generation.stop": "\n"}, "spec.generation.stop", "must be a list"),
     ({"generation.kvCacheTokens": 100}, "spec.generation.kvCacheTokens", "must be >= dataset.maxPromptTokens"),
-    ({"rewards": REMOVED}, "spec.rewards", "is required"),
-    ({"rewards.sources": []}, "spec.rewards.sources", "must not be empty"),
     ({f"{SOURCE}.type": "functon"}, f"spec.{SOURCE}", "type must be one of function, model, http"),
-    ({f"{SOURCE}.type": REMOVED}, f"spec.{SOURCE}", "type must be one of function, model, http"),
-    ({f"{SOURCE}.function": REMOVED}, f"spec.{SOURCE}.function", "is required"),
-    ({f"{SOURCE}.function": "rewards.exact"}, f"spec.{SOURCE}.function", "must be module:function"),
     ({f"{SOURCE}.function": ":"}, f"spec.{SOURCE}.function", "must be module:function"),
     ({f"{SOURCE}.function": "__main__:x"}, f"spec.{SOURCE}.function", "__main__ is the program that runs"),
     ({f"{SOURCE}.function": "__main__.x:x"}, f"spec.{SOURCE}.function", "__main__ is the program that runs"),
@@ -129,18 +108,14 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({f"{SOURCE}.function": "reward:exact"}, f"spec.{SOURCE}.function", "did you mean rewards?"),
     ({f"{SOURCE}.function": "broken:f"}, f"spec.{SOURCE}.function", "broken.py is not Python"),
     ({f"{SOURCE}.timeoutSeconds": 300}, f"spec.{SOURCE}.timeoutSeconds", "roles.reward.deadlineSeconds"),
-    ({f"{SOURCE}.weight": 0}, f"spec.{SOURCE}.weight", "weight other than 0"),
-    ({f"{SOURCE}.wieght": 2.0}, f"spec.{SOURCE}.wieght", "did you mean weight?"),
     ({f"{SOURCE}.batched": True, "roles.reward": {"workers": 2}}, f"spec.{SOURCE}.batched", "roles.reward.workers 1"),
     ({"rewards.sources": TWO}, f"spec.{SOURCE}.name", "give each its own name"),
-    ({"rewards.sources": [HTTP | {"url": "ftp://x"}]}, f"spec.{SOURCE}.url", "http:// or https://"),
     ({"rewards.sources": [HTTP | {"url": "http://host:port/"}]}, f"spec.{SOURCE}.url", "must be a URL such as"),
     ({"rewards.sources": [HTTP | {"url": "http://[/"}]}, f"spec.{SOURCE}.url", "must be a URL such as"),
     ({"rewards.sources": [HTTP | {"url": "http://${NO_SUCH}/"}]}, f"spec.{SOURCE}.url", "variable NO_SUCH is not set"),
     ({"rewards.sources": [HTTP | {"headers": {"a b": "x"}}]}, f"spec.{SOURCE}.headers", "is no header name"),
     ({"rewards.sources": [HTTP | {"headers": {"key": "\n"}}]}, f"spec.{SOURCE}.headers.key", "printable ASCII"),
     ({"dataset.path": "https://me:pw@host/d.jsonl"}, "spec.dataset.path", "is a URL: download it"),
-    ({"rewards.sources": [HTTP | {"headers": {"key": 3}}]}, f"spec.{SOURCE}.headers.key", "must be text"),
     ({"training.promptsPerStep": 10**8}, "spec.training.promptsPerStep", "800,000,000 samples are in flight at once"),
     ({"roles.generator": {"workers": 10**4}}, "spec.roles.generator.workers", "each has a model of its own"),
     ({f"{SOURCE}.function": "wants:anser"}, f"spec.{SOURCE}.function", "did you mean answer?"),
@@ -156,7 +131,6 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"training.schedule": {"name": "cosin"}}, "spec.training.schedule.name", "did you mean cosine?"),
     (PPO | {"training.criticOptimizer": {"name": "LBFGS"}}, "spec.training.criticOptimizer.name", "fit"),
     ({"dataset.epochs": 1, "training.promptsPerStep": 9}, "spec.training.promptsPerStep", "fewer than the first step"),
-    ({"roles.scorer": {}}, "spec.roles.scorer", "unknown key"),
     ({"observability.wandb": {}}, "spec.observability.wandb.project", "is required"),
 ]  # fmt: skip
 
@@ -285,10 +259,6 @@ def test_the_unspoiled_job_is_valid(folder: Path) -> None:
     result = CliRunner().invoke(app, ["validate", str(file), "--prompts"])
     assert result.exit_code == 0, result.output
     assert "3 of 5 to 5 tokens, 0 too long" in result.output
-
-
-def test_there_are_enough() -> None:
-    assert len(FIELDS) + len(FILES) + len(DATA) >= 60
 
 
 @pytest.mark.parametrize(("edits", "field", "fix"), FIELDS, ids=lambda value: value if isinstance(value, str) else "")

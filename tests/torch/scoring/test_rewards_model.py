@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import reward_desks
 import torch
 from on_device import BY_COMPANY
+from reward_desks import Desk, sample
+from scorers import classifying_model
 
 from rlhfspec.errors import InvalidRequest, RewardError
 from rlhfspec.job.rewards import Rewards
@@ -19,39 +21,10 @@ from rlhfspec.training.scoring.rewards import RewardSources
 from rlhfspec.training.scoring.rewards.classifier import Classifier
 
 
-def sample(prompt: int = 0, *, text: str = "4") -> Sample:
-    return Sample(
-        id=f"sums/1/{prompt}/0",
-        job="sums",
-        step=1,
-        prompt=prompt,
-        replica=0,
-        prompt_text="2+2=",
-        prompt_token_ids=(50,),
-        columns_json='{"answer": "4"}',
-        text=text,
-        token_ids=(52,),
-        log_probs=(-0.1,),
-        tempered_log_probs=(-0.1,),
-        weights_versions=(0,),
-        finish_reason="stop",
-    )
-
-
 def run(folder: Path, source: dict[str, Any], *samples: Sample) -> list[Score]:
     """By one reward model."""
-
-    async def go() -> list[Score]:
-        sources = RewardSources(
-            Rewards.model_validate({"sources": [{"type": "model", "dtype": "float32", **source}]}), folder
-        )
-        try:
-            await sources.start()
-            return await sources.score_many(samples)
-        finally:
-            await sources.close()
-
-    return asyncio.run(go())
+    sources = Desk(folder).sources({"type": "model", "dtype": "float32", **source})
+    return reward_desks.run(sources, list(samples))
 
 
 @pytest.fixture(scope="module")
@@ -152,14 +125,7 @@ def test_the_chat_template_of_the_reward_model_is_used_when_asked_for(judge: Pat
 
 
 def classifier(kind: str, **options: Any) -> Classifier:
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    torch.manual_seed(0)
-    shape = {"num_labels": 2, "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "pad_token_id": 0}
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.1}
-    config = AutoConfig.for_model(kind, **shape, **layers, **options)
-    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
-    return Classifier(model, keep_prompts=True, name=kind)
+    return Classifier(classifying_model(kind, num_labels=2, **options), keep_prompts=True, name=kind)
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -176,7 +142,7 @@ ANSWERS = [tokens(4, 30), tokens(5, 1), [7, 0, 0], [0, 0]]
     [
         ("llama", {}),
         ("mistral", {"sliding_window": 20, "num_key_value_heads": 2}),
-        ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
+        ("gpt2", {}),
     ],
 )
 def test_a_kept_prompt_leads_to_the_bits_of_one_that_was_not(kind: str, options: dict[str, Any]) -> None:

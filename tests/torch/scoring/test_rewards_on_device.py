@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scorers import classifying_model
 
 from rlhfspec.job.rewards import Rewards
 from rlhfspec.training.scoring.rewards.classifier import Batches, Classifier
@@ -21,18 +22,8 @@ from rlhfspec.training.scoring.rewards.model import ModelRewards
 from rlhfspec.training.scoring.rewards.sources import RewardSources
 
 DEVICE = "second:1"
-SHAPE = {"num_labels": 1, "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "pad_token_id": 0}
-LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.1}
-CLASSES: dict[str, dict[str, Any]] = {"llama": {}, "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4}, "bert": {}}
+CLASSES = ("llama", "gpt2", "bert")
 TEXTS = [[1 + (7 * row + place) % 299 for place in range(5 + 9 * row)] for row in range(8)]
-
-
-def model_of(kind: str, **options: Any) -> Any:
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **SHAPE, **LAYERS, **CLASSES[kind], **options)
-    return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
 
 
 def at_once(ask: Callable[[list[int]], torch.Tensor], texts: list[list[int]]) -> list[torch.Tensor]:
@@ -42,8 +33,8 @@ def at_once(ask: Callable[[list[int]], torch.Tensor], texts: list[list[int]]) ->
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_what_waits_is_run_together_to_the_numbers_of_each_alone(second: ModuleType, kind: str) -> None:
-    alone = Classifier(model_of(kind), keep_prompts=True, name=kind)
-    there = model_of(kind).to(DEVICE)
+    alone = Classifier(classifying_model(kind), keep_prompts=True, name=kind)
+    there = classifying_model(kind).to(DEVICE)
     together = Classifier(there, keep_prompts=True, name=kind)
     rows: list[int] = []
     begun, go_on = threading.Event(), threading.Event()
@@ -68,7 +59,7 @@ def test_what_waits_is_run_together_to_the_numbers_of_each_alone(second: ModuleT
 
 
 def test_a_class_that_cannot_tell_padding_runs_each_alone(second: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    model = model_of("bert")
+    model = classifying_model("bert")
     forward = model.forward
     model.forward = lambda rows, attention_mask=None, **options: forward(rows, **options)
     with caplog.at_level("INFO"):
@@ -76,7 +67,7 @@ def test_a_class_that_cannot_tell_padding_runs_each_alone(second: ModuleType, ca
     assert "blind: every answer runs alone, for the model does not see that shorter ones beside it are padded" in (
         caplog.text
     )
-    expected = Classifier(model_of("bert"), keep_prompts=True, name="bert")
+    expected = Classifier(classifying_model("bert"), keep_prompts=True, name="bert")
     for text, row in zip(TEXTS, at_once(lambda text: blind.logits(text, 0), TEXTS), strict=True):
         torch.testing.assert_close(row.cpu(), expected.logits(text, 0), atol=2e-5, rtol=1e-5)
 
@@ -85,7 +76,7 @@ def test_a_job_puts_its_model_on_the_device_in_its_precision(second: ModuleType,
     from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
     tokenizer = hugging_face_tokenizer()
-    model_of("llama", head_dim=16).save_pretrained(tmp_path / "judge")
+    classifying_model("llama", head_dim=16).save_pretrained(tmp_path / "judge")
     tokenizer.save_pretrained(tmp_path / "judge")
 
     def loaded(device: str, dtype: str = "auto") -> Any:
@@ -130,12 +121,7 @@ def test_a_forward_that_fails_is_told_to_the_sequence_that_makes_it_fail_and_to_
     with ThreadPoolExecutor(6) as threads:
         answers = [threads.submit(batches.ask, [number]) for number in (1, 2, 0, 3, 4, 5)]
         go_on.set()
-        assert [answer.result(60.0).tolist() for answer in answers if answer is not answers[2]] == [
-            [1],
-            [2],
-            [3],
-            [4],
-            [5],
-        ]
+        others = [answer.result(60.0).tolist() for answer in answers if answer is not answers[2]]
+        assert others == [[1], [2], [3], [4], [5]]
         with pytest.raises(RuntimeError, match="index out of range"):
             answers[2].result(60.0)

@@ -15,13 +15,12 @@ from typing import Any, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
-from pydantic.alias_generators import to_camel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rlhfspec.errors import Problem, did_you_mean, nearest
 from rlhfspec.job import RLHFJob
-from rlhfspec.job.block import Block
+from rlhfspec.job.block import Block, blocks_of
 from rlhfspec.job.file.secrets import shown_value
 from rlhfspec.job.file.yaml_text import Path_, dotted, parts_of
 
@@ -80,7 +79,7 @@ def place_of(path: Path_, places: Mapping[Path_, str]) -> str:
 
 def known_keys(path: Path_, value: Any) -> list[str]:
     """The fields of the block at a path."""
-    return [_alias(name) for block in _blocks_at(path, value)[:1] for name in block.model_fields]
+    return [str(field.alias) for block in _blocks_at(path, value)[:1] for field in block.model_fields.values()]
 
 
 def unknown_key(path: Path_, value: Any) -> str:
@@ -182,11 +181,9 @@ def _path_in_file(details: ErrorDetails, value: Any) -> Path_:
 
 
 def _field_at(path: Path_, value: Any) -> FieldInfo | None:
-    for block in _blocks_at(path[:-1], value) if path else ():
-        for name, field in block.model_fields.items():
-            if _alias(name) == path[-1]:
-                return field
-    return None
+    blocks = _blocks_at(path[:-1], value) if path else []
+    fields = (field for block in blocks for field in block.model_fields.values())
+    return next((field for field in fields if field.alias == path[-1]), None)
 
 
 def _blocks_at(path: Path_, value: Any) -> list[type[Block]]:
@@ -195,10 +192,8 @@ def _blocks_at(path: Path_, value: Any) -> list[type[Block]]:
     for part in path:
         value = value[part] if _has(value, part) else None
         if isinstance(part, str):
-            fields = [
-                block.model_fields[name] for block in blocks for name in block.model_fields if _alias(name) == part
-            ]
-            blocks = [block for field in fields for block in _blocks_in(field.annotation)]
+            fields = [field for block in blocks for field in block.model_fields.values() if field.alias == part]
+            blocks = [block for field in fields for block in blocks_of(field.annotation)]
     kind = value.get("type") if isinstance(value, dict) else None
     return sorted(
         blocks, key=lambda block: "type" in block.model_fields and kind not in _literals(block.model_fields["type"])
@@ -209,20 +204,10 @@ def _has(value: Any, part: str | int) -> bool:
     return part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
 
 
-def _blocks_in(annotation: Any) -> list[type[Block]]:
-    if isinstance(annotation, type) and issubclass(annotation, Block):
-        return [annotation]
-    return [block for inner in get_args(annotation) for block in _blocks_in(inner)]
-
-
 def _all_fields(block: type[Block], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Every field's name and its path inside spec; outer blocks win over inner ones."""
-    for name, field in reversed(block.model_fields.items()):
-        path = f"{prefix}{_alias(name)}"
-        for inner in _blocks_in(field.annotation):
+    for field in reversed(block.model_fields.values()):
+        path = f"{prefix}{field.alias}"
+        for inner in blocks_of(field.annotation):
             yield from _all_fields(inner, "" if path == "spec" else f"{path}.")
-        yield _alias(name), path
-
-
-def _alias(name: str) -> str:
-    return to_camel(name)
+        yield str(field.alias), path

@@ -14,6 +14,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def _validate(
 
 def _without(value: Any, wrong_paths: Sequence[Path_]) -> RLHFJob | None:
     """The job with its wrong fields left out; None when it cannot do without them."""
-    pruned = _copy(value)
+    pruned = deepcopy(value)
     for path in sorted(wrong_paths, key=len, reverse=True):
         holder = pruned
         for part in path[:-1]:
@@ -86,12 +87,6 @@ def _without(value: Any, wrong_paths: Sequence[Path_]) -> RLHFJob | None:
         return RLHFJob.model_validate(pruned)
     except ValidationError:
         return None
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy(child) for key, child in value.items()}
-    return [_copy(child) for child in value] if isinstance(value, list) else value
 
 
 def _override(job: dict[str, Any], places: dict[Path_, str], override: str) -> list[Problem]:

@@ -4,8 +4,6 @@ Example:
     >>> rule = next(rule for rule in RULES if rule.field == "storage.secret")
     >>> rule.holds, rule.problem
     ('storage.secret is None or storage.uri is not None', 'needs storage.uri; remove it')
-    >>> to_cel(rule.holds)
-    '!self.spec.?storage.?secret.hasValue() || self.spec.?storage.?uri.hasValue()'
 """
 
 from __future__ import annotations

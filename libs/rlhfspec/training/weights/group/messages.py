@@ -45,6 +45,7 @@ class GroupSaid(WeightsMessage):
 class GroupAsk(WeightsMessage):
     """`member`: where others reach the process that asks. `said`: of the order that it had last.
 
+    >>> from rlhfspec.training.weights.grpc_messages import parse
     >>> parse(GroupAsk, b'{"member": "unix:/tmp/x", "wish": {"wants": true}}')
     Traceback (most recent call last):
         ...
