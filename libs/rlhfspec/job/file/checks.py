@@ -52,7 +52,7 @@ def _check_dataset(job: RLHFJob) -> Iterator[Finding]:
 
 
 def _check_critic(job: RLHFJob) -> Iterator[Finding]:
-    """What the table's rule of this field cannot tell an API server: arguments have no type there."""
+    """Refuse arguments too, which have no type for an API server, so that the table cannot."""
     algorithm = job.spec.algorithm
     if not algorithm.entry.has_critic and job.spec.training.critic_optimizer.arguments:
         problem = f"{algorithm.name} has no critic: remove it"

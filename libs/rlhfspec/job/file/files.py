@@ -40,7 +40,9 @@ MOST_HEAD_BYTES = 100 << 20  # as safetensors itself allows
 
 
 def check_files(job: RLHFJob, base: Path, *, with_environment: bool = True) -> Iterator[Finding]:
-    """base: the job file's folder. with_environment: variables that the job names must be set here."""
+    """Find paths that lead nowhere or to the wrong kind of file.
+
+    base: the job file's folder. with_environment: variables that the job names must be set here."""
     for name in MODEL_FIELDS:
         path = getattr(job.spec.model, name)
         if path is not None and (name, path) != MADE_OF_THE_POLICY:
@@ -86,8 +88,7 @@ def _check_model(path: str, field: str, base: Path) -> Iterator[Finding]:
 
 
 def _check_readable(place: Path, path: str, field: str) -> Iterator[Finding]:
-    """A file, or a folder and the files in it. Of a model that another user made, safetensors says that there is no
-    such file."""
+    """Refuse files that this user cannot read: safetensors would say that they do not exist."""
     inside = sorted(place.iterdir()) if place.is_dir() and os.access(place, os.R_OK) else []
     for file in [place, *(file for file in inside if file.is_file() and not file.name.startswith("."))]:
         if not os.access(file, os.R_OK):
@@ -111,7 +112,7 @@ def _check_reward_model(source: ModelSource, field: str, base: Path) -> Iterator
 
 
 def _check_sizes(job: RLHFJob, base: Path) -> Iterator[Finding]:
-    """Positions and vocabularies, as far as the configs tell them."""
+    """Compare positions and vocabularies, as far as the configurations tell them."""
     model, drafter = job.spec.model, job.spec.model.drafter
     config = _text_config(model.path, base)
     if drafter not in (None, AUTO) and job.spec.generation.speculation.mode in ("model", "adaptive"):
@@ -129,7 +130,7 @@ def _check_sizes(job: RLHFJob, base: Path) -> Iterator[Finding]:
 
 
 def _check_parts(job: RLHFJob, base: Path) -> Iterator[Finding]:
-    """What else stands in the way of cutting a model, loading says."""
+    """Check that heads can be divided; loading finds what else stands in the way."""
     config = _text_config(job.spec.model.path, base)
     for role, count in (
         ("generator", job.spec.roles.generator.tensor_parallel), ("trainer", job.spec.roles.trainer.tensor_parallel),
@@ -145,7 +146,7 @@ def _check_parts(job: RLHFJob, base: Path) -> Iterator[Finding]:
 
 
 def _check_lora(job: RLHFJob, base: Path) -> Iterator[Finding]:
-    """By the names in the checkpoint; those of experts change when they are loaded."""
+    """Check the names of layers by those in the checkpoint; names of experts change when they are loaded."""
     lora = job.spec.model.lora
     if lora is None or isinstance(lora.target_modules, str):
         return
@@ -158,7 +159,7 @@ def _check_lora(job: RLHFJob, base: Path) -> Iterator[Finding]:
 
 
 def _config(path: str, base: Path) -> dict[str, Any]:
-    """What the folder's config.json says; nothing where there is none, or it cannot be read: loading says why."""
+    """Return the content of config.json; empty where it cannot be read, for loading says why."""
     try:
         config = json.loads((Path(resolve(path, base)) / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -172,7 +173,7 @@ def _text_config(path: str, base: Path) -> dict[str, Any]:
 
 
 def _parts_of_tensors(folder: Path) -> set[str]:
-    """The words of which the names of a checkpoint's tensors are made, from the heads of its files."""
+    """Return the words of which names of tensors in a checkpoint are made, from the headers of its files."""
     names: set[str] = set()
     for file in folder.glob("*.safetensors") if folder.is_dir() else ():
         with suppress(OSError, ValueError), file.open("rb") as weights:
@@ -182,7 +183,7 @@ def _parts_of_tensors(folder: Path) -> set[str]:
 
 
 def _check_hub_id(path: str, field: str, base: Path) -> Iterator[Finding]:
-    """Nearly the name of a model's folder beside the job: meant is that one, and no hub is asked."""
+    """Refuse a hub id that is nearly the name of a model's folder beside the job."""
     if path.startswith(MADE_HERE) or not base.is_dir():
         return
     first, *rest = path.split("/")
@@ -212,7 +213,7 @@ def _check_data(path: str, field: str, base: Path) -> Iterator[Finding]:
 
 
 def _check_function(function: str, field: str, base: Path) -> Iterator[Finding]:
-    """Reads a module beside the job without running it; any other is only looked for."""
+    """Parse a module beside the job without running it; any other module is only looked for."""
     module, _, name = function.partition(":")
     file = base.joinpath(*module.split(".")).with_suffix(".py")
     top = module.split(".")[0]

@@ -28,7 +28,7 @@ ENGINE_BYTES = 16 << 20  # of one with a model of a few million parameters
 
 
 def check_memory(job: RLHFJob, base: Path, *, available_bytes: int | None = None) -> Iterator[Finding]:
-    """base: the job file's folder. Models on a GPU need none of this memory: with one, they are not counted."""
+    """Find what needs more memory than there is. base: the job file's folder. With a GPU, models are not counted."""
     free = free_bytes() if available_bytes is None else available_bytes
     training = job.spec.training
     num_samples = training.prompts_per_step * job.spec.algorithm.samples_per_prompt * (1 + training.max_staleness)
@@ -50,15 +50,16 @@ def check_memory(job: RLHFJob, base: Path, *, available_bytes: int | None = None
 
 
 def _engine_bytes(job: RLHFJob, base: Path) -> int:
-    """Of the files, which may hold the weights in half the precision that they are loaded in, or in twice."""
+    """Return the bytes of an engine's weights, by its files, whose precision may be twice or half as wide."""
     folder = Path(resolve(job.spec.model.path, base))
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
     return size // 2 if job.spec.generation.dtype == "bfloat16" else size
 
 
 def weights_bytes(job: RLHFJob, base: Path, *, num_versions: int) -> int:
-    """Of so many versions of what the trainer hands out: the policy, and the critic where there is one. 0 where the
-    model's files are not here yet."""
+    """Return the bytes of versions that the trainer publishes: of the policy, and of the critic where there is one.
+
+    0 where the model's files are not here yet."""
     model = job.spec.model
     handed_out = [model.path, *([model.critic or model.path] if job.spec.algorithm.entry.has_critic else [])]
     size = sum(_num_parameters(Path(resolve(path, base))) for path in handed_out)
@@ -66,7 +67,7 @@ def weights_bytes(job: RLHFJob, base: Path, *, num_versions: int) -> int:
 
 
 def _num_parameters(folder: Path) -> int:
-    """By the headers of its files; of another format, as of files in float32."""
+    """Count parameters by the headers of safetensors files; files of another format count as float32."""
     if not folder.is_dir():
         return 0
     files = list(folder.glob("*.safetensors"))
@@ -83,7 +84,7 @@ def _num_numbers(file: Path) -> int:
 
 
 def free_bytes() -> int:
-    """What this process may still take: of the machine, and of its container."""
+    """Return the memory that this process may still take, of the machine and of its container."""
     meminfo = Path("/proc/meminfo")
     found = [1 << 62]
     if meminfo.exists():

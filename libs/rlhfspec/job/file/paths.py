@@ -31,7 +31,7 @@ MADE_OF_THE_POLICY = ("drafter", AUTO)  # a field of spec.model, and what names 
 
 
 def is_local(path: str, base: Path) -> bool:
-    """Whether the text means a file or folder of this machine rather than a hub id."""
+    """Return whether a text means a file or folder of this machine rather than a hub id."""
     if path.startswith(MADE_HERE):
         return False
     if path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(("/", *DATA_SUFFIXES)):
@@ -40,14 +40,14 @@ def is_local(path: str, base: Path) -> bool:
 
 
 def resolve(path: str, base: Path) -> str:
-    """An absolute local path, or a hub id unchanged. Resolving twice changes nothing."""
+    """Return an absolute local path, or a hub id unchanged. Resolving twice changes nothing."""
     if not is_local(path, base):
         return path
     return os.path.normpath(base.absolute() / Path(path).expanduser())
 
 
 def with_resolved_paths(job: RLHFJob, base: Path) -> RLHFJob:
-    """The same job, readable from any folder."""
+    """Return the job with absolute paths, so that it means the same from any folder."""
     model, dataset = job.spec.model, job.spec.dataset
     named = {name: getattr(model, name) for name in MODEL_FIELDS}
     paths = {

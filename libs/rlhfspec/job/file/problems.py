@@ -61,7 +61,7 @@ class Finding:
 
 
 def explain(error: ValidationError, value: Any, places: Mapping[Path_, str]) -> tuple[list[Problem], list[Path_]]:
-    """Every problem, and the paths that are wrong."""
+    """Return every problem, and the paths that are wrong."""
     by_path: dict[Path_, Problem] = {}
     for details in error.errors(include_url=False):
         path = _path_in_file(details, value)
@@ -71,19 +71,19 @@ def explain(error: ValidationError, value: Any, places: Mapping[Path_, str]) -> 
 
 
 def place_of(path: Path_, places: Mapping[Path_, str]) -> str:
-    """Where the value stands, or the innermost block around it that is written down."""
+    """Return where a value stands, or else the innermost block around it that is written down."""
     while path and path not in places:
         path = path[:-1]
     return places.get(path, "") if path else ""
 
 
 def known_keys(path: Path_, value: Any) -> list[str]:
-    """The fields of the block at a path."""
+    """Return the fields of the block at a path."""
     return [str(field.alias) for block in _blocks_at(path, value)[:1] for field in block.model_fields.values()]
 
 
 def unknown_key(path: Path_, value: Any) -> str:
-    """Names the nearest key here; else where in the job a key of that name belongs."""
+    """Name the nearest key of the block, or else where in the job such a key belongs."""
     if (told := _TOLD.get(path)) is not None:
         return f"unknown key; {told}"
     known = known_keys(path[:-1], value)
@@ -135,7 +135,7 @@ def _one_of(given: Any, options: list[str]) -> str:
 
 
 def _bounds(field: FieldInfo | None) -> str:
-    """ " >= 1 and < 10"; empty when the field has no bounds."""
+    """Return the bounds of a field as text, such as " >= 1 and < 10"; empty where it has none."""
     texts = []
     for bound in _metadata(field) if field else ():
         if isinstance(bound, Ge):
@@ -164,7 +164,7 @@ def _literals(field: FieldInfo | None) -> list[Any]:
 
 
 def _path_in_file(details: ErrorDetails, value: Any) -> Path_:
-    """Pydantic's location without the names it gives to the branches of unions."""
+    """Return pydantic's location without the names that it gives to the branches of unions."""
     location: Path_ = details["loc"]
     if location[:3] == _SOURCES and len(location) > 4:
         location = (*location[:4], *location[5:])
@@ -187,7 +187,7 @@ def _field_at(path: Path_, value: Any) -> FieldInfo | None:
 
 
 def _blocks_at(path: Path_, value: Any) -> list[type[Block]]:
-    """The blocks that may stand at a path; of several kinds, the one that the value's `type` names comes first."""
+    """Return the blocks that may stand at a path; the one that the value's `type` names comes first."""
     blocks: list[type[Block]] = [RLHFJob]
     for part in path:
         value = value[part] if _has(value, part) else None
@@ -205,7 +205,7 @@ def _has(value: Any, part: str | int) -> bool:
 
 
 def _all_fields(block: type[Block], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every field's name and its path inside spec; outer blocks win over inner ones."""
+    """Yield the name of every field and its path inside spec; of one name, outer blocks come last and win."""
     for field in reversed(block.model_fields.values()):
         path = f"{prefix}{field.alias}"
         for inner in blocks_of(field.annotation):

@@ -32,7 +32,7 @@ from rlhfspec.job.file.yaml_text import Path_, dotted, parse, parse_value, parts
 
 
 def read_job(path: Path, overrides: Sequence[str] = (), *, base: Path | None = None, runs_here: bool = True) -> RLHFJob:
-    """The job in a YAML or JSON file, checked, its local paths absolute.
+    """Read and check the job in a YAML or JSON file, and make its local paths absolute.
 
     overrides: `training.steps=3`, a path inside `spec` and a value as YAML; later ones win. base: where relative paths
     begin; None: at the file's folder. runs_here: with the memory and the environment of this machine.
@@ -56,7 +56,7 @@ def read_job(path: Path, overrides: Sequence[str] = (), *, base: Path | None = N
 def _validate(
     value: dict[str, Any], places: dict[Path_, str], base: Path, runs_here: bool
 ) -> tuple[RLHFJob | None, list[Problem]]:
-    """Field by field, then across fields: what is wrong is set aside, so that the rest is checked in the same run."""
+    """Check each field, then fields together: what is wrong is set aside, so that the rest is checked too."""
     job, problems, wrong = None, list[Problem](), set[str]()
     try:
         job = RLHFJob.model_validate(value)
@@ -73,7 +73,7 @@ def _validate(
 
 
 def _without(value: Any, wrong_paths: Sequence[Path_]) -> RLHFJob | None:
-    """The job with its wrong fields left out; None when it cannot do without them."""
+    """Return the job without its wrong fields, or None where it cannot do without them."""
     pruned = deepcopy(value)
     for path in sorted(wrong_paths, key=len, reverse=True):
         holder = pruned
@@ -90,7 +90,7 @@ def _without(value: Any, wrong_paths: Sequence[Path_]) -> RLHFJob | None:
 
 
 def _override(job: dict[str, Any], places: dict[Path_, str], override: str) -> list[Problem]:
-    """Puts one `path=value` into the job; the schema says later whether the path exists."""
+    """Put one `path=value` into the job; the schema says later whether the path exists."""
     name, equals, text = override.partition("=")
     where = f"--set {shown_override(override)}"
     keys = parts_of(name.strip().removeprefix("spec."))
@@ -121,7 +121,7 @@ def _key(holder: Any, key: str | int) -> str | int:
 
 
 def _step_into(holder: Any, key: str | int) -> Any:
-    """The block under a key; an absent one is made."""
+    """Return the block under a key, made where it is absent."""
     if isinstance(holder, dict) and holder.get(str(key)) is None:
         holder[str(key)] = {}
     return _child(holder, key)
@@ -143,7 +143,7 @@ def _put(holder: Any, key: str | int, value: Any) -> bool:
 
 
 def _in_order(problems: Sequence[Problem]) -> list[Problem]:
-    """As the file reads; what has no line stands first."""
+    """Sort problems by line; those without one come first."""
 
     def line(problem: Problem) -> int:
         return int(problem.where.removeprefix("line ")) if problem.where.startswith("line ") else 0

@@ -30,7 +30,7 @@ Path_ = tuple[str | int, ...]
 
 @dataclass(slots=True)
 class Document:
-    """`lines` has the line (from 1) of every value by its path; `problems` what could not be read."""
+    """A text as plain values: `lines` has the line (from 1) of each by its path, `problems` what could not be read."""
 
     value: Any
     lines: dict[Path_, int] = field(default_factory=dict)
@@ -57,7 +57,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_text(path: Path) -> str:
-    """The file's text, or a JobError that says why there is none."""
+    """Return the text of a file. Raise JobError where there is none."""
     if path.is_dir():
         raise _unreadable(path, "this is a folder; name the job file in it")
     if not path.exists():
@@ -80,7 +80,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, *, source: str) -> Document:
-    """The one document in the text. Problems that leave the rest readable are collected, others raised."""
+    """Read the only document of a text. Problems that leave the rest readable are collected, others are raised."""
     if source.endswith(".json"):
         text = text.replace("\t", " ")  # JSON allows them between values, YAML does not; inside strings they are \t
     reader = _Reader()
@@ -102,7 +102,7 @@ def parse(text: str, *, source: str) -> Document:
 
 
 def parse_value(text: str) -> Any:
-    """One value as in a job file; for `--set`.
+    """Read one value, as a job file would have it, for `--set`.
 
     >>> parse_value("1e-6"), parse_value("off"), parse_value("[1, true]"), parse_value("")
     (1e-06, 'off', [1, True], None)
@@ -111,7 +111,7 @@ def parse_value(text: str) -> Any:
 
 
 class _Reader:
-    """Walks the nodes and notes lines and problems. Aliases are expanded, within bounds."""
+    """Walker over YAML nodes that notes lines and problems, and expands aliases within bounds."""
 
     def __init__(self) -> None:
         self.lines: dict[Path_, int] = {}
@@ -179,7 +179,7 @@ _TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool",
 
 
 def dotted(path: Path_) -> str:
-    """As users write paths.
+    """Return a path as users write it.
 
     >>> dotted(("spec", "rewards", "sources", 0, "weight"))
     'spec.rewards.sources[0].weight'
@@ -189,7 +189,7 @@ def dotted(path: Path_) -> str:
 
 
 def parts_of(text: str) -> Path_:
-    """A path as written; places in lists stand in brackets or between dots.
+    """Return the parts of a path; places in lists stand in brackets or between dots.
 
     >>> parts_of("sources[0].weight") == parts_of("sources.0.weight") == ("sources", 0, "weight")
     True

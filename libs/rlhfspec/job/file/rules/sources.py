@@ -39,7 +39,7 @@ def _each(job: RLHFJob) -> Iterator[tuple[str, RewardSource]]:
 
 
 def functions(job: RLHFJob) -> Iterator[Finding]:
-    """The rule of one source alone: an API server has it at every item."""
+    """Check what one source says by itself; an API server has this rule at every item."""
     for path, source in _each(job):
         if isinstance(source, FunctionSource) and not MODULE_MEMBER.match(source.function):
             yield Finding(field=f"{path}.function", value=source.function, problem=NOT_A_MEMBER)
