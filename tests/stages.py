@@ -15,7 +15,16 @@ from typing import Any, Literal
 import torch
 from small_job import JOB
 
-from rlhfspec.engine.base import Completion, EngineStats, EngineStep, Request, SequenceStats, SequenceView
+from rlhfspec.engine.base import (
+    Abilities,
+    Completion,
+    EngineStats,
+    EngineStep,
+    Gain,
+    Request,
+    SequenceStats,
+    SequenceView,
+)
 from rlhfspec.generator.service import GeneratorService
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import DatasetInfo, Prompt, Record, Sample, Score, Weights
@@ -63,6 +72,10 @@ class FakeEngine:
         self.submitted: list[str] = []
 
     @property
+    def abilities(self) -> Abilities:
+        return Abilities()
+
+    @property
     def has_work(self) -> bool:
         return bool(self._requests)
 
@@ -84,7 +97,8 @@ class FakeEngine:
             stats=SequenceStats(num_verifications=2),
         )
         return EngineStep(
-            finished=(done,), num_decoding=1, num_prefill_tokens=0, num_verified_nodes=1, num_committed=2,
+            gains=(Gain.of_completion(done),), finished=(done,),
+            num_decoding=1, num_prefill_tokens=0, num_verified_nodes=1, num_committed=2,
             strategy="off", seconds=0.001,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ import torch
 
 from gpu_parts.measure import Day, llama, requests, run
 from rlhfspec.bench.worker import Worker, vllm_command
-from rlhfspec.engine.base import EngineProtocol, HasProcess, Request
+from rlhfspec.engine.base import EngineProtocol, Request
 from rlhfspec.engine.vllm.finding import INSTALL_VLLM, find_python
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.engines import ENGINES
@@ -95,8 +95,7 @@ def _engine(job: RLHFJob, name: str, *, tensor_parallel: int = 1) -> Iterator[En
     try:
         yield engine
     finally:
-        if isinstance(engine, HasProcess):
-            engine.close()
+        engine.close()
         del engine
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,20 +1,20 @@
-"""The contract of a generation engine: the records that go in and come out, and two Protocols.
+"""The contract of a generation engine: the records that go in and come out, and what engines promise.
 
-Torch-free. `rlhfspec.engine.core.Engine` implements both on Hugging Face models;
-`rlhfspec.engine.oracle` holds the slow, obvious decoder that every fast path is compared with.
+Every engine is an `EngineProtocol`: it generates. `MovableByTokens` and `MovableWithKV` are promises about moves;
+`Abilities` says which of them an engine keeps. Torch-free. `rlhfspec.engine.core.Engine` keeps all of them on Hugging
+Face models; `rlhfspec.engine.oracle` holds the slow, obvious decoder that every fast path is compared with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from rlhfspec.common.arrays import FloatArray, IntArray
-from rlhfspec.engine.distilling.pays import LearningReport
 from rlhfspec.engine.params import SamplingParams, is_int, plain
 from rlhfspec.errors import InvalidRequest
 
@@ -115,9 +115,47 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStep:
-    """The result of one `step()`. Where it was several forward passes, numbers are sums over them."""
+class Gain:
+    """The tokens that one sequence gained in a step, and how it ended if it did.
 
+    All gains of a sequence, in their order, are the tokens of its `Completion`. A token that was sampled behind the
+    end of a sequence (a stop token, a stop string, the length) is cut and never reported. The tokens that complete a
+    stop string are reported, as they are in `Completion.token_ids`; only `Completion.text` leaves the string out.
+    """
+
+    id: str
+    token_ids: IntArray
+    log_probs: FloatArray
+    tempered_log_probs: FloatArray
+    finish_reason: FinishReason | None = None  # None: it goes on
+
+    @classmethod
+    def of_completion(cls, done: Completion, *, since: int = 0) -> Gain:
+        """Return the gain of a sequence that has ended, without the first `since` tokens of its response.
+
+        >>> done = Completion(id="a", prompt_token_ids=(1,), token_ids=(5, 6), log_probs=(-1.0, -2.0),
+        ...     tempered_log_probs=(-1.0, -2.0), weights_versions=(0, 0), finish_reason="length")
+        >>> Gain.of_completion(done, since=1).token_ids.tolist()
+        [6]
+        """
+        return cls(
+            id=done.id,
+            token_ids=np.array(done.token_ids[since:], np.int32),
+            log_probs=np.array(done.log_probs[since:], np.float32),
+            tempered_log_probs=np.array(done.tempered_log_probs[since:], np.float32),
+            finish_reason=done.finish_reason,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStep:
+    """The result of one `step()`. Where it was several forward passes, numbers are sums over them.
+
+    `gains` holds every sequence that gained a token or ended, in the order of the commits. The engine that sampled a
+    token reports it once: neither a preemption nor a move repeats it or leaves it out.
+    """
+
+    gains: Iterable[Gain]  # as often as wanted; ours are made when they are read
     finished: tuple[Completion, ...]
     num_decoding: int
     num_prefill_tokens: int
@@ -147,7 +185,20 @@ class EngineStats:
     num_moves: int = 0  # sequences taken over from other engines
     num_recomputed_tokens: int = 0  # of these: what had run there, and had to run here again
     expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # each expert's, by layer
-    learning: LearningReport | None = None  # of the drafter; None: it does not learn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningReport:
+    """What learning cost and brought so far. Tokens a verification are of steps that the drafter drafted for; None:
+    there were none."""
+
+    num_tokens: int = 0  # learnt from, each as often as it was used
+    seconds: float = 0.0  # spent
+    saved_seconds: float = 0.0  # in steps, after what the drafter was at the start; an estimate
+    tokens_before: float | None = None  # a verification, before the drafter had learnt anything
+    tokens_now: float | None = None
+    num_accepted: tuple[int, ...] = ()  # verifications of its drafts in which 0, 1, 2, ... drafted tokens were accepted
+    version: int = 0  # of what was learnt: tokens learnt from, here or elsewhere before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,8 +281,13 @@ class SequenceState:
 
 
 class EngineProtocol(Protocol):
-    """The contract of every engine. By the law, only submit and load_weights can change which tokens come out. An
-    engine whose sequences can move to another engine is also `Movable`."""
+    """The contract of every engine: it generates. By the law, only `submit` and `load_weights` can change which tokens
+    come out. Two defaults are there to inherit: an engine of no further abilities, in no other process."""
+
+    @property
+    def abilities(self) -> Abilities:
+        """Return what this engine can do beyond generating."""
+        return Abilities()
 
     @property
     def reports(self) -> Mapping[str, ModelReport]:
@@ -273,39 +329,44 @@ class EngineProtocol(Protocol):
         """Raise AssertionError if rows, blocks and sequences do not add up. For use between two steps."""
         ...
 
-
-@runtime_checkable
-class Learning(EngineProtocol, Protocol):
-    """An engine whose drafter learns while it is used."""
-
-    def learn(self, *, idle: bool) -> bool:
-        """Take one step of learning between two steps of the engine, if there is what to learn from and it may. `idle`:
-        there is nothing else to do. Return whether it did. No token depends on it."""
-        ...
-
-    def learnt(self) -> Learnt | None:
-        """Return a copy of what the drafter has learnt; None where it does not learn."""
-        ...
-
-    def take_learnt(self, learnt: Learnt) -> bool:
-        """Let the drafter go on, between two steps, from what another engine's has learnt, if that is from more tokens;
-        return whether it does. Raise InvalidRequest, with nothing changed, where it is another drafter's."""
-        ...
-
-
-@runtime_checkable
-class HasProcess(EngineProtocol, Protocol):
-    """An engine that computes in other processes too."""
-
     def close(self) -> None:
-        """End them, and all that they started."""
+        """End the other processes that the engine computes in, and all that they started."""
+
+
+class MovableByTokens(EngineProtocol, Protocol):
+    """An engine whose sequences continue in another engine of its kind, which computes their KV again.
+
+    A sequence moves in this order, `here` and `there` being two engines; all of it between steps:
+
+        there.import_sequence(here.export_sequence(name))
+        here.cancel(name)                                  # or, after any failure: there.cancel, here.reattach
+    """
+
+    def sequences(self) -> tuple[SequenceView, ...]:
+        """Return the sequences that wait or run here, without those that are moving."""
+        ...
+
+    def manifest(self, request_id: str) -> Manifest:
+        """Return the manifest of a sequence, of epoch 0 where its KV does not move. Raise InvalidRequest if the
+        sequence is not here (it may have finished)."""
+        ...
+
+    def export_sequence(self, request_id: str) -> SequenceState:
+        """Stop a sequence and return its state. It stays here until `cancel`, after the other engine has it, or
+        `reattach`."""
+        ...
+
+    def import_sequence(self, arrived: SequenceState) -> None:
+        """Continue a sequence at the next step, with its age. A state that is refused changes nothing."""
+        ...
+
+    def reattach(self, request_id: str) -> None:
+        """Continue a sequence that was exported."""
         ...
 
 
-@runtime_checkable
-class Movable(EngineProtocol, Protocol):
-    """An engine whose sequences can move to another engine of its kind. One whose KV no other can use has manifests of
-    epoch 0, gives states without KV, and refuses `reserve` and ranges with SequenceStateError("kv").
+class MovableWithKV(MovableByTokens, Protocol):
+    """An engine whose sequences can also take their KV along, most of it while they still decode.
 
     A sequence moves in this order, `here` and `there` being two engines; all of it between steps:
 
@@ -316,14 +377,6 @@ class Movable(EngineProtocol, Protocol):
         there.import_sequence(here.export_sequence(name, mark))
         here.cancel(name)                                  # or, after any failure: there.cancel, here.reattach
     """
-
-    def sequences(self) -> tuple[SequenceView, ...]:
-        """Return the sequences that wait or run here, without those that are moving."""
-        ...
-
-    def manifest(self, request_id: str) -> Manifest:
-        """Return the manifest of a sequence. Raise InvalidRequest if it is not here (it may have finished)."""
-        ...
 
     def reserve(self, manifest: Manifest) -> Watermark:
         """Reserve a row and blocks for a sequence until `import_sequence` or `cancel`. Return what need not be sent,
@@ -343,8 +396,7 @@ class Movable(EngineProtocol, Protocol):
         ...
 
     def export_sequence(self, request_id: str, start: Watermark | None = None) -> SequenceState:
-        """Stop a sequence and return its state with the KV behind `start`, or all KV without `start`. It stays here
-        until `cancel`, after the other engine has it, or `reattach`."""
+        """Stop a sequence and return its state with the KV behind `start`, or all KV without `start`."""
         ...
 
     def import_sequence(self, arrived: SequenceState) -> None:
@@ -352,6 +404,34 @@ class Movable(EngineProtocol, Protocol):
         is queued and recomputes its KV. A state that is refused changes nothing."""
         ...
 
-    def reattach(self, request_id: str) -> None:
-        """Continue a sequence that was exported."""
+
+class Learning(Protocol):
+    """The learning of an engine's drafter. Between two steps the engine itself lets it learn, in its share of the time
+    and while no finished sequence waits to be returned. No token depends on it."""
+
+    @property
+    def report(self) -> LearningReport:
+        """Return what learning cost and brought so far."""
         ...
+
+    def learn_while_idle(self) -> bool:
+        """Take one optimizer step while the engine has nothing else to do. Return whether there was one to take."""
+        ...
+
+    def learnt(self) -> Learnt:
+        """Return a copy of what the drafter drafts with."""
+        ...
+
+    def take(self, learnt: Learnt) -> bool:
+        """Continue, between two steps, from what another engine's drafter has learnt, if that is from more tokens.
+        Return whether it is. Raise InvalidRequest, with nothing changed, where it is another drafter's."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What an engine can do beyond generating: for each ability the object that has it, or None."""
+
+    moves_tokens: MovableByTokens | None = None
+    moves_kv: MovableWithKV | None = None
+    learning: Learning | None = None

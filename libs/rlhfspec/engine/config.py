@@ -28,7 +28,7 @@ class EngineConfig:
         of what the tokens depend on in contexts that are longer; sequences move between engines with the same one only.
     speculation: "off", "suffix", "model", "adaptive", a static strategy's name, or a Plan.
     learning: the drafter learns from what is verified (docs/learning.md): "off", "auto" (while that pays), or the share
-        of step time that it may take.
+        of step time that it may take, beside all idle time.
     num_threads: CPU threads of the kernels; None takes torch's setting.
     max_sequences: rows decoded together. max_context: tokens of prompt and response of one sequence.
     kv_cache_tokens: memory for KV in tokens; None: enough for every row at full context, on a GPU as much of that as
@@ -82,8 +82,10 @@ class EngineConfig:
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.block_size:
             raise InvalidRequest("kv_cache_tokens", self.kv_cache_tokens, f"must be >= block_size ({self.block_size})")
 
-        if self.learning not in (OFF, AUTO) and not (isinstance(self.learning, float | int) and 0 < self.learning <= 1):
-            raise InvalidRequest("learning", self.learning, "must be off, auto, or a share in (0, 1]")
+        if self.learning not in (OFF, AUTO) and not (
+            isinstance(self.learning, float | int) and 0 <= self.learning <= 1
+        ):
+            raise InvalidRequest("learning", self.learning, "must be off, auto, or a share in [0, 1]")
         if not 0 < self.gpu_memory_fraction <= 1:
             raise InvalidRequest("gpu_memory_fraction", self.gpu_memory_fraction, "must be in (0, 1]")
 

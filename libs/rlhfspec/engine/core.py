@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +13,16 @@ import torch
 
 from rlhfspec.engine.base import (
     MOST_RANGE_BYTES,
+    Abilities,
     Bytes,
     Completion,
     EngineStats,
     EngineStep,
     FinishReason,
+    Gain,
     KVRange,
-    Learnt,
     Manifest,
-    Movable,
+    MovableWithKV,
     Request,
     SequenceState,
     SequenceView,
@@ -44,7 +45,7 @@ from rlhfspec.messages.records.models import ModelReport
 
 
 class Engine:
-    """Generate tokens by the law on one model. `rlhfspec.engine.base.Movable` is its contract.
+    """Generate tokens by the law on one model. `rlhfspec.engine.base.MovableWithKV` is its contract.
 
     >>> engine = Engine.from_pretrained("path/to/model", speculation="suffix")    # doctest: +SKIP
     >>> [done] = engine.generate(["2+2="], SamplingParams(max_tokens=8), seeds=[7])    # doctest: +SKIP
@@ -60,6 +61,7 @@ class Engine:
         if self.learning is not None:
             self.scheduler.watch(self.learning)
         self._undelivered: list[Completion] = []  # for the next step's report
+        self._undelivered_gains: list[Gain] = []
         self._num_steps = 0
         self._num_generated = 0
         self._num_prefill = 0
@@ -105,23 +107,31 @@ class Engine:
         ]
         for request in requests:  # all or nothing: nothing is left behind by a bad one
             self.validate(request)
+        is_alone = not self.has_work
         for request in requests:
             self.submit(request)
         wanted = {request.id for request in requests}
         finished: dict[str, Completion] = {}
         others: list[Completion] = []
+        gains: list[Gain] = []
         while len(finished) < len(wanted):
             report = self.step()
-            self.learn(idle=False)
+            gains.extend(() if is_alone else (gain for gain in report.gains if gain.id not in wanted))
             for done in report.finished:
                 if done.id in wanted:
                     finished[done.id] = done
                 else:
                     others.append(done)
         self._undelivered.extend(others)  # submitted by another caller, whose step() returns them
+        self._undelivered_gains.extend(gains)
         return [finished[request.id] for request in requests]
 
     # -- the protocol ---------------------------------------------------------------------------------------
+
+    @property
+    def abilities(self) -> Abilities:
+        learns = self.learning is not None and self.learning.is_on
+        return Abilities(moves_tokens=self, moves_kv=self, learning=self.learning if learns else None)
 
     def submit(self, request: Request) -> None:
         """Queue a sequence. Raise InvalidRequest, naming the field, if it can never run here."""
@@ -133,7 +143,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Return whether any sequence is waiting, running or not yet returned."""
-        return bool(self.state.sequences) or bool(self._undelivered)
+        return bool(self.state.sequences or self._undelivered or self._undelivered_gains)
 
     def step(self) -> EngineStep:
         """Run one forward pass of the target for all sequences that can run."""
@@ -144,7 +154,7 @@ class Engine:
         schedule = self.scheduler.schedule()
         if schedule.empty:
             assert not self.scheduler.waiting, "with nothing running, a waiting sequence always fits"
-            return self._report(began, schedule, [], 0, 0, PLAIN)
+            return self._report(began, schedule, (), [], 0, 0, PLAIN)
         decode_rows = schedule.decode_rows
 
         proposal = self.speculation.propose(schedule)
@@ -171,25 +181,13 @@ class Engine:
             proposal, walk, num_committed=int(kept[: len(decode_rows)].sum()),
             verify_seconds=verify_seconds, step_seconds=time.perf_counter() - began,
         )  # fmt: skip
+        gains = commit.StepGains(state, new, kept, reasons)
         finished = [self._finish(row, reason) for row, reason in reasons.items()]
-        report = self._report(began, schedule, finished, forest.size, int(kept.sum()), proposal.plan)
+        report = self._report(began, schedule, gains, finished, forest.size, int(kept.sum()), proposal.plan)
         if self.learning is not None:
-            self.learning.stepped(report.seconds, kept[: len(decode_rows)], proposal.plan.drafter)
+            num_tokens, drafter = kept[: len(decode_rows)], proposal.plan.drafter
+            self.learning.stepped(report.seconds, num_tokens, drafter, has_finished=bool(finished))
         return report
-
-    def learn(self, *, idle: bool) -> bool:
-        """Let the drafter learn, between two steps: one optimizer step, if it learns, may, and there is what to learn
-        from. `idle`: there is nothing else to do. Return whether it did."""
-        return self.learning is not None and (idle or self.learning.is_due) and self.learning.learn(idle=idle)
-
-    def learnt(self) -> Learnt | None:
-        """Return a copy of what the drafter has learnt; None where it does not learn."""
-        return None if self.learning is None or self.learning.report is None else self.learning.learnt()
-
-    def take_learnt(self, learnt: Learnt) -> bool:
-        """Let the drafter go on from what another engine's has learnt, if that is from more tokens; return whether it
-        does. Raise InvalidRequest where it is another drafter's."""
-        return self.learning is not None and self.learning.report is not None and self.learning.take(learnt)
 
     def cancel(self, request_id: str) -> bool:
         sequence = self.scheduler.find(request_id)
@@ -226,7 +224,9 @@ class Engine:
             if pinned not in (None, version):
                 self.scheduler.remove(sequence)
                 error = f"weights_version: the request wants {pinned}, the engine now has {version}"
-                self._undelivered.append(sequence.complete("error", error=error))
+                failed = sequence.complete("error", error=error)
+                self._undelivered.append(failed)
+                self._undelivered_gains.append(Gain.of_completion(failed, since=len(failed.token_ids)))
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -247,7 +247,6 @@ class Engine:
             num_moves=self.moves.num_imported,
             num_recomputed_tokens=self.moves.num_recomputed,
             expert_rows=self.state.target.runner.expert_load.rows(),
-            learning=None if self.learning is None else self.learning.report,
         )
 
     def sequences(self) -> tuple[SequenceView, ...]:
@@ -320,7 +319,7 @@ class Engine:
         self.scheduler.refuse_known(request.id)
 
     def close(self) -> None:
-        """Let the other processes go that hold a part of the model."""
+        """End the other processes that hold a part of the model."""
         if (others := self.state.target.runner.others) is not None:
             others.stop()
 
@@ -347,6 +346,7 @@ class Engine:
         self,
         began: float,
         schedule: StepRows,
+        gains: Iterable[Gain],
         finished: list[Completion],
         num_nodes: int,
         num_committed: int,
@@ -355,8 +355,11 @@ class Engine:
         self._num_steps += 1
         self._num_generated += num_committed
         self._num_prefill += schedule.num_prefill_tokens
+        if self._undelivered_gains:
+            gains, self._undelivered_gains = (*self._undelivered_gains, *gains), []
         undelivered, self._undelivered = self._undelivered, []
         return EngineStep(
+            gains=gains,
             finished=(*undelivered, *finished),
             num_decoding=len(schedule.decode_rows),
             num_prefill_tokens=schedule.num_prefill_tokens,
@@ -367,4 +370,4 @@ class Engine:
         )
 
 
-_: type[Movable] = Engine  # mypy holds it to the contract
+_: type[MovableWithKV] = Engine  # mypy holds it to the contract

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rlhfspec.engine import oracle
-from rlhfspec.engine.base import Completion, EngineProtocol, Request
+from rlhfspec.engine.base import Completion, EngineProtocol, EngineStep, Request
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
 from rlhfspec.tiny import perturbed, random_model
@@ -52,6 +52,30 @@ def request(
 def bits(done: Completion) -> tuple[object, ...]:
     """Return what the law fixes, to the bit."""
     return done.token_ids, done.log_probs, done.tempered_log_probs, done.finish_reason
+
+
+class GainStreams:
+    """The gains of sequences, put together step by step as one that streams them would."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, tuple[list[int], list[float], list[float]]] = {}
+        self._reasons: dict[str, str] = {}
+
+    def take(self, report: EngineStep) -> EngineStep:
+        for gain in report.gains:
+            assert gain.id not in self._reasons, f"{gain.id} has ended"
+            assert len(gain.token_ids) or gain.finish_reason, f"{gain.id} neither gained nor ended"
+            parts = (gain.token_ids, gain.log_probs, gain.tempered_log_probs)
+            for column, part in zip(self._columns.setdefault(gain.id, ([], [], [])), parts, strict=True):
+                column.extend(part.tolist())
+            if gain.finish_reason is not None:
+                self._reasons[gain.id] = gain.finish_reason
+        return report
+
+    def check(self, done: Completion) -> None:
+        """Raise AssertionError unless a finished sequence is exactly what its gains were."""
+        told = *map(tuple, self._columns.pop(done.id)), self._reasons.pop(done.id)
+        assert told == bits(done), done.id
 
 
 def drain(engine: EngineProtocol) -> dict[str, Completion]:
@@ -110,6 +134,7 @@ class EngineContract(EngineMaker):
 
     has_masks: ClassVar[bool] = True  # False: it refuses top_k and top_p
     is_greedy_too: ClassVar[bool] = True  # False: it refuses a temperature of 0
+    has_stop_strings: ClassVar[bool] = True  # False: it refuses stop strings
 
     def mixed(self, temperature: float) -> list[Request]:
         if temperature == 0 and not self.is_greedy_too:
@@ -207,6 +232,14 @@ class EngineContract(EngineMaker):
             assert first | set(drain(engine)) == {f"r{index}" for index in range(6)} - {"r3", last}
             assert "r3" in run(engine, request("r3")), "its name is free again"
 
+    def test_it_says_what_it_can(self) -> None:
+        """Each ability is the engine itself, and one that brings KV also brings tokens."""
+        for engine in self.engines():
+            abilities = engine.abilities
+            assert abilities.moves_tokens in (None, engine)
+            assert abilities.moves_kv in (None, abilities.moves_tokens)
+            assert engine.reports is not None
+
     def test_stats_add_up(self) -> None:
         for engine in self.engines():
             assert not engine.has_work
@@ -221,7 +254,49 @@ class EngineContract(EngineMaker):
             assert stats.num_generated_tokens == sum(len(each.token_ids) for each in done.values())
             assert stats.num_steps > 0
             assert stats.weights_version == engine.weights_version
-            assert engine.reports is not None
+
+    # ---- what comes out step by step --------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("seed", [1, 20, 300])
+    def test_gains_are_the_tokens_of_the_completions(self, seed: int) -> None:
+        """Whatever ends a sequence; what an end cuts off is never told."""
+        draw = np.random.default_rng(seed)
+        for engine in self.engines():
+            free = run(engine, *(request(f"r{index}", PROMPTS[index % 4], seed=seed + index) for index in range(6)))
+            streams, done = GainStreams(), dict[str, Completion]()
+            waiting = [self._ended(each, seed + int(each.id[1:]), draw) for each in free.values()]
+            while waiting or engine.has_work:
+                for _ in range(min(int(draw.integers(1, 3)), len(waiting))):
+                    engine.submit(waiting.pop())
+                report = streams.take(engine.step())
+                assert sum(len(gain.token_ids) for gain in report.gains) == report.num_committed
+                ended = {gain.id for gain in report.gains if gain.finish_reason}
+                assert ended == {each.id for each in report.finished}
+                done |= {each.id: each for each in report.finished}
+            for each in done.values():
+                streams.check(each)
+                assert each.token_ids == free[each.id].token_ids[: len(each.token_ids)]
+
+    def _ended(self, free: Completion, seed: int, draw: np.random.Generator) -> Request:
+        """Return the request of a sequence again, with an end of some kind."""
+        token = free.token_ids[int(draw.integers(len(free.token_ids)))]
+        ends: list[dict[str, Any]] = [{}, {"max_tokens": int(draw.integers(1, 16))}, {"stop_token_ids": (token,)}]
+        if self.has_stop_strings and free.text:
+            begin = int(draw.integers(len(free.text)))
+            ends += [{"stop": (free.text[begin : begin + int(draw.integers(1, 4))],)}] * 2
+        return request(free.id, free.prompt_token_ids, seed=seed, **ends[int(draw.integers(len(ends)))])
+
+    def test_a_sequence_that_new_weights_end_is_told_to_have_ended(self) -> None:
+        for engine in self.engines():
+            streams = GainStreams()
+            engine.submit(request("pinned", weights_version=0))
+            done = [*streams.take(engine.step()).finished]
+            engine.load_weights(reference().state_dict(), version=1)
+            while engine.has_work:
+                done += streams.take(engine.step()).finished
+            [ended] = done
+            assert ended.finish_reason in ("error", "length")
+            streams.check(ended)
 
     # ---- what is refused --------------------------------------------------------------------------------------------
 

@@ -1,42 +1,72 @@
-"""What every engine promises whose sequences move (`rlhfspec.engine.base.Movable`): wherever they go, the same bits."""
+"""What every engine promises whose sequences move: wherever they go, the same bits.
+
+`MovableByTokensContract` is for an engine that is a `MovableByTokens` of `rlhfspec.engine.base`;
+`MovableWithKVContract` holds that, and more, for one that is a `MovableWithKV`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from rlhfspec.engine.base import Completion, Movable, Watermark
+from rlhfspec.engine.base import Completion, MovableByTokens, MovableWithKV, Watermark
 from rlhfspec.errors import InvalidRequest, SequenceStateError
-from rlhfspec.testing.engine import EngineMaker, bits, drain, reference, request, run
+from rlhfspec.testing.engine import EngineMaker, GainStreams, bits, drain, reference, request, run
 from rlhfspec.tiny import perturbed
 
 _PROMPT = tuple(range(40))
 SHORT = 5  # tokens, of a response that is over soon
-Way = Callable[[Movable, Movable, str, np.random.Generator], list[Completion]]
+Way = Callable[[Any, Any, str, np.random.Generator, GainStreams], list[Completion]]
 
 
-def is_here(engine: Movable, name: str) -> bool:
+def is_here(engine: MovableByTokens, name: str) -> bool:
     return any(view.id == name for view in engine.sequences())
 
 
-def at_once(here: Movable, there: Movable, name: str, rng: np.random.Generator) -> list[Completion]:
+def stepped(engine: MovableByTokens, streams: GainStreams) -> list[Completion]:
+    return [*streams.take(engine.step()).finished] if engine.has_work else []
+
+
+def by_tokens(
+    here: MovableByTokens, there: MovableByTokens, name: str, rng: np.random.Generator, streams: GainStreams
+) -> list[Completion]:
+    there.import_sequence(replace(here.export_sequence(name), rest=None))
+    assert here.cancel(name)
+    return []
+
+
+def taken_back(
+    here: MovableByTokens, there: MovableByTokens, name: str, rng: np.random.Generator, streams: GainStreams
+) -> list[Completion]:
+    here.export_sequence(name)
+    here.reattach(name)
+    return []
+
+
+def at_once(
+    here: MovableWithKV, there: MovableWithKV, name: str, rng: np.random.Generator, streams: GainStreams
+) -> list[Completion]:
     there.import_sequence(here.export_sequence(name))
     assert here.cancel(name)
     return []
 
 
-def reserved(here: Movable, there: Movable, name: str, rng: np.random.Generator) -> list[Completion]:
+def reserved(
+    here: MovableWithKV, there: MovableWithKV, name: str, rng: np.random.Generator, streams: GainStreams
+) -> list[Completion]:
     mark = there.reserve(here.manifest(name))
     there.import_sequence(here.export_sequence(name, mark))
     assert here.cancel(name)
     return []
 
 
-def in_rounds(here: Movable, there: Movable, name: str, rng: np.random.Generator) -> list[Completion]:
+def in_rounds(
+    here: MovableWithKV, there: MovableWithKV, name: str, rng: np.random.Generator, streams: GainStreams
+) -> list[Completion]:
     """KV goes ahead while both decode on. Return what finished meanwhile."""
     mark, done = there.reserve(here.manifest(name)), list[Completion]()
     for _ in range(int(rng.integers(1, 4))):
@@ -45,7 +75,7 @@ def in_rounds(here: Movable, there: Movable, name: str, rng: np.random.Generator
             there.import_range(kv)
             mark = kv.end
         for engine in (here, there):
-            done += engine.step().finished if engine.has_work else ()
+            done += stepped(engine, streams)
             engine.check_integrity()
         if not is_here(here, name):  # finished meanwhile
             there.cancel(name)
@@ -55,13 +85,15 @@ def in_rounds(here: Movable, there: Movable, name: str, rng: np.random.Generator
     return done
 
 
-class MovableContract(EngineMaker):
-    """Subclass it with a `make`, beside `EngineContract`, for an engine that implements `Movable`."""
+class MovableByTokensContract(EngineMaker):
+    """Subclass it with a `make`, beside `EngineContract`, for an engine that is a `MovableByTokens`."""
 
-    def pair(self, mode: Any) -> tuple[Movable, Movable]:
-        here, there = self.engine(mode), self.engine(mode)
-        assert isinstance(here, Movable)
-        assert isinstance(there, Movable)
+    ways: ClassVar[tuple[Way, ...]] = (by_tokens, taken_back)
+
+    def pair(self, mode: Any) -> tuple[Any, Any]:
+        here, there = (self.engine(mode).abilities.moves_tokens for _ in range(2))
+        assert here is not None
+        assert there is not None
         return here, there
 
     def alone(self, *seeds: int, max_tokens: int = 30) -> dict[str, tuple[object, ...]]:
@@ -70,7 +102,7 @@ class MovableContract(EngineMaker):
         done = run(engine, *(request(str(seed), _PROMPT, seed=seed, max_tokens=max_tokens) for seed in seeds))
         return {name: self.wanted(each) for name, each in done.items()}
 
-    def begun(self, mode: Any, *, num_steps: int = 4, max_tokens: int = 30) -> tuple[Movable, Movable]:
+    def begun(self, mode: Any, *, num_steps: int = 4, max_tokens: int = 30) -> tuple[Any, Any]:
         """Return two engines, in the first of which sequence 7 has run some steps."""
         here, there = self.pair(mode)
         here.submit(request("7", _PROMPT, max_tokens=max_tokens))
@@ -78,38 +110,32 @@ class MovableContract(EngineMaker):
             here.step()
         return here, there
 
-    @pytest.mark.parametrize("way", [at_once, reserved, in_rounds])
-    def test_moved_at_any_time_the_bits_are_those_of_the_unmoved(self, way: Way) -> None:
+    def test_moved_at_any_time_the_bits_are_those_of_the_unmoved(self) -> None:
+        """So are the gains that both engines tell, put together in the order in which they came."""
         wanted = self.alone(0, 1, 2)
         for mode in self.modes:
-            rng = np.random.default_rng(3)
-            engines, done, moves = self.pair(mode), dict[str, Completion](), 0
-            for seed in range(3):
-                engines[seed % 2].submit(request(str(seed), _PROMPT, seed=seed, max_tokens=30))
-            while any(engine.has_work for engine in engines):
-                for engine in engines:
-                    done.update({each.id: each for each in (engine.step().finished if engine.has_work else ())})
-                places = [(view.id, index) for index in (0, 1) for view in engines[index].sequences()]
-                if places:
-                    name, index = places[int(rng.integers(len(places)))]
-                    done.update({each.id: each for each in way(engines[index], engines[1 - index], name, rng)})
-                    moves += 1
-                for engine in engines:
-                    engine.check_integrity()
-            assert {name: bits(each) for name, each in done.items()} == wanted, mode
-            assert sum(each.stats.num_moves for each in done.values()) > 0
-            assert moves > 4
-            assert all(engine.stats().num_free_blocks == engine.stats().num_blocks for engine in engines)
-
-    def test_the_kv_comes_along_and_nothing_is_computed_again(self) -> None:
-        wanted = self.alone(7)["7"]
-        for mode in self.modes:
-            here, there = self.begun(mode)
-            at_once(here, there, "7", np.random.default_rng(0))
-            report = there.step()
-            assert (report.num_prefill_tokens, report.num_decoding) == (0, 1)
-            assert there.stats().num_recomputed_tokens == 0
-            assert bits(([*report.finished] or [drain(there)["7"]])[0]) == wanted
+            for way in self.ways:
+                rng, streams = np.random.default_rng(3), GainStreams()
+                engines, done, moves = self.pair(mode), dict[str, Completion](), 0
+                for seed in range(3):
+                    engines[seed % 2].submit(request(str(seed), _PROMPT, seed=seed, max_tokens=30))
+                while any(engine.has_work for engine in engines):
+                    for engine in engines:
+                        done.update({each.id: each for each in stepped(engine, streams)})
+                    places = [(view.id, index) for index in (0, 1) for view in engines[index].sequences()]
+                    if places:
+                        name, index = places[int(rng.integers(len(places)))]
+                        ended = way(engines[index], engines[1 - index], name, rng, streams)
+                        done.update({each.id: each for each in ended})
+                        moves += 1
+                    for engine in engines:
+                        engine.check_integrity()
+                assert {name: bits(each) for name, each in done.items()} == wanted, (mode, way)
+                for each in done.values():
+                    streams.check(each)
+                assert (sum(each.stats.num_moves for each in done.values()) > 0) == (way is not taken_back)
+                assert moves > 4
+                assert all(engine.stats().num_free_blocks == engine.stats().num_blocks for engine in engines)
 
     def test_tokens_alone_are_enough(self) -> None:
         wanted = self.alone(7)["7"]
@@ -135,6 +161,41 @@ class MovableContract(EngineMaker):
             for call in (here.reattach, here.export_sequence, here.manifest):
                 with pytest.raises(InvalidRequest, match="request_id"):
                     call("7")
+
+    def test_views_tell_what_waits_and_what_was_generated(self) -> None:
+        for mode in self.modes:
+            here, _ = self.pair(mode)
+            here.submit(request("7", _PROMPT, max_tokens=30))
+            [view] = here.sequences()
+            expected = ("7", True, 0, len(_PROMPT), len(_PROMPT))
+            assert (view.id, view.is_waiting, view.num_generated, view.num_held, view.num_prefill) == expected
+            for _ in range(4):
+                here.step()
+            [view] = here.sequences()
+            assert not view.is_waiting
+            assert view.num_generated > 0
+            assert (view.num_held, view.num_prefill) == (len(_PROMPT) + view.num_generated, 0)
+
+
+class MovableWithKVContract(MovableByTokensContract):
+    """Subclass it with a `make`, beside `EngineContract`, for an engine that is a `MovableWithKV`."""
+
+    ways = (*MovableByTokensContract.ways, at_once, reserved, in_rounds)
+
+    def pair(self, mode: Any) -> tuple[Any, Any]:
+        here, there = super().pair(mode)
+        assert here.abilities.moves_kv is here
+        return here, there
+
+    def test_the_kv_comes_along_and_nothing_is_computed_again(self) -> None:
+        wanted = self.alone(7)["7"]
+        for mode in self.modes:
+            here, there = self.begun(mode)
+            at_once(here, there, "7", np.random.default_rng(0), GainStreams())
+            report = there.step()
+            assert (report.num_prefill_tokens, report.num_decoding) == (0, 1)
+            assert there.stats().num_recomputed_tokens == 0
+            assert bits(([*report.finished] or [drain(there)["7"]])[0]) == wanted
 
     def test_a_reservation_is_given_up_by_cancelling_it(self) -> None:
         for mode in self.modes:
@@ -196,17 +257,3 @@ class MovableContract(EngineMaker):
                 there.import_range(rest)
             for kv in (first, rest):
                 there.import_range(kv)
-
-    def test_views_tell_what_waits_and_what_was_generated(self) -> None:
-        for mode in self.modes:
-            here, _ = self.pair(mode)
-            here.submit(request("7", _PROMPT, max_tokens=30))
-            [view] = here.sequences()
-            expected = ("7", True, 0, len(_PROMPT), len(_PROMPT))
-            assert (view.id, view.is_waiting, view.num_generated, view.num_held, view.num_prefill) == expected
-            for _ in range(4):
-                here.step()
-            [view] = here.sequences()
-            assert not view.is_waiting
-            assert view.num_generated > 0
-            assert (view.num_held, view.num_prefill) == (len(_PROMPT) + view.num_generated, 0)

@@ -21,7 +21,7 @@ from rlhfspec.moves.migration.links.opening import Links, make_landing, open_sen
 from rlhfspec.moves.migration.mover import Mover
 
 if TYPE_CHECKING:
-    from rlhfspec.engine.base import Movable
+    from rlhfspec.engine.base import MovableByTokens
 
 MOVERS = ("generator",)  # roles that may ask, and answer
 
@@ -72,7 +72,7 @@ class MoveEndpoint:
         )  # fmt: skip
 
     def mover(
-        self, engine: Movable, calls: EngineCalls, custody: Custody, clock: Clock, *, name: str, link: str
+        self, engine: MovableByTokens, calls: EngineCalls, custody: Custody, clock: Clock, *, name: str, link: str
     ) -> Mover:
         listen, connect = self.tls or (None, None)
         landing = make_landing(link, host=self.host, port=self.link_port, tls=listen)

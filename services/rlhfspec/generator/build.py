@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def build(job: RLHFJob, context: Context) -> GeneratorService:
-    from rlhfspec.engine.base import HasProcess
     from rlhfspec.generator.service import GeneratorService
     from rlhfspec.training.data import load_tokenizer
 
@@ -28,8 +27,7 @@ def build(job: RLHFJob, context: Context) -> GeneratorService:
         if entry.takes_a_group and (ranks := leaving.enter_context(led(job))) is not None:
             make = partial(make, group=ranks)
         engine: Any = make(job, partial(load_tokenizer, job.spec.model))
-        if isinstance(engine, HasProcess):
-            leaving.callback(engine.close)
+        leaving.callback(engine.close)
         service = GeneratorService(
             context.worker,
             context.vitals,

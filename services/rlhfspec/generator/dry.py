@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from rlhfspec.engine.base import Learning
 from rlhfspec.messages.records import Plan
 from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import StageBus
@@ -14,8 +15,8 @@ from rlhfspec.stage.guest import HostedScoring
 class IdleScoring:
     """Of one generator. The latest plan counts; without one, its drafter learns as long as it may, and it waits.
 
-    `hosted_scoring`: the stage that it may score for; None: nowhere in this job, and no plan is read. `learn` takes one
-    step of learning, and says whether it did; it ends where what was learnt `is_to_go`. `news`: of the generator, for
+    `hosted_scoring`: the stage that it may score for; None: nowhere in this job, and no plan is read. `learning` is its
+    drafter's, where it learns; that ends where what was learnt `is_to_go`. `news`: of the generator, for
     which it waits; a plan that says something else is news too.
     """
 
@@ -24,14 +25,14 @@ class IdleScoring:
         generator: Service,
         bus: StageBus,
         hosted_scoring: HostedScoring | None,
-        learn: Callable[[], bool],
+        learning: Learning | None,
         is_to_go: Callable[[], bool],
         news: asyncio.Event,
     ) -> None:
         self._generator = generator
         self._bus = bus
         self._hosted_scoring = hosted_scoring
-        self._learn = learn
+        self._learning = learning
         self._is_to_go = is_to_go
         self._news = news
         self._is_to_score = False
@@ -55,7 +56,8 @@ class IdleScoring:
             if self._hosted_scoring is not None and self._is_to_score:
                 await self._hosted_scoring.score_while(waiting)
             else:
-                while not waiting.done() and await self._generator.in_thread(self._learn):
+                learning = self._learning
+                while learning and not waiting.done() and await self._generator.in_thread(learning.learn_while_idle):
                     if self._is_to_go():
                         return
                 await waiting

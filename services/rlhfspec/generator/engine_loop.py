@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rlhfspec.engine.base import Completion, EngineProtocol, Learning, Request, SequenceView
+from rlhfspec.engine.base import Completion, EngineProtocol, Request, SequenceView
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.generator.history import Histories
 from rlhfspec.generator.load import Experts, LoadMeter
@@ -36,7 +36,6 @@ class EngineLoop:
     ) -> None:
         self.engine = engine
         self.sequences = sequences
-        self._learner = engine if isinstance(engine, Learning) else None
         self.prefill_took: Callable[[float], None] = lambda seconds: None
         self._params = params
         self._meter = meter
@@ -70,13 +69,7 @@ class EngineLoop:
             self._calls.run()
             if self._has_news():
                 break
-        if not finished:  # no sample waits for it
-            self.learn(idle=False)
         return finished
-
-    def learn(self, *, idle: bool) -> bool:
-        """Let the drafter learn for a moment, where it does; return whether it did. `idle`: there is nothing else."""
-        return self._learner is not None and self._learner.learn(idle=idle)
 
     def sample(self, prompt: Prompt, completion: Completion, *, seconds: float) -> Sample:
         """Return the record of a finished response, and keep the response for later drafts."""

@@ -12,8 +12,7 @@ import secrets
 import time
 from pathlib import Path
 
-from rlhfspec.engine.base import EngineProtocol, Learning, Learnt
-from rlhfspec.engine.distilling.pays import LearningReport
+from rlhfspec.engine.base import EngineProtocol, LearningReport, Learnt
 from rlhfspec.errors import RLHFSpecError
 from rlhfspec.messages.records import DraftWeights
 from rlhfspec.runs.folder.learnt import LEARNT, LearntLine, append_learnt_line
@@ -49,7 +48,7 @@ class LearntSharing:
         self._generator = generator
         self._bus = bus
         self._engine = engine
-        self._learner = engine if isinstance(engine, Learning) and engine.stats().learning is not None else None
+        self._learner = engine.abilities.learning
         self._weights = weights
         self._folder = run_folder
         self._news = news
@@ -98,13 +97,12 @@ class LearntSharing:
         if self._arrived is not None:
             arrived, self._arrived = self._arrived, None
             try:
-                if await self._generator.in_thread(self._learner.take_learnt, arrived):
+                if await self._generator.in_thread(self._learner.take, arrived):
                     log.info("the drafter goes on from what was learnt from %d tokens", arrived.version)
             except RLHFSpecError as error:
                 log.warning("what a drafter learnt from %d tokens is not taken: %s", arrived.version, error)
         if self.is_due:
             learnt = await self._generator.in_thread(self._learner.learnt)
-            assert learnt is not None
             self._handing_out = asyncio.create_task(self._hand_out(learnt))
         if self._told_weights_version != self._engine.weights_version:
             await self._tell()
@@ -127,7 +125,6 @@ class LearntSharing:
             await self._handing_out
         if self._report.version > self._announced:
             learnt = await self._generator.in_thread(self._learner.learnt)
-            assert learnt is not None
             await self._hand_out(learnt)
         await self._tell()
 
@@ -137,7 +134,7 @@ class LearntSharing:
 
     @property
     def _report(self) -> LearningReport:
-        return self._engine.stats().learning or LearningReport()
+        return LearningReport() if self._learner is None else self._learner.report
 
     async def _fetch(self, record: DraftWeights) -> None:
         try:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
 
-from rlhfspec.engine.base import EngineProtocol, EngineStep, SequenceView
-from rlhfspec.engine.distilling.pays import LearningReport
+from rlhfspec.engine.base import EngineProtocol, EngineStep, Learning, SequenceView
 from rlhfspec.messages.records import Load
 from rlhfspec.moves.rebalancing.curve import LearnedCurve
 
@@ -130,7 +129,7 @@ class LoadMeter:
             num_free_tokens=stats.num_free_tokens,
             num_prefilled=stats.num_prefill_tokens,
             num_found=stats.num_found_tokens,
-            **_learning(stats.learning),
+            **_learning(self._engine.abilities.learning),
             sample_ids=tuple(sequence.id for sequence in sequences),
             num_generated=tuple(sequence.num_generated for sequence in sequences),
             num_held=tuple(sequence.num_held for sequence in sequences),
@@ -159,9 +158,10 @@ class LoadMeter:
         return self._now() - last >= _EVERY_SECONDS or not self._engine.has_work
 
 
-def _learning(report: LearningReport | None) -> dict[str, Any]:
-    if report is None:
+def _learning(learning: Learning | None) -> dict[str, Any]:
+    if learning is None:
         return {}
+    report = learning.report
     return {
         "learning_seconds": report.seconds,
         "drafter_version": report.version,

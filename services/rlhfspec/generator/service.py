@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.engine.base import Completion, EngineProtocol, Movable
+from rlhfspec.engine.base import Completion, EngineProtocol
 from rlhfspec.generator.dry import IdleScoring
 from rlhfspec.generator.engine_loop import EngineLoop, sampling_params
 from rlhfspec.generator.history import Histories
@@ -71,7 +71,7 @@ class GeneratorService(Service):
         self._publisher = SamplePublisher(bus)
         incarnation = move_endpoint.incarnation if move_endpoint is not None else ""
         name = f"generator-{worker}"
-        movable = engine if isinstance(engine, Movable) and spec.has_movable_samples else None  # else they stay here
+        movable = engine.abilities.moves_tokens if spec.has_movable_samples else None  # None: they stay here
         sequences = movable.sequences if movable is not None else tuple
         self._meter = LoadMeter(
             job.metadata.name, name, engine, worker=worker, incarnation=incarnation, sequences=sequences
@@ -84,8 +84,9 @@ class GeneratorService(Service):
             engine, sequences, params, self._meter, self._calls, histories=histories, has_news=self._news.is_set
         )  # fmt: skip
         self._learnt = LearntSharing(self, bus, engine, weights, run_folder, self._news, job.metadata.name)
-        learn = partial(self._loop.learn, idle=True)
-        self._idle_scoring = IdleScoring(self, bus, hosted_scoring, learn, lambda: self._learnt.is_due, self._news)
+        self._idle_scoring = IdleScoring(
+            self, bus, hosted_scoring, engine.abilities.learning, lambda: self._learnt.is_due, self._news
+        )
         self._moving: Moving | None = None
         if move_endpoint is not None and movable is not None:
             link = spec.roles.generator.link

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from small_job import a_job
 
 from rlhfspec import job as job_module
-from rlhfspec.engine.base import Movable
+from rlhfspec.engine.base import MovableByTokens
 from rlhfspec.job import Algorithm, Roles
 from rlhfspec.job import generation as job_generation
 from rlhfspec.job import roles as job_roles
@@ -118,6 +118,6 @@ def test_what_the_table_says_of_moves_is_what_the_engine_can() -> None:
 
 
 def issubclass_of_movable(kind: type) -> bool:
-    wanted = {name for name in dir(Movable) if not name.startswith("_")}
-    assert {"submit", "step", "manifest", "reserve"} <= wanted
+    wanted = {name for name in dir(MovableByTokens) if not name.startswith("_")}
+    assert {"submit", "step", "manifest", "import_sequence"} <= wanted
     return wanted <= set(dir(kind))

@@ -15,7 +15,7 @@ import pytest
 from movers import Generator
 from vllm_children import Children
 
-from rlhfspec.engine.base import Completion, Movable, SequenceState, Watermark
+from rlhfspec.engine.base import Completion, MovableByTokens, SequenceState
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.kv.state_bytes import from_bytes, to_bytes
 from rlhfspec.engine.loading import make_engine
@@ -47,7 +47,7 @@ def own() -> Any:
     return make_engine(copy.deepcopy(reference()), config, tokenizer=hugging_face_tokenizer())
 
 
-def move_away_and_back(engine: Movable, name: str) -> None:
+def move_away_and_back(engine: MovableByTokens, name: str) -> None:
     read = from_bytes(to_bytes(engine.export_sequence(name)))
     assert isinstance(read, SequenceState)
     assert engine.cancel(name)
@@ -171,11 +171,7 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(theirs: VllmEn
     for field, changes in wrong.items():
         with pytest.raises(SequenceStateError, match=field):
             theirs.import_sequence(replace(state, **changes))
-    mark = Watermark(epoch=0, positions=(0,))
-    with pytest.raises(SequenceStateError, match="fingerprint"):
-        theirs.reserve(manifest)
-    with pytest.raises(SequenceStateError, match="kv"):
-        theirs.export_range("7", mark)
+    assert theirs.abilities.moves_kv is None
     assert not theirs.has_work
     theirs.check_integrity()
 

@@ -15,7 +15,7 @@ from rlhfspec.engine.distilling import learning as distilling
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.testing.engine import EngineContract
-from rlhfspec.testing.movable import MovableContract
+from rlhfspec.testing.movable import MovableWithKVContract
 from rlhfspec.tiny import perturbed
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
@@ -37,7 +37,7 @@ def made(model: Any, mode: str | DraftPlan) -> Engine:
 
     def step_and_learn() -> Any:
         report = step()
-        engine.learn(idle=True)
+        engine.learning.learn_while_idle()
         return report
 
     engine.step = step_and_learn  # type: ignore[method-assign]
@@ -59,7 +59,7 @@ class TestEngine(EngineContract):
         return make(model, mode)
 
 
-class TestMovable(MovableContract):
+class TestMovable(MovableWithKVContract):
     log_prob_tolerance = LOG_PROB_TOLERANCE
     modes = ("off", "adaptive", TREE, SUFFIX_TREE)
 
@@ -81,5 +81,5 @@ class TestMadeDrafter(MadeDrafter, EngineContract):
     pass
 
 
-class TestMovableMadeDrafter(MadeDrafter, MovableContract):
+class TestMovableMadeDrafter(MadeDrafter, MovableWithKVContract):
     pass

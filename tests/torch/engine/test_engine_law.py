@@ -89,7 +89,6 @@ def run(engine: Engine, requests: list[Request], rng: np.random.Generator | None
             engine.preempt(victims[int(rng.integers(len(victims)))].request.id)
         for completion in engine.step().finished:
             done[completion.id] = completion
-        engine.learn(idle=False)
         engine.check_integrity()
     return done
 

@@ -252,14 +252,14 @@ def test_a_generator_says_what_a_plan_needs() -> None:
         passes = 1 + rows % 3
         total = passes * rows
         meter.stepped(
-            EngineStep(finished=(), num_decoding=total, num_prefill_tokens=0, num_verified_nodes=2 * total,
+            EngineStep(gains=(), finished=(), num_decoding=total, num_prefill_tokens=0, num_verified_nodes=2 * total,
                        num_committed=2 * total, strategy="model", num_passes=passes,
                        seconds=passes * 2 * (8.8e-3 + 0.37e-3 * rows))
         )  # fmt: skip
     for _ in range(20):
         meter.stepped(
-            EngineStep(finished=(), num_decoding=2, num_prefill_tokens=100, num_verified_nodes=2, num_committed=2,
-                       strategy="model", seconds=0.05 + 8.8e-3 + 0.37e-3 * 2)
+            EngineStep(gains=(), finished=(), num_decoding=2, num_prefill_tokens=100, num_verified_nodes=2,
+                       num_committed=2, strategy="model", seconds=0.05 + 8.8e-3 + 0.37e-3 * 2)
         )  # fmt: skip
     now[0] = 1.0
     load = meter.load()

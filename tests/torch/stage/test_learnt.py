@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ import torch
 from small_job import JOB, a_job
 from stages import FakeEngine, Stages, ends, killed, until
 
-from rlhfspec.engine.base import EngineStats, Learnt
-from rlhfspec.engine.distilling.pays import LearningReport
+from rlhfspec.engine.base import Abilities, LearningReport, Learnt
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.generator import learnt as sharing
 from rlhfspec.generator.service import GeneratorService
@@ -39,7 +37,15 @@ class Learner(FakeEngine):
         super().__init__(random.Random(0))
         self.left, self.version, self.took = left, 0, list[int]()
 
-    def learn(self, *, idle: bool) -> bool:
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(learning=self)
+
+    @property
+    def report(self) -> LearningReport:
+        return LearningReport(version=self.version, num_tokens=self.version, seconds=0.5, num_accepted=(3, 2))
+
+    def learn_while_idle(self) -> bool:
         if not self.left:
             return False
         self.left -= 1
@@ -49,7 +55,7 @@ class Learner(FakeEngine):
     def learnt(self) -> Learnt:
         return Learnt(version=self.version, tensors={"w": torch.tensor([float(self.version)])})
 
-    def take_learnt(self, learnt: Learnt) -> bool:
+    def take(self, learnt: Learnt) -> bool:
         if learnt.tensors.keys() != {"w"}:
             raise InvalidRequest("drafter", min(learnt.tensors), "what was learnt is another drafter's")
         assert float(learnt.tensors["w"][0]) == learnt.version
@@ -61,16 +67,6 @@ class Learner(FakeEngine):
 
     def load_weights(self, state_dict: dict[str, Any], *, version: int) -> None:
         self.weights_version = version
-
-    def reports(self) -> None: ...
-
-    def cancel(self, request_id: str) -> bool: ...
-
-    def check_integrity(self) -> None: ...
-
-    def stats(self) -> EngineStats:
-        report = LearningReport(version=self.version, num_tokens=self.version, seconds=0.5, num_accepted=(3, 2))
-        return replace(super().stats(), learning=report)
 
 
 class Place:

@@ -44,7 +44,7 @@ class LongEngine(FakeEngine):
         if self.goes_on:
             return super().step()
         return EngineStep(
-            finished=(), num_decoding=1, num_prefill_tokens=0, num_verified_nodes=1, num_committed=1,
+            gains=(), finished=(), num_decoding=1, num_prefill_tokens=0, num_verified_nodes=1, num_committed=1,
             strategy="off", seconds=0.001,
         )  # fmt: skip
 

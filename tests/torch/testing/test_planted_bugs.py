@@ -18,7 +18,7 @@ from rlhfspec.moves.migration.links.base import Landing, Sending
 from rlhfspec.moves.migration.links.opening import make_landing, open_sending
 from rlhfspec.testing.engine import EngineContract, reference
 from rlhfspec.testing.link import LinkContract
-from rlhfspec.testing.movable import MovableContract
+from rlhfspec.testing.movable import MovableWithKVContract
 from rlhfspec.testing.weight_store import WeightStoreContract
 from rlhfspec.training.weights import MemoryWeightStore
 from rlhfspec.training.weights.base import StateDict
@@ -188,7 +188,7 @@ def test_a_broken_engine_is_seen(broken: type[Engine], test: str, arguments: tup
     ],
 )
 def test_a_broken_move_is_seen(broken: type[Engine], test: str) -> None:
-    class Suite(MovableContract):
+    class Suite(MovableWithKVContract):
         def make(self, model: Any, mode: Any) -> Engine:
             return an_engine(broken, model, mode)
 

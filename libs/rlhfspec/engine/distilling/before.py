@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from rlhfspec.engine.base import Request
+from rlhfspec.engine.base import LearningReport, Request
 from rlhfspec.engine.core import Engine
-from rlhfspec.engine.distilling.pays import LearningReport
 from rlhfspec.engine.params import SamplingParams
 
 AT_ONCE = 16  # sequences, as many as are learnt from at a time
@@ -37,17 +36,14 @@ def distil(
     said: Callable[[LearningReport], object],
 ) -> LearningReport:
     """Answer the prompts, round after round under seeds of their own, until a limit is reached or `is_over`. The engine
-    learns whenever it is asked to (`learning=1.0`)."""
+    learns between the rounds (`learning=0.0`)."""
     end = time.monotonic() + limit.seconds
     waiting = _requests(prompts, params)
-
-    def report() -> LearningReport:
-        found = engine.stats().learning
-        assert found is not None, "the engine's drafter learns"
-        return found
+    learning = engine.abilities.learning
+    assert learning is not None, "the engine's drafter learns"
 
     def goes_on() -> bool:
-        return not is_over() and time.monotonic() < end and report().num_tokens < limit.tokens
+        return not is_over() and time.monotonic() < end and learning.report.num_tokens < limit.tokens
 
     while goes_on():
         if not engine.has_work:
@@ -55,10 +51,10 @@ def distil(
                 engine.submit(next(waiting))
         engine.step()
         if not engine.has_work:
-            while goes_on() and engine.learn(idle=True):
+            while goes_on() and learning.learn_while_idle():
                 pass
-            said(report())
-    return report()
+            said(learning.report)
+    return learning.report
 
 
 def drafter_of(engine: Engine) -> Any:

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 
 from rlhfspec.common.arrays import FloatArray, IntArray
-from rlhfspec.engine.base import Learnt
+from rlhfspec.engine.base import Learning, LearningReport, Learnt
 from rlhfspec.engine.distilling.lessons import LONGEST_LESSON, NUM_LABELS, LessonRecorder, LessonRing
-from rlhfspec.engine.distilling.pays import LearningBudget, LearningReport
+from rlhfspec.engine.distilling.pays import LearningBudget
 from rlhfspec.engine.distilling.student import Student
 from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.engine.kv.state import EngineState
@@ -53,12 +53,12 @@ def drafter_learning(state: EngineState) -> DraftLearning | None:
 
 
 class DraftLearning:
-    """Records, learns and hands new weights to the drafter. Implements `RowWatcher`.
+    """Records what is verified, learns from it and hands new weights to the drafter.
 
-    A step may take no more than a millisecond, so what it need not ask it is told beforehand: `records` is whether
-    labels of its tokens are wanted, `is_due` whether to learn before the next one.
+    The engine calls it as a `RowWatcher`, with the new tokens of a step where it `records` them, and after every step,
+    which is also when it learns. Whoever drives the engine sees it as `rlhfspec.engine.base.Learning`.
 
-    student: a copy of the model that `runner` drafts with. Nothing here touches a sequence. `is_on`: else the drafter
+    student: a copy of the model that `runner` drafts with. Nothing here touches a sequence. is_on: False, the drafter
     only follows the policy, where it is made of it.
     """
 
@@ -75,20 +75,18 @@ class DraftLearning:
         self._is_better = True  # than it was at the start, as far as is known; else it drafts as at the start
         self._num_unseen = 0  # optimizer steps that the copy that drafts has not seen
         self._idle_since = time.perf_counter()
-        self._is_on = is_on
+        self.is_on = is_on
         self._noted: list[tuple[float, IntArray, str | None]] = []  # steps since they were looked at
         self._noted_seconds = 0.0
         self.version = 0  # tokens that these weights have learnt from, here or where they were taken from
         self.budget = budget
-        self._see_what_is_due()
 
     # -- while the engine works -----------------------------------------------------------------------------
 
     def start(self, sequence: Sequence) -> None:
-        if self._is_on:
+        if self.is_on:
             began = time.perf_counter()
             self._recorder.start(sequence.row, self._temperature(sequence.row))
-            self._see_what_is_due()
             self.budget.watched(seconds=time.perf_counter() - began)
 
     def forget(self, sequence: Sequence) -> None:
@@ -96,14 +94,18 @@ class DraftLearning:
         began = time.perf_counter()
         if self._recorder.forget(row, self._rows.tokens[row, : self._rows.lengths[row]]):
             self.budget.recorded(seconds=time.perf_counter() - began)
-            self._see_what_is_due()
+
+    @property
+    def records(self) -> bool:
+        """Return whether labels of the next tokens may be wanted."""
+        recorder = self._recorder
+        return bool(recorder.within or (recorder.rows and self.budget.may_record(LONGEST_LESSON)))
 
     def record(self, new: Committed, kept: IntArray, logits: torch.Tensor) -> None:
         """Before the first `kept[s]` new tokens are appended: what the target thought of them."""
         began = time.perf_counter()
         chosen = self._chosen(new.rows.tolist(), kept)
         if not chosen:
-            self._see_what_is_due()
             return
         places = [new.places[s, : kept[s]] for s in chosen]
         rows = new.rows[chosen]
@@ -114,11 +116,10 @@ class DraftLearning:
             self._recorder.note(row, length, ids[first:last], log_probs[first:last], self._rows.tokens[row, :length])
             first = last
         self.budget.recorded(seconds=time.perf_counter() - began, num_tokens=first)
-        self._see_what_is_due()
 
     def _chosen(self, rows: list[int], kept: IntArray) -> list[int]:
         """Sequences whose new tokens are recorded: lessons that have begun go on, others begin as long as they may."""
-        known, within = set(self._recorder.rows), self._recorder.within
+        known, within = self._recorder.rows, self._recorder.within
         chosen = [s for s, row in enumerate(rows) if row in within and kept[s]]
         for s, row in enumerate(rows):
             if row in known and row not in within and kept[s]:
@@ -127,30 +128,36 @@ class DraftLearning:
                 chosen.append(s)
         return chosen
 
-    def _see_what_is_due(self) -> None:
-        self.records = bool(self._recorder.within) or (bool(self._recorder.rows) and self._may_begin(1))
-        self.is_due = self._ring.num_fresh >= LESSON_TOKENS and self.budget.may_learn(idle=False)
-
     def _may_begin(self, num_lessons: int) -> bool:
-        """Whether there is too little to learn from, and labels of so many lessons may be taken."""
-        return not self._ring.is_full_of_fresh and self.budget.may_record(num_lessons * LONGEST_LESSON)
+        """Return whether labels of so many lessons may be taken, and there is too little to learn from."""
+        return self.budget.may_record(num_lessons * LONGEST_LESSON) and not self._ring.is_full_of_fresh
 
-    # -- when nobody waits, or in its share of the time -----------------------------------------------------
+    # -- learning ---------------------------------------------------------------------------------------------
 
-    def learn(self, *, idle: bool) -> bool:
-        """Take one optimizer step, if there is something to learn and it may; return whether it did."""
+    def stepped(self, seconds: float, num_tokens: IntArray, drafter: str | None, *, has_finished: bool) -> None:
+        """Note a step of the engine that brought each decoding sequence so many tokens. Learn if that is due and no
+        finished sequence waits for it."""
+        if not self.is_on:
+            return
+        self._noted.append((seconds, num_tokens, drafter))
+        self._noted_seconds += seconds
+        if self._noted_seconds >= _WATCH_SECONDS:
+            self._look()
+        if self._ring.num_fresh >= LESSON_TOKENS and not has_finished and self.budget.may_learn(idle=False):
+            self._look()
+            self._learn(idle=False)
+
+    def learn_while_idle(self) -> bool:
+        """Take one optimizer step while the engine has nothing else to do. Return whether there was one to take."""
         self._look()
-        learnt = self._learn(idle=idle)
-        self._see_what_is_due()
-        return learnt
+        now = time.perf_counter()
+        self.budget.idled(now - self._idle_since)
+        self._idle_since = now
+        return self._learn(idle=True)
 
     def _learn(self, *, idle: bool) -> bool:
         are_fresh = self._ring.num_fresh >= LESSON_TOKENS
-        if idle:
-            now = time.perf_counter()
-            self.budget.idled(now - self._idle_since)
-            self._idle_since = now
-        if not (are_fresh or idle) or not self.budget.may_learn(idle=idle):
+        if not self.budget.may_learn(idle=idle):
             return False
         began = self._idle_since = time.perf_counter()
         lessons = self._ring.take(most_tokens=LESSON_TOKENS)
@@ -173,15 +180,6 @@ class DraftLearning:
         self.budget.spent(seconds=time.perf_counter() - began, num_tokens=num_tokens, idle=idle)
         return True
 
-    def stepped(self, seconds: float, num_tokens: IntArray, drafter: str | None) -> None:
-        """The engine made a step, with so many tokens for each of the sequences that decode."""
-        if not self._is_on:
-            return
-        self._noted.append((seconds, num_tokens, drafter))
-        self._noted_seconds += seconds
-        if self._noted_seconds >= _WATCH_SECONDS:
-            self._look()
-
     def _look(self) -> None:
         """Take all steps that were noted into account."""
         if not self._noted:
@@ -194,7 +192,6 @@ class DraftLearning:
         )
         noting = _NOTING_SECONDS * len(self._noted)
         self._noted, self._noted_seconds = [], 0.0
-        self._see_what_is_due()
         self._idle_since = time.perf_counter()
         self.budget.watched(seconds=noting + self._idle_since - began)
 
@@ -232,10 +229,12 @@ class DraftLearning:
         return float(self._rows.temperatures[row]) or 1.0
 
     @property
-    def report(self) -> LearningReport | None:
-        """None: it only follows."""
+    def report(self) -> LearningReport:
         self._look()
-        return replace(self.budget.report, version=self.version) if self._is_on else None
+        return replace(self.budget.report, version=self.version)
+
+
+_: type[Learning] = DraftLearning  # mypy holds it to the contract
 
 
 def _labels(logits: torch.Tensor, places: list[Indices], temperatures: list[float]) -> tuple[IntArray, FloatArray]:

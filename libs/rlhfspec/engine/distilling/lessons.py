@@ -101,22 +101,17 @@ class LessonRecorder:
 
     def __init__(self, ring: LessonRing) -> None:
         self._ring = ring
-        self._rows: dict[int, _Recording] = {}
+        self.rows: dict[int, _Recording] = {}  # by table row
         self.within: set[int] = set()  # rows whose lesson has begun, and has room for more
-
-    @property
-    def rows(self) -> list[int]:
-        """Table rows that are recorded."""
-        return list(self._rows)
 
     def start(self, row: int, temperature: float) -> None:
         """A sequence took the row. It is recorded if few others are."""
-        if len(self._rows) < _MOST_ROWS:
-            self._rows[row] = _Recording(temperature)
+        if len(self.rows) < _MOST_ROWS:
+            self.rows[row] = _Recording(temperature)
 
     def note(self, row: int, position: int, ids: IntArray, log_probs: FloatArray, tokens: IntArray) -> None:
         """Labels [n, K] of the tokens from `position` on; `tokens`: of the row, up to `position`."""
-        recording = self._rows[row]
+        recording = self.rows[row]
         if not recording.ids:
             recording.start = position
         elif recording.num_labels >= LONGEST_LESSON:
@@ -128,7 +123,7 @@ class LessonRecorder:
 
     def forget(self, row: int, tokens: IntArray) -> bool:
         """The sequence, which has these tokens, leaves the row; return whether it leaves a lesson."""
-        recording = self._rows.pop(row, None)
+        recording = self.rows.pop(row, None)
         self.within.discard(row)
         if recording is None or not recording.ids:
             return False

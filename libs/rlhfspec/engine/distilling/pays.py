@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from rlhfspec.common.arrays import IntArray
+from rlhfspec.engine.base import LearningReport
 
 _SHARE = 0.05  # of step time at most, where the rule decides by itself
 _TRIED = 0.01  # of the time that has passed may be spent before anything was saved
@@ -16,22 +15,9 @@ _DEEPEST = 32  # drafted tokens of one path that are told apart
 _GAIN_KEPT = 0.6  # of what was known about the drafter's agreement, at every look
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearningReport:
-    """What learning cost and brought so far. Tokens a verification are of steps that the drafter drafted for; None:
-    there were none."""
-
-    num_tokens: int = 0  # learnt from, each as often as it was used
-    seconds: float = 0.0  # spent
-    saved_seconds: float = 0.0  # in steps, after what the drafter was at the start; an estimate
-    tokens_before: float | None = None  # a verification, before the drafter had learnt anything
-    tokens_now: float | None = None
-    num_accepted: tuple[int, ...] = ()  # verifications of its drafts in which 0, 1, 2, ... drafted tokens were accepted
-    version: int = 0  # of what was learnt: tokens learnt from, here or elsewhere before
-
-
 class LearningBudget:
-    """Says when the drafter may learn. `share`: of step time that may be spent; None: the rule decides.
+    """Says when the drafter may learn. `share`: of step time that may be spent, beside all idle time;
+    None: the rule decides.
 
     Learning saves what the same steps would have taken longer with the drafter as it was: g accepted tokens a
     verification are now, and with its agreement at the start (a0, now a1) they would be at most g * a0 / a1.
@@ -51,9 +37,10 @@ class LearningBudget:
 
     def __init__(self, *, share: float | None) -> None:
         self._share = share
-        self._step_seconds = self._idle_seconds = self._busy_spent = 0.0
+        self._step_seconds = self._busy_spent = 0.0
+        self._allowed = 0.0  # seconds that may be spent in all, where the rule decides
         self._seconds = self._saved = 0.0
-        self._num_tokens, self._watching_seconds = 0, 0.0
+        self._num_tokens = 0
         self._one_step_seconds, self._label_seconds = _FIRST_SECONDS, _FIRST_LABEL_SECONDS
         self._ratio = 1.0  # agreement at the start over agreement now
         self._is_new = True  # nothing was learnt yet
@@ -64,6 +51,7 @@ class LearningBudget:
         """One or more steps of the engine. Of those that the drafter that learns drafted for: their seconds, and the
         tokens of each of their sequences."""
         self._step_seconds += seconds
+        self._allowed += _TRIED * seconds
         if not len(num_tokens):
             return
         accepted = np.clip(num_tokens - 1, 0, _DEEPEST)  # an end of a sequence cuts some off
@@ -72,11 +60,13 @@ class LearningBudget:
         if self._is_new:
             self._before.add(len(num_tokens), int(num_tokens.sum()))
         now = self._now.value or 1.0
-        self._saved += drafted_seconds * (1.0 - (1.0 + (now - 1.0) * self._ratio) / now)
+        saved = drafted_seconds * (1.0 - (1.0 + (now - 1.0) * self._ratio) / now)
+        self._saved += saved
+        self._allowed += saved
 
     def idled(self, seconds: float) -> None:
         """The engine had nothing to do."""
-        self._idle_seconds += seconds
+        self._allowed += _TRIED * seconds
 
     def took(self) -> None:
         """The drafter has now what others learnt."""
@@ -90,7 +80,7 @@ class LearningBudget:
 
     def watched(self, *, seconds: float) -> None:
         """Watching steps took so long: so much less is left to learn in."""
-        self._watching_seconds += seconds
+        self._allowed -= seconds
 
     def spent(self, *, seconds: float, num_tokens: int, idle: bool = False) -> None:
         self._seconds += seconds
@@ -112,14 +102,9 @@ class LearningBudget:
 
     def may_learn(self, *, idle: bool) -> bool:
         share = _SHARE if self._share is None else self._share
-        if not idle and self._busy_spent > share * self._step_seconds:
+        if not idle and self._busy_spent >= share * self._step_seconds:
             return False
         return self._share is not None or self._seconds + self._one_step_seconds <= self._allowed
-
-    @property
-    def _allowed(self) -> float:
-        """Seconds, where the rule decides."""
-        return _TRIED * (self._step_seconds + self._idle_seconds) - self._watching_seconds + self._saved
 
     @property
     def report(self) -> LearningReport:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+
 import numpy as np
 
 from rlhfspec.common.arrays import IntArray
-from rlhfspec.engine.base import FinishReason
+from rlhfspec.engine.base import FinishReason, Gain
 from rlhfspec.engine.drafting.base import Forest
 from rlhfspec.engine.drafting.tree import Walk
 from rlhfspec.engine.kv.state import EngineState
@@ -86,3 +88,23 @@ def count(rows: RowTable, decode_rows: IntArray, forest: Forest, new: Committed,
     drafted = np.bincount(forest.sequence, minlength=len(decode_rows))
     rows.counters[decode_rows, DRAFTED] += drafted.astype(np.int32)
     rows.counters[new.rows, ACCEPTED] += np.maximum(kept - 1, 0)
+
+
+class StepGains(Iterable[Gain]):
+    """The gains of a step, made when they are read: a step of a millisecond pays for the ids of its sequences only."""
+
+    def __init__(self, state: EngineState, new: Committed, kept: IntArray, reasons: Mapping[int, FinishReason]) -> None:
+        rows, self._new, self._kept = new.rows.tolist(), new, kept
+        self._ids = [state.by_row[row].request.id for row in rows]
+        self._reasons = {rows.index(row): reason for row, reason in reasons.items()}
+
+    def __iter__(self) -> Iterator[Gain]:
+        new = self._new
+        for index, (request_id, num_kept) in enumerate(zip(self._ids, self._kept.tolist(), strict=True)):
+            yield Gain(
+                id=request_id,
+                token_ids=new.tokens[index, :num_kept],
+                log_probs=new.log_probs[index, :num_kept],
+                tempered_log_probs=new.tempered[index, :num_kept],
+                finish_reason=self._reasons.get(index),
+            )

@@ -12,19 +12,17 @@ from typing import Any
 import numpy as np
 
 from rlhfspec.engine.base import (
-    Bytes,
+    Abilities,
     Completion,
     EngineStats,
     EngineStep,
     FinishReason,
-    HasProcess,
-    KVRange,
+    Gain,
     Manifest,
-    Movable,
+    MovableByTokens,
     Request,
     SequenceState,
     SequenceView,
-    Watermark,
     check_types,
 )
 from rlhfspec.engine.kv import arrival
@@ -33,7 +31,7 @@ from rlhfspec.engine.scheduling.sequences import PREEMPTIONS
 from rlhfspec.engine.vllm.process import VllmEnded, VllmProcess
 from rlhfspec.engine.vllm.sequence import VllmSequence
 from rlhfspec.engine.vllm.weights_file import WeightsFile
-from rlhfspec.errors import EngineFailed, InvalidRequest, SequenceStateError, WeightsVersionError
+from rlhfspec.errors import EngineFailed, InvalidRequest, WeightsVersionError
 from rlhfspec.messages.records.models import ModelReport
 
 log = logging.getLogger("rlhfspec.vllm")
@@ -41,12 +39,11 @@ AHEAD_SECONDS = 0.02
 _MOST_TIMES_AHEAD = 8
 MOST_RESTARTS = 3  # without a finished sequence
 _NAMES = count()  # of sequences in a child, which is never told one twice
-_NO_KV = "vLLM's, which no other engine can use"
 _NOT_FINITE = "logits: the model gave NaN or infinity for this sequence"
 
 
 class VllmEngine:
-    """`rlhfspec.engine.base.Movable` is its contract. Of a sequence that moves its tokens are all that goes.
+    """vLLM by the contract `rlhfspec.engine.base.MovableByTokens`.
 
     `opened`: what the child answered at its start. `strategy`: how it drafts, for those that look on. `ahead_seconds`:
     so long the child goes on decoding before it tells of it, that messages cost little beside short steps; twice as
@@ -81,10 +78,15 @@ class VllmEngine:
         self._away: dict[str, VllmSequence] = {}  # by id; exported, and neither cancelled nor back
         self._new: list[str] = []  # names that the child was not told yet
         self._cancelled: list[str] = []
-        self._undelivered: list[Completion] = []
+        self._undelivered: list[Completion] = []  # for the next step's report
+        self._gains: list[Gain] = []  # of the next step's report
         self._restarts_in_vain = 0
         self._num_steps = self._num_generated = self._num_prefill = self._num_moves = self._num_recomputed = 0
         self._gauges = {"num_running": 0, "num_free_blocks": self._opened["num_blocks"], "num_preempted": 0}
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(moves_tokens=self)
 
     @property
     def reports(self) -> dict[str, ModelReport]:
@@ -242,6 +244,7 @@ class VllmEngine:
         accepted = max(num_new - num_verified, 0)
         sequence.count(self._strategy, verified=num_verified, drafted=num_drafted, accepted=accepted)
         self._num_generated += num_new
+        self._gains.append(sequence.gain(num_new, reason))
         if reason is None:
             return None
         del self._sequences[name], self._by_id[sequence.request.id]
@@ -265,7 +268,9 @@ class VllmEngine:
     ) -> EngineStep:
         self._num_steps += 1
         self._num_prefill += answer["num_prefill_tokens"]
+        gains, self._gains = tuple(self._gains), []
         return EngineStep(
+            gains=gains,
             finished=tuple(finished),
             num_decoding=answer["num_decoding"],
             num_prefill_tokens=answer["num_prefill_tokens"],
@@ -323,6 +328,7 @@ class VllmEngine:
                 self._forget(name)
                 error = f"weights_version: the request wants {pinned}, the engine now has {self.weights_version}"
                 self._undelivered.append(self._completion(sequence, "error", error))
+                self._gains.append(sequence.gain(0, "error"))
 
     def stats(self) -> EngineStats:
         num_running = self._gauges["num_running"] if self._sequences else 0
@@ -362,7 +368,7 @@ class VllmEngine:
             raise InvalidRequest("request_id", request_id, "no such sequence here")
         return sequence.manifest(self._architecture, self.weights_version)
 
-    def export_sequence(self, request_id: str, start: Watermark | None = None) -> SequenceState:
+    def export_sequence(self, request_id: str) -> SequenceState:
         if request_id not in self._by_id:
             raise InvalidRequest("request_id", request_id, "no such sequence here")
         manifest = self.manifest(request_id)
@@ -386,16 +392,5 @@ class VllmEngine:
         self._num_moves += 1
         self._num_recomputed += manifest.num_tokens - 1 if len(arrived.log_probs) else 0
 
-    def reserve(self, manifest: Manifest) -> Watermark:
-        raise SequenceStateError("fingerprint", manifest.fingerprints[0], _NO_KV)  # its tokens are welcome
 
-    def export_range(
-        self, request_id: str, start: Watermark, *, max_bytes: int = 0, out: Bytes | None = None
-    ) -> KVRange:  # fmt: skip
-        raise SequenceStateError("kv", "KV", _NO_KV)
-
-    def import_range(self, kv: KVRange) -> None:
-        raise SequenceStateError("kv", "KV", _NO_KV)
-
-
-_: tuple[type[HasProcess], type[Movable]] = VllmEngine, VllmEngine  # mypy holds it to the contracts
+_: type[MovableByTokens] = VllmEngine  # mypy holds it to the contract

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec.engine.base import Completion, FinishReason, Manifest, Request, SequenceState, SequenceView
+from rlhfspec.engine.base import Completion, FinishReason, Gain, Manifest, Request, SequenceState, SequenceView
 from rlhfspec.engine.kv.arrival import SCHEMA
 from rlhfspec.engine.scheduling.sequences import ACCEPTED, DRAFTED, MOVES, NUM_COUNTERS, VERIFICATIONS, stats_of
 
@@ -50,6 +50,15 @@ class VllmSequence:
         self.tempered_log_probs += tempered_log_probs
         self.weights_versions += [version] * len(token_ids)
         self.is_running = True
+
+    def gain(self, num_new: int, reason: FinishReason | None) -> Gain:
+        """Return the last `num_new` tokens, and how the sequence ended with them if it did."""
+        begin = len(self.token_ids) - num_new
+        return Gain(
+            id=self.request.id, token_ids=np.array(self.token_ids[begin:], np.int32),
+            log_probs=np.array(self.log_probs[begin:], np.float32),
+            tempered_log_probs=np.array(self.tempered_log_probs[begin:], np.float32), finish_reason=reason,
+        )  # fmt: skip
 
     def count(self, strategy: str, *, verified: int, drafted: int, accepted: int) -> None:
         self.counters[VERIFICATIONS] += verified

@@ -20,7 +20,7 @@ from rlhfspec.job.choices.registry import Entry, Registry, imported
 
 @dataclass(frozen=True, kw_only=True)
 class EngineEntry(Entry):
-    """`is_movable`: what it makes is an `rlhfspec.engine.base.Movable`; else samples stay where they began.
+    """`is_movable`: what it makes is a `MovableByTokens`; else samples stay where they began.
 
     `takes_a_group`: `make` may be given the processes that hold the model together. `divides_models`: it starts them
     itself.

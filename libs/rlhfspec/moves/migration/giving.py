@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlhfspec.engine.base import MOST_RANGE_BYTES, KVRange, Manifest, Movable, SequenceState, Watermark
+from rlhfspec.engine.base import MOST_RANGE_BYTES, KVRange, Manifest, MovableByTokens, SequenceState, Watermark
 from rlhfspec.engine.kv.state_bytes import to_bytes
 from rlhfspec.errors import InvalidRequest, LinkError, MalformedRecord, RLHFSpecError, SequenceStateError
 from rlhfspec.messages.records import Move, Moved
@@ -33,7 +33,7 @@ _NO_KV = 1 << 30  # the position behind which there is none
 class MoveContext:
     """What all moves of one process work with."""
 
-    engine: Movable
+    engine: MovableByTokens
     calls: EngineCalls
     control: MoveControl
     links: Links
@@ -129,7 +129,8 @@ class Giving:
         if len(mark.positions) != self._num_spaces:
             raise MalformedRecord("a watermark of other KV spaces")
         mark = self._mark or mark
-        name, engine = self._move.sample_id, self._place.engine
+        name, engine = self._move.sample_id, self._place.engine.abilities.moves_kv
+        assert engine is not None, "a manifest of epoch 0 offers no KV"
         way, room = await self._room(offer, MOST_RANGE_BYTES)
         is_packed = False
         try:
@@ -166,7 +167,9 @@ class Giving:
 
     def _export(self, start: Watermark | None) -> SequenceState:
         """Without `start` the KV is not even copied."""
-        engine, name = self._place.engine, self._move.sample_id
+        name, engine = self._move.sample_id, self._place.engine.abilities.moves_kv
+        if engine is None:
+            return self._place.engine.export_sequence(name)
         if start is None:
             start = Watermark(epoch=engine.manifest(name).epoch, positions=(_NO_KV,) * self._num_spaces)
         return engine.export_sequence(name, start)

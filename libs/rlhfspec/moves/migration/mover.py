@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from rlhfspec.engine.base import Movable
+from rlhfspec.engine.base import MovableByTokens
 from rlhfspec.messages.records import Move, Moved
 from rlhfspec.messages.transport.clock import Clock, SystemClock
 from rlhfspec.moves.migration import messages
@@ -41,7 +41,7 @@ class Mover:
         self,
         name: str,
         incarnation: str,
-        engine: Movable,
+        engine: MovableByTokens,
         calls: EngineCalls,
         control: MoveControl,
         links: Links,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rlhfspec.engine.base import KVRange, Manifest, Movable, SequenceState, Watermark
+from rlhfspec.engine.base import KVRange, Manifest, MovableByTokens, SequenceState, Watermark
 from rlhfspec.engine.kv.state_bytes import from_bytes, to_bytes
 from rlhfspec.engine.scheduling.sequences import stats_of
 from rlhfspec.errors import InvalidRequest, LinkError, MalformedRecord, RLHFSpecError, SequenceStateError
@@ -43,7 +43,7 @@ class Taking:
     def __init__(
         self,
         incarnation: str,
-        engine: Movable,
+        engine: MovableByTokens,
         calls: EngineCalls,
         links: Links,
         custody: Custody,
@@ -52,6 +52,7 @@ class Taking:
         self.machine = Destination(incarnation, links.landing.offer)
         self.refused: Counter[str] = Counter()  # by what did not fit
         self._engine = engine
+        self._kv = engine.abilities.moves_kv
         self._calls = calls
         self._links = links
         self._custody = custody
@@ -120,7 +121,9 @@ class Taking:
 
         def reserve() -> bytes:
             if message.has_kv:
-                return to_bytes(self._engine.reserve(manifest))
+                if self._kv is None:
+                    raise SequenceStateError("kv", "KV", "an engine that takes tokens only")
+                return to_bytes(self._kv.reserve(manifest))
             ours = self._engine.weights_version
             if manifest.weights_version > ours:
                 raise SequenceStateError("newer weights", manifest.weights_version, ours)
@@ -131,8 +134,10 @@ class Taking:
     async def _copy(self, message: messages.Range) -> None:
         view = await self._arrived(message)
         try:
-            kv = _range(message.kv, view, message.sample)
-            await self._calls.call(lambda: self._engine.import_range(kv))
+            kv, engine = _range(message.kv, view, message.sample), self._kv
+            if engine is None:
+                raise SequenceStateError("kv", "KV", "an engine that takes tokens only")
+            await self._calls.call(lambda: engine.import_range(kv))
         finally:
             self._links.landing.done(message.key)
 

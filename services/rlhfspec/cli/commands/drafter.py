@@ -64,7 +64,7 @@ def train(
         status(f"loading {model}")
         longest = max(map(len, prompts))
         engine = Engine.from_pretrained(
-            model, drafter=drafter, device=device, speculation="model", learning=1.0, profile=False,
+            model, drafter=drafter, device=device, speculation="model", learning=0.0, profile=False,
             max_sequences=AT_ONCE, max_context=longest + max_tokens,
         )  # fmt: skip
         report = distil(

@@ -119,7 +119,7 @@ def replayed(settings: DriftSettings, folder: Path, report: Report) -> Iterator[
     engines = {
         mode: Engine.from_pretrained(
             settings.model, drafter=settings.draft, num_threads=1, max_context=256, speculation=settings.speculation,
-            max_sequences=_PROMPTS * _SAMPLES, learning="off" if mode == FROZEN else 1.0,
+            max_sequences=_PROMPTS * _SAMPLES, learning="off" if mode == FROZEN else 0.0,
         )
         for mode in (FROZEN, LEARNING)
     }  # fmt: skip
@@ -160,8 +160,9 @@ def requests(step: int) -> list[Request]:
 
 def learnt_for(engine: Engine, seconds: float) -> float:
     """Learn for at most so many seconds of the CPU, as optimizer steps go. Return how many it were."""
-    began, took = time.process_time(), 0.0
-    while (spent := time.process_time() - began) + took < seconds and engine.learn(idle=True):
+    began, took, learning = time.process_time(), 0.0, engine.learning
+    assert learning is not None
+    while (spent := time.process_time() - began) + took < seconds and learning.learn_while_idle():
         took = max(took, time.process_time() - began - spent)
     return time.process_time() - began
 

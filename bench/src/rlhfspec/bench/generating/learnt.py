@@ -48,9 +48,9 @@ def learn_from(engine: Any, num_tokens: int, report: Report = lambda line: None)
     """Generate so many tokens of the library's text, and learn after every few thousand until nothing is left."""
     for number in range(-(-num_tokens // (_SEQUENCES * _LENGTH))):
         sample(engine, prompts=3000 + number, seed=100_000 * (number + 1), num_tokens=_LENGTH)
-        while engine.learn(idle=True):
+        while engine.learning.learn_while_idle():
             pass
-        told = engine.stats().learning
+        told = engine.learning.report
         report(f"the drafter learns: {(number + 1) * _SEQUENCES * _LENGTH:,} tokens, {told.seconds:.0f} s of learning")
 
 
