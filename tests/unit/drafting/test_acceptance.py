@@ -1,8 +1,6 @@
-"""The acceptance model: calibrated, monotone in the gap, one bad sequence its own affair. The watchdog beside it."""
+"""The acceptance model: calibrated, monotone in the gap, one bad sequence its own affair."""
 
 from __future__ import annotations
-
-import logging
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel
-from rlhfspec.engine.drafting.watchdog import Watchdog
 
 
 def predicted(
@@ -130,60 +127,3 @@ def test_drafters_are_learnt_apart() -> None:
     )
     assert other[0] > 0.6
     assert {row.drafter for row in model.calibration()} == {"model"}
-
-
-def watch(watchdog: Watchdog, gain: float, steps: range, *, batch: int = 8) -> int | None:
-    """The step at which an event came."""
-    for step in steps:
-        if watchdog.observe("model", step, batch, num_tokens=batch, seconds=0.01 / gain, plain_seconds=0.01):
-            return step
-    return None
-
-
-def test_the_watchdog_pauses_says_so_once_and_tries_again_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
-    watchdog = Watchdog(patience=20)
-    with caplog.at_level(logging.WARNING):
-        assert watch(watchdog, 1.5, range(50)) is None
-        first = watch(watchdog, 0.6, range(50, 110))
-        assert first is not None
-        assert 69 <= first < 95
-        assert not watchdog.allows("model", first + 255, 8)
-        assert watchdog.allows("model", first + 256, 8)
-        second = watch(watchdog, 0.6, range(first + 256, first + 356))
-        assert second is not None
-        assert second < first + 266, "a trial is shorter"
-        assert not watchdog.allows("model", second + 511, 8)
-        assert watchdog.allows("model", second + 512, 8)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "'model'" in caplog.text
-
-
-def test_the_watchdog_forgives_a_smaller_batch_new_weights_and_a_drafter_that_pays_again() -> None:
-    watchdog = Watchdog(patience=5)
-    paused = watch(watchdog, 0.5, range(10))
-    assert paused is not None
-    assert not watchdog.allows("model", paused + 1, 5)
-    assert watchdog.allows("model", paused + 1, 4)
-    assert watch(watchdog, 2.0, range(300, 320)) is None
-    again = watch(watchdog, 0.5, range(320, 360))
-    assert again is not None
-    assert watchdog.allows("model", again + 256, 8), "the pause is the first one again"
-    watchdog.reset()
-    assert watchdog.allows("model", again + 1, 8)
-
-
-def test_the_watchdog_judges_every_step_alike_whatever_its_batch() -> None:
-    """A large batch where drafting is about even must not get the drafter paused where it pays."""
-    watchdog = Watchdog(patience=24)
-    for step in range(23):
-        watchdog.observe("model", step, 64, num_tokens=64, seconds=0.150, plain_seconds=0.145)
-    for step in range(23, 40):
-        assert not watchdog.observe("model", step, 1, num_tokens=5, seconds=0.010, plain_seconds=0.007)
-
-
-def test_a_large_batch_that_shrinks_while_its_drafter_does_not_pay_pauses_it_for_large_batches() -> None:
-    watchdog = Watchdog(patience=10)
-    assert watch(watchdog, 0.8, range(9), batch=64) is None
-    assert watch(watchdog, 0.8, range(9, 12), batch=2) is not None
-    assert not watchdog.allows("model", 20, 64)
-    assert watchdog.allows("model", 20, 2)

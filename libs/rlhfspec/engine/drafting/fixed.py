@@ -93,4 +93,4 @@ class FixedSelector:
         self._journal.start_totals()
 
     def explain(self) -> Explanation:
-        return self._journal.explain()
+        return self._journal.explain(rates={})

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 
 from rlhfspec.engine.drafting.base import DraftOutcome
 from rlhfspec.engine.drafting.cost import CostModel
-from rlhfspec.engine.drafting.watchdog import WatchdogEvent
 
 _NUM_DECISIONS = 128
 
@@ -39,10 +39,7 @@ class Explanation:
     decisions: tuple[Decision, ...]  # the last ones, oldest first
     cost_errors: dict[str, float]  # by kind of cost, and "step": the mean of |predicted - real| / real
     share_of_step: float
-    rates: dict[str, float] = field(
-        default_factory=dict
-    )  # tokens/s by plan, as they looked last; adaptive ones have it
-    events: tuple[WatchdogEvent, ...] = ()
+    rates: Mapping[str, float]  # tokens/s by plan, as they looked last, best first; of an adaptive selector
 
 
 class Journal:
@@ -85,11 +82,10 @@ class Journal:
         self._total_selector_seconds += self._selector_seconds
         self._selector_seconds = 0.0
 
-    def explain(self, rates: dict[str, float] | None = None, events: tuple[WatchdogEvent, ...] = ()) -> Explanation:
+    def explain(self, rates: Mapping[str, float]) -> Explanation:
         return Explanation(
             decisions=tuple(self._decisions),
             cost_errors=self._costs.errors() if self._costs is not None else {},
             share_of_step=self._total_selector_seconds / self._total_seconds if self._total_seconds else 0.0,
-            rates=rates or {},
-            events=events,
+            rates=rates,
         )

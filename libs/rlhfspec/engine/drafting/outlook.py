@@ -75,7 +75,6 @@ class DraftOutlook:
         self._costs = costs
         self._prospects = [_Prospect(plan) for plan in plans if plan.drafter is not None]
         self._of = {plan: prospect for prospect in self._prospects for plan in prospect.notches}
-        self.drafters = tuple(dict.fromkeys(str(prospect.plan.drafter) for prospect in self._prospects))
         self.forget()
         self.rates: dict[DraftPlan, float] = {}
         self.best, self.best_rate = PLAIN, 0.0
@@ -86,8 +85,8 @@ class DraftOutlook:
             prospect.num_learnt = prospect.num_used = 0
             prospect.promised = prospect.came_true = _TRUTH_MEMORY / 4
 
-    def look(self, state: BatchState, allowed: set[str]) -> None:
-        """Rate all plans of the allowed drafters at this batch."""
+    def look(self, state: BatchState) -> None:
+        """Rate all plans at this batch."""
         costs, num_sequences = self._costs, len(state.rows)
         rows = num_sequences + state.num_prefill_rows
         verify = costs.table(TARGET).seconds_array(rows + _NODES * num_sequences, state.kv_tokens)
@@ -96,7 +95,7 @@ class DraftOutlook:
         self.rates = {PLAIN: num_sequences / plain}
         for prospect in self._prospects:
             plan, name = prospect.plan, str(prospect.plan.drafter)
-            if name not in allowed or (plan.width > 1 and num_sequences > _BUSHES_UP_TO):
+            if plan.width > 1 and num_sequences > _BUSHES_UP_TO:
                 continue
             seconds = costs.table(draft_kind(name, first=True)).seconds(num_sequences)
             seconds += costs.host_seconds(name, num_sequences)

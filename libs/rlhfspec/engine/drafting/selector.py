@@ -16,7 +16,6 @@ Example:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from time import perf_counter
@@ -31,7 +30,6 @@ from rlhfspec.engine.drafting.journal import Explanation, Journal
 from rlhfspec.engine.drafting.levels import LevelTerms, PayingLevel
 from rlhfspec.engine.drafting.outcomes import OutcomeBuffer
 from rlhfspec.engine.drafting.outlook import DraftOutlook
-from rlhfspec.engine.drafting.watchdog import Watchdog, WatchdogEvent
 from rlhfspec.job.choices.drafters import DRAFTERS
 
 _LOOK_EVERY = 4  # steps between two looks at all plans; a new batch size is looked at at once
@@ -39,7 +37,6 @@ _LEAST_TRIED = 4  # sequences that a trial drafts for, and nodes that it verifie
 _TRIED = 8  # a trial drafts for an eighth of the batch: a drafter that was left alone has all prompts to catch up with
 _SURPRISE_TOKENS, _SURPRISE_TIMES = 2, 3  # accepted in one step: that many times what was believed, and so many more
 _ENDING = 8  # tokens of room
-_SLOWEST = 3.0  # a step slower than this many times its prediction was somebody else's noise, not the drafter's fault
 
 
 class AdaptiveSelector:
@@ -49,10 +46,8 @@ class AdaptiveSelector:
         self._costs = costs
         self._acceptance = acceptance
         self._outlook = DraftOutlook(costs, plans)
-        self._watchdog = Watchdog()
         self._outcomes = OutcomeBuffer(acceptance)
         self._journal = Journal(costs)
-        self._events: deque[WatchdogEvent] = deque(maxlen=64)
         self._step = 0
         self._looked_at: tuple[int, bool] | None = None  # the batch at the last look: sequences, and are there prompts
         self._is_trial = False
@@ -117,7 +112,6 @@ class AdaptiveSelector:
         self._acceptance.reset()
         self._outcomes.start_over()
         self._outlook.forget()
-        self._watchdog.reset()
         self._looked_at = None
 
     def start_totals(self) -> None:
@@ -125,14 +119,13 @@ class AdaptiveSelector:
         self._journal.start_totals()
 
     def explain(self) -> Explanation:
-        return self._journal.explain(self._outlook.ranked(), tuple(self._events))
+        return self._journal.explain(self._outlook.ranked())
 
     def _choose(self, state: BatchState) -> DraftPlan:
         self._step += 1
         batch = len(state.rows), state.num_prefill_rows > 0
         if batch != self._looked_at or self._step % _LOOK_EVERY == 0:
-            allows, drafters = self._watchdog.allows, self._outlook.drafters
-            self._outlook.look(state, {name for name in drafters if allows(name, self._step, len(state.rows))})
+            self._outlook.look(state)
             self._looked_at = batch
         trial = self._outlook.trial(self._step)
         self._is_trial = trial is not None
@@ -142,7 +135,7 @@ class AdaptiveSelector:
         return replace(chosen, num_sequences=part) if self._is_trial and part < len(state.rows) else chosen
 
     def _learn(self, outcome: DraftOutcome) -> float:
-        """Teach tables, acceptance, outlook and watchdog; returns what the step was predicted to take."""
+        """Teach tables, acceptance and outlook. Return the seconds that the step was predicted to take."""
         costs, state, drafter = self._costs, outcome.state, outcome.plan.drafter
         num_sequences = len(state.rows)
         rows = num_sequences + state.num_prefill_rows + outcome.forest.size
@@ -168,19 +161,6 @@ class AdaptiveSelector:
             self._outlook.learn_truth(outcome.plan, given, promised)
         if num_accepted > _SURPRISE_TOKENS + _SURPRISE_TIMES * believed:
             self.reset()  # what was learnt is out of date
-        if state.num_prefill_rows or part is not None:  # what prompts and the others cost is not the drafter's fault
-            return predicted
-        event = self._watchdog.observe(
-            drafter,
-            self._step,
-            num_sequences,
-            num_tokens=outcome.num_committed,
-            seconds=min(outcome.step_seconds, _SLOWEST * predicted),
-            plain_seconds=costs.plain_seconds(num_sequences, state.num_prefill_rows, state.kv_tokens),
-        )
-        if event is not None:
-            self._events.append(event)
-            self._looked_at = None
         return predicted
 
 

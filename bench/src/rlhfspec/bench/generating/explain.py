@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -29,17 +30,12 @@ def observe(engine: Any, scenario: BenchScenario) -> tuple[Explanation, Acceptan
 
 
 def render(explanation: Explanation, acceptance: AcceptanceModel, *, num_decisions: int) -> Group:
-    parts: list[RenderableType] = [
+    return Group(
         _decisions(explanation.decisions[-num_decisions:]),
         _rates(explanation.rates),
         _calibration(acceptance.calibration()),
         _errors(explanation, acceptance.calibration_error()),
-    ]
-    parts += [
-        Text(f"watchdog: {event.drafter} paused at step {event.step}, gain {event.gain:.2f}", style="yellow")
-        for event in explanation.events
-    ]
-    return Group(*parts)
+    )
 
 
 def _decisions(decisions: tuple[Decision, ...]) -> Table:
@@ -58,7 +54,7 @@ def _decisions(decisions: tuple[Decision, ...]) -> Table:
     return table
 
 
-def _rates(rates: dict[str, float]) -> Table:
+def _rates(rates: Mapping[str, float]) -> Table:
     table = table_of("the plans as they looked last, best first", ("plan", "tokens/s"), left=("plan",))
     for plan, rate in rates.items():
         table.add_row(plan, f"{rate:.0f}")
