@@ -31,6 +31,14 @@ OPTIONS: list[Options] = [
     {"sinks": torch.linspace(-1.0, 3.0, 8)},
     {"sliding_window": 9, "softcap": 30.0, "sinks": torch.linspace(120.0, -1.0, 8)},
 ]
+LONG_OPTIONS: list[Options] = [  # for contexts of several splits
+    *OPTIONS,
+    {"sliding_window": 64},
+    {"sliding_window": 100, "softcap": 3.0},
+    {"chunk": 48},
+    {"chunk": 90, "sinks": torch.linspace(-1.0, 3.0, 8)},
+]
+SPLIT_OPTIONS: list[Options] = [{"split": split, **options} for split in (64, 128) for options in LONG_OPTIONS]
 
 
 @dataclass(frozen=True)
@@ -146,8 +154,19 @@ shapes = st.builds(
     dtype=st.sampled_from([torch.float32, torch.bfloat16]), block_size=st.sampled_from([1, 16]),
 )  # fmt: skip
 forests = st.lists(sequences(), min_size=1, max_size=4)
+long_forests = st.lists(sequences(longest=220), min_size=1, max_size=3)
+short_or_long = st.one_of(
+    st.tuples(forests, st.sampled_from(OPTIONS)), st.tuples(long_forests, st.sampled_from(SPLIT_OPTIONS))
+)
 
 TREE = Sequence(21, (-1, 0, 0, 1, -1, 3, 4, 2), as_tree=True)
+LONG = [
+    Sequence(190, (-1, 0, 0, 1, -1, 3, 4, 2), as_tree=True),  # crosses a border in its branches
+    Sequence(60, chain(9), as_tree=False),
+    Sequence(0, chain(70), as_tree=False),
+    Sequence(127, (-1, 0, -1), as_tree=True),
+    Sequence(3, (-1,), as_tree=True),
+]
 MIXED = [TREE, Sequence(0, chain(5), as_tree=False), Sequence(33, (-1,), as_tree=True), Sequence(50, chain(7), False)]
 
 

@@ -12,21 +12,14 @@ from typing import Any
 import torch
 
 from rlhfspec.engine.base import (
-    MOST_RANGE_BYTES,
     Abilities,
-    Bytes,
     Completion,
     EngineStats,
     EngineStep,
     FinishReason,
     Gain,
-    KVRange,
-    Manifest,
     MovableWithKV,
     Request,
-    SequenceState,
-    SequenceView,
-    Watermark,
 )
 from rlhfspec.engine.distilling.learning import drafter_learning
 from rlhfspec.engine.drafting.base import PLAIN, DraftPlan
@@ -37,14 +30,13 @@ from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.engine.kv.transfer import Moves
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.engine.scheduling import commit, text, verify
-from rlhfspec.engine.scheduling.scheduler import Scheduler, StepRows
+from rlhfspec.engine.scheduling.scheduler import StepRows
 from rlhfspec.engine.scheduling.sequences import Generated
-from rlhfspec.engine.scheduling.speculation import Speculator
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
 from rlhfspec.messages.records.models import ModelReport
 
 
-class Engine:
+class Engine(Moves):
     """Generate tokens by the law on one model. `rlhfspec.engine.base.MovableWithKV` is its contract.
 
     >>> engine = Engine.from_pretrained("path/to/model", speculation="suffix")    # doctest: +SKIP
@@ -52,11 +44,7 @@ class Engine:
     """
 
     def __init__(self, state: EngineState) -> None:
-        self.state = state
-        self.scheduler = Scheduler(state)
-        self.speculation = Speculator(state, self.scheduler)
-        self.scheduler.watch(self.speculation)
-        self.moves = Moves(state, self.scheduler, self.speculation)
+        super().__init__(state)
         self.learning = drafter_learning(state)
         if self.learning is not None:
             self.scheduler.watch(self.learning)
@@ -244,36 +232,10 @@ class Engine:
             num_steps=self._num_steps,
             num_generated_tokens=self._num_generated,
             num_preemptions=self.scheduler.num_preemptions,
-            num_moves=self.moves.num_imported,
-            num_recomputed_tokens=self.moves.num_recomputed,
+            num_moves=self.num_imported,
+            num_recomputed_tokens=self.num_recomputed,
             expert_rows=self.state.target.runner.expert_load.rows(),
         )
-
-    def sequences(self) -> tuple[SequenceView, ...]:
-        return self.moves.views()
-
-    def manifest(self, request_id: str) -> Manifest:
-        return self.moves.manifest(request_id)
-
-    def reserve(self, manifest: Manifest) -> Watermark:
-        return self.moves.reserve(manifest)
-
-    def export_range(
-        self, request_id: str, start: Watermark, *, max_bytes: int = MOST_RANGE_BYTES, out: Bytes | None = None
-    ) -> KVRange:
-        return self.moves.export_range(request_id, start, max_bytes=max_bytes, out=out)
-
-    def import_range(self, kv: KVRange) -> None:
-        self.moves.import_range(kv)
-
-    def export_sequence(self, request_id: str, start: Watermark | None = None) -> SequenceState:
-        return self.moves.export_sequence(request_id, start)
-
-    def import_sequence(self, arrived: SequenceState) -> None:
-        self.moves.import_sequence(arrived)
-
-    def reattach(self, request_id: str) -> None:
-        self.moves.reattach(request_id)
 
     # -- beyond the protocol --------------------------------------------------------------------------------
 

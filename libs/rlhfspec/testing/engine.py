@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rlhfspec.engine import oracle
-from rlhfspec.engine.base import Completion, EngineProtocol, EngineStep, Request
+from rlhfspec.engine.base import Completion, EngineProtocol, EngineStep, Gain, Request
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
 from rlhfspec.tiny import perturbed, random_model
@@ -55,27 +55,26 @@ def bits(done: Completion) -> tuple[object, ...]:
 
 
 class GainStreams:
-    """The gains of sequences, put together step by step as one that streams them would."""
+    """The gains of sequences, put together step by step by one that streams them."""
 
     def __init__(self) -> None:
-        self._columns: dict[str, tuple[list[int], list[float], list[float]]] = {}
-        self._reasons: dict[str, str] = {}
+        self._gains: dict[str, list[Gain]] = {}
 
     def take(self, report: EngineStep) -> EngineStep:
         for gain in report.gains:
-            assert gain.id not in self._reasons, f"{gain.id} has ended"
+            known = self._gains.setdefault(gain.id, [])
+            assert not known or known[-1].finish_reason is None, f"{gain.id} has ended"
             assert len(gain.token_ids) or gain.finish_reason, f"{gain.id} neither gained nor ended"
-            parts = (gain.token_ids, gain.log_probs, gain.tempered_log_probs)
-            for column, part in zip(self._columns.setdefault(gain.id, ([], [], [])), parts, strict=True):
-                column.extend(part.tolist())
-            if gain.finish_reason is not None:
-                self._reasons[gain.id] = gain.finish_reason
+            known.append(gain)
         return report
 
     def check(self, done: Completion) -> None:
         """Raise AssertionError unless a finished sequence is exactly what its gains were."""
-        told = *map(tuple, self._columns.pop(done.id)), self._reasons.pop(done.id)
-        assert told == bits(done), done.id
+        gains = self._gains.pop(done.id)
+        assert gains[-1].finish_reason == done.finish_reason
+        for name in ("token_ids", "log_probs", "tempered_log_probs"):
+            told = np.concatenate([getattr(gain, name) for gain in gains])
+            np.testing.assert_array_equal(told, np.asarray(getattr(done, name), told.dtype), f"{name} of {done.id}")
 
 
 def drain(engine: EngineProtocol) -> dict[str, Completion]:

@@ -135,6 +135,9 @@ class MovableByTokensContract(EngineMaker):
                     streams.check(each)
                 assert (sum(each.stats.num_moves for each in done.values()) > 0) == (way is not taken_back)
                 assert moves > 4
+                if way not in MovableByTokensContract.ways:
+                    assert all(engine.stats().num_recomputed_tokens == 0 for engine in engines), "KV went along"
+                    assert sum(each.stats.num_preemptions for each in done.values()) == 0
                 assert all(engine.stats().num_free_blocks == engine.stats().num_blocks for engine in engines)
 
     def test_tokens_alone_are_enough(self) -> None:
@@ -147,10 +150,11 @@ class MovableByTokensContract(EngineMaker):
             assert bits(done) == wanted
             assert (done.stats.num_moves, there.stats().num_moves) == (1, 1)
 
-    def test_an_exported_sequence_is_ours_until_it_is_cancelled(self) -> None:
+    @pytest.mark.parametrize("num_steps", [0, 1, 5])
+    def test_an_exported_sequence_is_ours_until_it_is_cancelled(self, num_steps: int) -> None:
         wanted = self.alone(7)["7"]
         for mode in self.modes:
-            here, _ = self.begun(mode, num_steps=1)
+            here, _ = self.begun(mode, num_steps=num_steps)
             here.export_sequence("7")
             assert not here.has_work
             assert not is_here(here, "7")

@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import (
+    LONG,
+    LONG_OPTIONS,
     NEVER,
-    OPTIONS,
     Case,
     Options,
     Sequence,
     Shape,
     assert_same_bits,
     chain,
+    long_forests,
     make_case,
     needs_native,
-    sequences,
     shapes,
     triton_kernel,
-    with_padding,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,26 +34,11 @@ from rlhfspec.kernels import attention_splits
 from rlhfspec.kernels import tree_attention as module
 from rlhfspec.kernels.attention_splits import SPLIT, Partials, merge
 from rlhfspec.kernels.cpu import build
-from rlhfspec.kernels.tree_attention import AttentionMeta, attend_partial, tree_attention
+from rlhfspec.kernels.tree_attention import AttentionMeta, attend_partial
 from rlhfspec.kernels.tree_attention_twin import tree_attention_reference
 
 UNSPLIT = 1 << 20  # longer than any context here
-LONG_OPTIONS: list[Options] = [
-    *OPTIONS,
-    {"sliding_window": 64},
-    {"sliding_window": 100, "softcap": 3.0},
-    {"chunk": 48},
-    {"chunk": 90, "sinks": torch.linspace(-1.0, 3.0, 8)},
-]
 ISAS = [isa for isa in build.GENERAL_ISAS if build.supports(isa)]
-long_forests = st.lists(sequences(longest=220), min_size=1, max_size=3)
-LONG = [
-    Sequence(190, (-1, 0, 0, 1, -1, 3, 4, 2), as_tree=True),  # crosses a border in its branches
-    Sequence(60, chain(9), as_tree=False),
-    Sequence(0, chain(70), as_tree=False),
-    Sequence(127, (-1, 0, -1), as_tree=True),
-    Sequence(3, (-1,), as_tree=True),
-]
 
 
 @pytest.fixture
@@ -86,49 +71,12 @@ def test_splits_are_the_softmax_over_all_positions(
 
 
 @needs_native
-@settings(max_examples=40)
-@given(
-    forest=long_forests, shape=shapes, options=st.sampled_from(LONG_OPTIONS), place_seed=st.integers(1, 1000),
-    split=st.sampled_from([64, 128]),
-)  # fmt: skip
-def test_a_row_has_the_same_bits_alone_and_anywhere(
-    forest: list[Sequence], shape: Shape, options: Options, place_seed: int, split: int
-) -> None:
-    case = make_case(forest, shape)
-    together = case.run(split=split, **options)
-    alone = torch.cat([case.row(i).run(split=split, **options) for i in range(case.meta.num_rows)])
-    assert_same_bits(alone, together)
-    assert_same_bits(make_case(forest, shape, place_seed=place_seed).run(split=split, **options), together)
-
-
-@needs_native
 @pytest.mark.parametrize("options", LONG_OPTIONS)
 @pytest.mark.parametrize("committed", [0, 50, 63, 64, 127])
 def test_a_chain_has_the_same_bits_as_tree_and_as_prefill(committed: int, options: Options) -> None:
     chunk = Sequence(committed, chain(40), as_tree=False)
     tree = make_case([replace(chunk, as_tree=True)], Shape()).run(split=64, **options)
     assert_same_bits(make_case([chunk], Shape()).run(split=64, **options), tree)
-
-
-@needs_native
-@settings(max_examples=25)
-@given(
-    places=st.lists(st.integers(0, 170), min_size=2, max_size=12), options=st.sampled_from(LONG_OPTIONS),
-    seed=st.integers(0, 99),
-)  # fmt: skip
-def test_a_key_weighs_the_same_in_the_table_and_in_extra(places: list[int], options: Options, seed: int) -> None:
-    """Rows of one chain, each with its own border between table and extras, before or behind borders of splits."""
-    chunk = Sequence(150, chain(len(places)), as_tree=False)
-    expected = make_case([chunk], Shape()).run(split=64, **options)
-    case = make_case([chunk], Shape(), place_seed=seed)
-    row_table = case.meta.slot_table[case.meta.table_rows[0]]
-    lengths = case.meta.context_lens
-    contexts = np.minimum(np.array(places, np.int32), lengths)
-    extra = np.full((len(places), lengths.max()), -1, np.int32)
-    for i, (context, length) in enumerate(zip(contexts, lengths, strict=True)):
-        extra[i, : length - context] = row_table[context:length]
-    case.meta = AttentionMeta(case.meta.slots, case.meta.table_rows, contexts, extra, case.meta.slot_table)
-    assert_same_bits(case.run(split=64, **options), expected)
 
 
 @needs_native
@@ -146,34 +94,6 @@ def test_splits_matter_only_beyond_the_first() -> None:
     split, unsplit = case.run(split=64, **window), case.run(split=UNSPLIT, **window)
     assert_same_bits(split[~crosses], unsplit[~crosses])
     assert not torch.equal(split, unsplit)
-
-
-@needs_native
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_a_sick_row_hurts_only_those_who_see_it(poison: float) -> None:
-    healthy = make_case(LONG, Shape()).run(split=64)
-    sick = make_case(LONG, Shape())
-    sick.key[1] = poison  # node 1 of the first tree: seen by itself and by its descendants 3 and 5
-    sick.query[10] = torch.nan
-    out = sick.run(split=64)
-    hurt = torch.zeros(len(out), dtype=torch.bool)
-    hurt[[1, 3, 5, 10]] = True
-    assert out[hurt].isnan().all(dim=(1, 2)).tolist() == [True] * 4
-    assert_same_bits(out[~hurt], healthy[~hurt])
-
-
-@needs_native
-@pytest.mark.parametrize("kernel", [tree_attention, tree_attention_reference, triton_kernel])
-@pytest.mark.parametrize("sinks", [None, torch.ones(8)])
-def test_a_padding_row_writes_nothing_and_gets_zeros(
-    kernel: Callable[..., torch.Tensor], sinks: torch.Tensor | None
-) -> None:
-    forest = [Sequence(150, (-1, 0), as_tree=True)]
-    case, plain = make_case(forest, Shape()), make_case(forest, Shape()).run(kernel, split=64, sinks=sinks)
-    padded = [torch.cat([x, torch.full_like(x[:2], 5.0)]) for x in (case.query, case.key, case.value)]
-    out = Case(*padded, case.kv, with_padding(case.meta, 2)).run(kernel, split=64, sinks=sinks)
-    assert torch.equal(out[-2:], torch.zeros(2, 8, 16))
-    assert_same_bits(out[:-2], plain)
 
 
 # ---- two calls ------------------------------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import (
+    LONG,
     MIXED,
     NEVER,
     OPTIONS,
+    SPLIT_OPTIONS,
     Case,
     Options,
     Sequence,
@@ -23,6 +25,7 @@ from attention_cases import (
     make_case,
     needs_native,
     shapes,
+    short_or_long,
     triton_kernel,
     with_padding,
 )
@@ -33,6 +36,8 @@ from rlhfspec.kernels import tree_attention as module
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 from rlhfspec.kernels.tree_attention_twin import tree_attention_reference
+
+MIXED_AND_LONG = [(MIXED, {}), (LONG, {"split": 64})]
 
 # ---- the C++ kernel -------------------------------------------------------------------------------------------------
 
@@ -49,11 +54,12 @@ def test_native_agrees_with_float64(forest: list[Sequence], shape: Shape, option
 
 
 @needs_native
-@settings(max_examples=30)
-@given(forest=forests, shape=shapes, options=st.sampled_from(OPTIONS), place_seed=st.integers(1, 1000))
+@settings(max_examples=70)
+@given(drawn=short_or_long, shape=shapes, place_seed=st.integers(1, 1000))
 def test_row_has_the_same_bits_alone_and_anywhere(
-    forest: list[Sequence], shape: Shape, options: Options, place_seed: int
+    drawn: tuple[list[Sequence], Options], shape: Shape, place_seed: int
 ) -> None:
+    forest, options = drawn
     case = make_case(forest, shape)
     together = case.run(**options)
     alone = torch.cat([case.row(i).run(**options) for i in range(case.meta.num_rows)])
@@ -73,15 +79,18 @@ def test_chain_has_the_same_bits_as_tree_and_as_prefill(num_rows: int, options: 
 
 
 @needs_native
-@settings(max_examples=30)
+@settings(max_examples=55)
 @given(
-    places=st.lists(st.integers(0, 30), min_size=2, max_size=12),
-    options=st.sampled_from(OPTIONS),
+    drawn=st.one_of(
+        st.tuples(st.just(20), st.lists(st.integers(0, 30), min_size=2, max_size=12), st.sampled_from(OPTIONS)),
+        st.tuples(st.just(150), st.lists(st.integers(0, 170), min_size=2, max_size=12), st.sampled_from(SPLIT_OPTIONS)),
+    ),
     seed=st.integers(0, 99),
 )
-def test_a_key_weighs_the_same_in_the_table_and_in_extra(places: list[int], options: Options, seed: int) -> None:
-    """Rows of one chain, each with its own border between table and extras."""
-    chunk = Sequence(20, chain(len(places)), as_tree=False)
+def test_a_key_weighs_the_same_in_the_table_and_in_extra(drawn: tuple[int, list[int], Options], seed: int) -> None:
+    """Rows of one chain, each with its own border between table and extras, before or behind borders of splits."""
+    committed, places, options = drawn
+    chunk = Sequence(committed, chain(len(places)), as_tree=False)
     expected = make_case([chunk], Shape()).run(**options)
     case = make_case([chunk], Shape(), place_seed=seed)
     row_table = case.meta.slot_table[case.meta.table_rows[0]]
@@ -131,13 +140,14 @@ def test_avx2_and_avx512_give_the_same_bits(forest: list[Sequence], shape: Shape
 
 
 @needs_native
+@pytest.mark.parametrize(("forest", "options"), MIXED_AND_LONG)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_a_sick_row_hurts_only_those_who_see_it(poison: float) -> None:
-    healthy = make_case(MIXED, Shape()).run()
-    sick = make_case(MIXED, Shape())
-    sick.key[1] = poison  # node 1 of TREE: seen by itself and by its descendants 3 and 5
+def test_a_sick_row_hurts_only_those_who_see_it(poison: float, forest: list[Sequence], options: Options) -> None:
+    healthy = make_case(forest, Shape()).run(**options)
+    sick = make_case(forest, Shape())
+    sick.key[1] = poison  # node 1 of the first tree: seen by itself and by its descendants 3 and 5
     sick.query[10] = torch.nan
-    out = sick.run()
+    out = sick.run(**options)
     hurt = torch.zeros(len(out), dtype=torch.bool)
     hurt[[1, 3, 5, 10]] = True
     assert out[hurt].isnan().all(dim=(1, 2)).tolist() == [True] * 4
@@ -145,20 +155,19 @@ def test_a_sick_row_hurts_only_those_who_see_it(poison: float) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize(("forest", "options"), MIXED_AND_LONG)
+@pytest.mark.parametrize("kernel", [tree_attention, tree_attention_reference, triton_kernel])
 @pytest.mark.parametrize("sinks", [None, torch.ones(8)])
-def test_padding_row_writes_nothing_and_gets_zeros(sinks: torch.Tensor | None) -> None:
-    case = make_case(MIXED, Shape())
-    plain = make_case(MIXED, Shape()).run(sinks=sinks)
-    for kernel in (tree_attention, tree_attention_reference):
-        before = case.kv.clone()
-        pad = with_padding(case.meta, 3)
-        extended = [torch.cat([x, torch.full_like(x[:3], 5.0)]) for x in (case.query, case.key, case.value)]
-        out = Case(*extended, case.kv, pad).run(kernel, sinks=sinks)
-        assert torch.equal(out[-3:], torch.zeros(3, 8, 16))
-        assert torch.allclose(out[:-3], plain, atol=1e-6)
-        untouched = before[:, 0].isnan()
-        assert torch.equal(case.kv[:, 0].isnan(), untouched)  # layer 0 was not asked for
-        case.kv.copy_(before)
+def test_padding_row_writes_nothing_and_gets_zeros(
+    sinks: torch.Tensor | None, kernel: Callable[..., torch.Tensor], forest: list[Sequence], options: Options
+) -> None:
+    case, plain = make_case(forest[:1], Shape()), make_case(forest[:1], Shape()).run(kernel, sinks=sinks, **options)
+    untouched = case.kv[:, 0].isnan()
+    padded = [torch.cat([x, torch.full_like(x[:3], 5.0)]) for x in (case.query, case.key, case.value)]
+    out = Case(*padded, case.kv, with_padding(case.meta, 3)).run(kernel, sinks=sinks, **options)
+    assert torch.equal(out[-3:], torch.zeros(3, 8, 16))
+    assert_same_bits(out[:-3], plain)
+    assert torch.equal(case.kv[:, 0].isnan(), untouched), "layer 0 was not asked for"
 
 
 @needs_native

@@ -1,4 +1,4 @@
-"""Sequences on their way between engines; `Movable` says in which order the calls come.
+"""Sequences on their way between engines; `MovableWithKV` says in which order the calls come.
 
 Nothing that another process sends is believed: what does not fit is refused by name before anything here changes.
 """
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlhfspec.engine.base import Bytes, KVRange, Manifest, SequenceState, SequenceView, Watermark
+from rlhfspec.engine.base import MOST_RANGE_BYTES, Bytes, KVRange, Manifest, SequenceState, SequenceView, Watermark
 from rlhfspec.engine.kv import arrival
 from rlhfspec.engine.kv.state import EngineState, KVSpace
 from rlhfspec.engine.kv.state_bytes import checksum_of
@@ -21,16 +21,17 @@ from rlhfspec.errors import InvalidRequest, SequenceStateError
 
 
 class Moves:
-    """Exports what runs here, and takes over what ran elsewhere."""
+    """The part of an engine that exports what runs there, and takes over what ran elsewhere."""
 
-    def __init__(self, state: EngineState, scheduler: Scheduler, speculation: Speculator) -> None:
+    def __init__(self, state: EngineState) -> None:
         self.state = state
-        self.scheduler = scheduler
-        self.speculation = speculation
+        self.scheduler = Scheduler(state)
+        self.speculation = Speculator(state, self.scheduler)
+        self.scheduler.watch(self.speculation)
         self.num_imported = 0
         self.num_recomputed = 0  # tokens of them whose KV was not brought along
 
-    def views(self) -> tuple[SequenceView, ...]:
+    def sequences(self) -> tuple[SequenceView, ...]:
         lengths, cached = self.state.rows.lengths.tolist(), self.state.target.cached.tolist()
         views: list[SequenceView] = []
         for name, sequence in self.state.sequences.items():
@@ -63,10 +64,12 @@ class Moves:
             request=replace(sequence.request, history=()),
         )
 
-    def export_range(self, request_id: str, start: Watermark, *, max_bytes: int, out: Bytes | None) -> KVRange:
+    def export_range(
+        self, request_id: str, start: Watermark, *, max_bytes: int = MOST_RANGE_BYTES, out: Bytes | None = None
+    ) -> KVRange:
         return self._pack(self._ours(request_id), start, max_bytes, out)
 
-    def export_sequence(self, request_id: str, start: Watermark | None) -> SequenceState:
+    def export_sequence(self, request_id: str, start: Watermark | None = None) -> SequenceState:
         if request_id not in self.state.sequences:
             raise InvalidRequest("request_id", request_id, "no such sequence here")
         sequence, manifest = self.state.sequences[request_id], self.manifest(request_id)

@@ -16,20 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from rlhfspec.huggingface.fused.guard import WeightProducts
 from rlhfspec.huggingface.structure.layers import layers_of
-
-
-class Knows(Protocol):
-    """Tells weights from other tensors by where they lie."""
-
-    def copied(self, weight: Tensor, copy: Tensor) -> None: ...
-
-    def gone(self, copy: Tensor) -> None: ...
 
 
 def outside(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -47,7 +40,7 @@ def widen(parameters: Iterable[nn.Parameter]) -> None:
 
 
 @contextmanager
-def one_layer_wide(model: nn.Module, knows: Knows | None = None) -> Iterator[None]:
+def one_layer_wide(model: nn.Module, knows: WeightProducts | None = None) -> Iterator[None]:
     """Within, a layer's weights are float32 while it runs, and those outside of layers throughout."""
     layers = layers_of(model)
     running: list[Any] = []  # layers within layers there are none; a layer may run again and again
@@ -74,7 +67,7 @@ def one_layer_wide(model: nn.Module, knows: Knows | None = None) -> Iterator[Non
 
 
 @contextmanager
-def _wide(parameters: Iterable[nn.Parameter], knows: Knows | None) -> Iterator[None]:
+def _wide(parameters: Iterable[nn.Parameter], knows: WeightProducts | None) -> Iterator[None]:
     narrow = [(parameter, parameter.data) for parameter in parameters if parameter.dtype == torch.bfloat16]
     with torch.inference_mode(False):
         for parameter, kept in narrow:
