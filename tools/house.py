@@ -161,7 +161,7 @@ def _is_collected(node: ast.AST) -> bool:
     """Of a class, the tests may all be those of the contract that it subclasses (`rlhfspec.testing`)."""
     if isinstance(node, ast.ClassDef):
         return node.name.startswith("Test") and any(ast.unparse(base).endswith("Contract") for base in node.bases)
-    return isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
 
 
 def links_lead_somewhere(house: House) -> Iterator[Fault]:

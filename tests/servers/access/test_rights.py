@@ -85,91 +85,81 @@ async def read(reading: Subscription, ids: set[str]) -> dict[str, Message]:
     return found
 
 
-def test_all_that_a_role_does_works(place: Place) -> None:
-    async def main() -> None:
-        async with everybody(place) as transports:
-            pulled, watched = {}, {}
-            for name, stage in STAGES.items():
-                for record in set(stage.consumes) & set(WORK):
-                    pulled[name, record] = await transports[name].subscribe(subject(record), loop.work_consumer(stage))
-            for role in BUS_ROLES:
-                for record in looked_at_by(role):
-                    watched[role, record] = await transports[role].watch(subject(record))
-            published: dict[type, set[str]] = {}
-            for name, stage in STAGES.items():
-                for record in produced_by(stage):
-                    id = f"{name}/{record.__name__}"
-                    assert await transports[name].publish(subject(record), b"!", id=id, key=f"{name}-0")
-                    published.setdefault(record, set()).add(id)
-            for (_, record), reading in watched.items():
-                await read(reading, published[record])
-            letters = set()
-            for (name, record), reading in pulled.items():
-                for id, message in (await read(reading, published[record])).items():
-                    await message.in_progress()
-                    adopted = await transports[name].adopt(message.token, subject(record), name)
-                    await adopted.term("for the test")
-                    letters.add((name, id))
-            heard = await read(
-                await transports[CONTROL].watch(DEAD),
-                {f"{id.rpartition('/')[2].lower()}/{name}/{id}" for name, id in letters},
-            )
-            assert {decode(message.data).data for message in heard.values()} == {b"!"}
-            for (name, record), reading in pulled.items():
-                await transports[CONTROL].release(subject(record), name)
-                await transports[name].release(subject(record), name)
-                assert await reading.pull(1, 0.0) == [], "term is for ever"
-
-    asyncio.run(main())
+async def test_all_that_a_role_does_works(place: Place) -> None:
+    async with everybody(place) as transports:
+        pulled, watched = {}, {}
+        for name, stage in STAGES.items():
+            for record in set(stage.consumes) & set(WORK):
+                pulled[name, record] = await transports[name].subscribe(subject(record), loop.work_consumer(stage))
+        for role in BUS_ROLES:
+            for record in looked_at_by(role):
+                watched[role, record] = await transports[role].watch(subject(record))
+        published: dict[type, set[str]] = {}
+        for name, stage in STAGES.items():
+            for record in produced_by(stage):
+                id = f"{name}/{record.__name__}"
+                assert await transports[name].publish(subject(record), b"!", id=id, key=f"{name}-0")
+                published.setdefault(record, set()).add(id)
+        for (_, record), reading in watched.items():
+            await read(reading, published[record])
+        letters = set()
+        for (name, record), reading in pulled.items():
+            for id, message in (await read(reading, published[record])).items():
+                await message.in_progress()
+                adopted = await transports[name].adopt(message.token, subject(record), name)
+                await adopted.term("for the test")
+                letters.add((name, id))
+        heard = await read(
+            await transports[CONTROL].watch(DEAD),
+            {f"{id.rpartition('/')[2].lower()}/{name}/{id}" for name, id in letters},
+        )
+        assert {decode(message.data).data for message in heard.values()} == {b"!"}
+        for (name, record), reading in pulled.items():
+            await transports[CONTROL].release(subject(record), name)
+            await transports[name].release(subject(record), name)
+            assert await reading.pull(1, 0.0) == [], "term is for ever"
 
 
-def test_a_refusal_names_the_subject_and_comes_at_once(place: Place) -> None:
-    async def main() -> None:
-        async with everybody(place) as transports:
-            reward = transports["reward"]
-            with pytest.raises(InvalidRequest, match=rf"STREAM\.INFO\.{stream_name(subject(Prompt))}"):
-                await reward.publish(subject(Prompt), b"", id="forged")
-            denied = "permission denied: role reward may not"
-            with pytest.raises(InvalidRequest, match=f"{denied} publish to {subject(Sample)}"):
-                await reward.publish(subject(Sample), b"", id="forged")
-            stolen = await reward.subscribe(subject(Sample), loop.work_consumer(STAGES["trainer"]))
-            with pytest.raises(InvalidRequest, match=r"CONSUMER\.MSG\.NEXT\..*sample\.trainer"):
-                await stolen.pull(1, 20.0)
-            with pytest.raises(InvalidRequest, match=r"STREAM\.INFO\..*int"):
-                await transports["view"].declare(loop.subject(JOB, UID, int), "signal")
-            with pytest.raises(InvalidRequest, match=f"{denied} subscribe to {subject(Sample)}"):
-                await reward.watch(subject(Sample))
-
-    asyncio.run(main())
+async def test_a_refusal_names_the_subject_and_comes_at_once(place: Place) -> None:
+    async with everybody(place) as transports:
+        reward = transports["reward"]
+        with pytest.raises(InvalidRequest, match=rf"STREAM\.INFO\.{stream_name(subject(Prompt))}"):
+            await reward.publish(subject(Prompt), b"", id="forged")
+        denied = "permission denied: role reward may not"
+        with pytest.raises(InvalidRequest, match=f"{denied} publish to {subject(Sample)}"):
+            await reward.publish(subject(Sample), b"", id="forged")
+        stolen = await reward.subscribe(subject(Sample), loop.work_consumer(STAGES["trainer"]))
+        with pytest.raises(InvalidRequest, match=r"CONSUMER\.MSG\.NEXT\..*sample\.trainer"):
+            await stolen.pull(1, 20.0)
+        with pytest.raises(InvalidRequest, match=r"STREAM\.INFO\..*int"):
+            await transports["view"].declare(loop.subject(JOB, UID, int), "signal")
+        with pytest.raises(InvalidRequest, match=f"{denied} subscribe to {subject(Sample)}"):
+            await reward.watch(subject(Sample))
 
 
 @pytest.mark.parametrize("role", BUS_ROLES)
-def test_everything_else_is_denied(place: Place, role: str) -> None:
+async def test_everything_else_is_denied(place: Place, role: str) -> None:
     """By a client of no manners: it tries every subject there is."""
+    refused: set[str] = set()
 
-    async def main() -> None:
-        refused: set[str] = set()
+    async def note(error: Exception) -> None:
+        found = re.search(r'permissions violation for (publish|subscription) to "([^"]+)"', str(error))
+        assert found is not None, error
+        refused.add(f"{found[1]} {found[2]}")
 
-        async def note(error: Exception) -> None:
-            found = re.search(r'permissions violation for (publish|subscription) to "([^"]+)"', str(error))
-            assert found is not None, error
-            refused.add(f"{found[1]} {found[2]}")
-
-        client = await nats.connect(place.url, nkeys_seed=str(place.seed(role)), error_cb=note, allow_reconnect=False)
-        tries = {f"publish {to}".lower(): roles for to, roles in may_publish().items()}
-        tries |= {f"subscription {of}".lower(): roles for of, roles in may_subscribe().items()}
-        for to in may_publish():
-            await client.publish(to, b"{}")
-            await client.flush()
-        for of in may_subscribe():
-            await client.subscribe(of)
-            await client.flush()
-        await client.flush()  # its ping overtook what was still to be sent
-        await client.close()
-        wanted = {attempt for attempt, roles in tries.items() if role not in roles}
-        assert (refused - wanted, wanted - refused) == (set(), set()), "denied too much, or too little"
-
-    asyncio.run(main())
+    client = await nats.connect(place.url, nkeys_seed=str(place.seed(role)), error_cb=note, allow_reconnect=False)
+    tries = {f"publish {to}".lower(): roles for to, roles in may_publish().items()}
+    tries |= {f"subscription {of}".lower(): roles for of, roles in may_subscribe().items()}
+    for to in may_publish():
+        await client.publish(to, b"{}")
+        await client.flush()
+    for of in may_subscribe():
+        await client.subscribe(of)
+        await client.flush()
+    await client.flush()  # its ping overtook what was still to be sent
+    await client.close()
+    wanted = {attempt for attempt, roles in tries.items() if role not in roles}
+    assert (refused - wanted, wanted - refused) == (set(), set()), "denied too much, or too little"
 
 
 def test_unknown_roles_have_none() -> None:

@@ -49,56 +49,47 @@ async def answers(url: str) -> bool:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_a_killed_server_comes_back_at_the_same_place(name: str, tmp_path: Path) -> None:
-    async def main() -> None:
-        server = MADE[name](tmp_path / "processes" / name)
-        async with started(server) as url:
-            first = server.pid
-            assert first is not None
-            assert await answers(url)
-            os.kill(first, signal.SIGKILL)
-            assert await server.wait() == -signal.SIGKILL
-            assert server.pid is None
-            assert await server.start() == url
-            assert server.pid not in (None, first)
-            assert await answers(url)
+async def test_a_killed_server_comes_back_at_the_same_place(name: str, tmp_path: Path) -> None:
+    server = MADE[name](tmp_path / "processes" / name)
+    async with started(server) as url:
+        first = server.pid
+        assert first is not None
+        assert await answers(url)
+        os.kill(first, signal.SIGKILL)
+        assert await server.wait() == -signal.SIGKILL
         assert server.pid is None
-        assert {path.name for path in (tmp_path / "processes").iterdir()} == {name, f"{name}.log"}
+        assert await server.start() == url
+        assert server.pid not in (None, first)
+        assert await answers(url)
+    assert server.pid is None
+    assert {path.name for path in (tmp_path / "processes").iterdir()} == {name, f"{name}.log"}
 
-    asyncio.run(main())
 
-
-def test_streams_survive_a_kill(tmp_path: Path) -> None:
-    async def main() -> None:
-        server = NatsServer(tmp_path / "nats", run="r1")
-        async with started(server) as url:
-            connection = await nats.connect(url, allow_reconnect=False)
-            await connection.jetstream().add_stream(name="kept", subjects=["kept"])
-            await connection.jetstream().publish("kept", b"x" * (MAX_PAYLOAD_BYTES - 1024))
-            await connection.close()
-            os.kill(server.pid or 0, signal.SIGKILL)
-            await server.wait()
-            connection = await nats.connect(await server.start(), allow_reconnect=False)
-            assert (await connection.jetstream().stream_info("kept")).state.messages == 1
-            await connection.close()
-
-    asyncio.run(main())
+async def test_streams_survive_a_kill(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path / "nats", run="r1")
+    async with started(server) as url:
+        connection = await nats.connect(url, allow_reconnect=False)
+        await connection.jetstream().add_stream(name="kept", subjects=["kept"])
+        await connection.jetstream().publish("kept", b"x" * (MAX_PAYLOAD_BYTES - 1024))
+        await connection.close()
+        os.kill(server.pid or 0, signal.SIGKILL)
+        await server.wait()
+        connection = await nats.connect(await server.start(), allow_reconnect=False)
+        assert (await connection.jetstream().stream_info("kept")).state.messages == 1
+        await connection.close()
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_servers_are_marked_as_of_the_run_and_speak_to_this_machine_alone(name: str, tmp_path: Path) -> None:
-    async def main() -> None:
-        server = MADE[name](tmp_path / name)
-        async with started(server) as url:
-            assert await answers(url)  # it has set its title by now, if it does that
-            environment = Path(f"/proc/{server.pid}/environ").read_bytes().split(b"\0")
-            assert f"{MARK}=r1".encode() in environment
-            assert os.getsid(server.pid or 0) == server.pid  # Ctrl-C at the terminal is the supervisor's business
-            assert {address for address, _ in listening(server.pid or 0)} <= {"127.0.0.1"}
-            for path in server.folder.glob("*.conf"):
-                assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-    asyncio.run(main())
+async def test_servers_are_marked_as_of_the_run_and_speak_to_this_machine_alone(name: str, tmp_path: Path) -> None:
+    server = MADE[name](tmp_path / name)
+    async with started(server) as url:
+        assert await answers(url)  # it has set its title by now, if it does that
+        environment = Path(f"/proc/{server.pid}/environ").read_bytes().split(b"\0")
+        assert f"{MARK}=r1".encode() in environment
+        assert os.getsid(server.pid or 0) == server.pid  # Ctrl-C at the terminal is the supervisor's business
+        assert {address for address, _ in listening(server.pid or 0)} <= {"127.0.0.1"}
+        for path in server.folder.glob("*.conf"):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
@@ -112,20 +103,17 @@ def listening(pid: int) -> set[tuple[str, int]]:
     return found
 
 
-def test_a_port_that_is_held_for_a_moment_is_waited_for(tmp_path: Path) -> None:
-    async def main() -> None:
-        server = NatsServer(tmp_path / "nats", run="r1")
-        async with started(server) as url:
-            await server.stop()
-            with socket.create_server(("127.0.0.1", int(url.rpartition(":")[2]))):
-                coming_back = asyncio.create_task(server.start())
-                while b"address already in use" not in server.log.read_bytes():
-                    await asyncio.sleep(0)
-                assert not coming_back.done()
-            assert await coming_back == url
-            assert await answers(url)
-
-    asyncio.run(main())
+async def test_a_port_that_is_held_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path / "nats", run="r1")
+    async with started(server) as url:
+        await server.stop()
+        with socket.create_server(("127.0.0.1", int(url.rpartition(":")[2]))):
+            coming_back = asyncio.create_task(server.start())
+            while b"address already in use" not in server.log.read_bytes():
+                await asyncio.sleep(0)
+            assert not coming_back.done()
+        assert await coming_back == url
+        assert await answers(url)
 
 
 def test_what_stops_a_server_is_said_in_its_words(tmp_path: Path) -> None:
@@ -153,19 +141,17 @@ def test_what_stops_a_server_is_said_in_its_words(tmp_path: Path) -> None:
     )
 
 
-def test_a_server_that_never_answers_is_killed_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_never_answers_is_killed_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mute = tmp_path / "mute"
     mute.write_text(f"#!{sys.executable}\nimport signal\nprint('thinking', flush=True)\nsignal.pause()\n")
     mute.chmod(0o700)
     monkeypatch.setattr(find, "redis_server", lambda: mute)
-
-    async def main() -> None:
-        server = RedisServer(tmp_path / "redis", run="r1")
-        with pytest.raises(ServerFailed, match="valkey-server: not ready within 1 s: "):
-            await server.start(1.0)
-        assert server.pid is None
-
-    asyncio.run(main())
+    server = RedisServer(tmp_path / "redis", run="r1")
+    with pytest.raises(ServerFailed, match="valkey-server: not ready within 1 s: "):
+        await server.start(1.0)
+    assert server.pid is None
 
 
 def test_a_deep_folder_gets_a_shorter_path_for_its_socket(tmp_path: Path) -> None:
@@ -184,38 +170,30 @@ def test_a_deep_folder_gets_a_shorter_path_for_its_socket(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_a_program_that_is_none_is_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_program_that_is_none_is_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "program"
     program.write_text("no program\n")
     program.chmod(0o700)
     for look in ("nats_server", "redis_server"):
         monkeypatch.setattr(find, look, lambda: program)
-
-    async def main() -> None:
-        server = MADE[name](tmp_path / name)
-        with pytest.raises(ServerFailed, match=r"exit code 126: .*/program cannot be run: Exec format error$"):
-            await server.start()
-
-    asyncio.run(main())
+    server = MADE[name](tmp_path / name)
+    with pytest.raises(ServerFailed, match=r"exit code 126: .*/program cannot be run: Exec format error$"):
+        await server.start()
 
 
-def test_redis_wants_its_password_and_keeps_nothing(tmp_path: Path) -> None:
+async def test_redis_wants_its_password_and_keeps_nothing(tmp_path: Path) -> None:
     (tmp_path / "password").write_text("sesame \"'\\ 1")
-
-    async def main() -> None:
-        server = RedisServer(tmp_path / "redis", run="r1", password_file=tmp_path / "password")
-        async with started(server) as url:
-            assert b"sesame" not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
-            async with redis.asyncio.Redis.from_url(url, protocol=2) as client:
-                with pytest.raises(redis.ConnectionError, match="Authentication required"):
-                    await client.ping()
-            async with redis.asyncio.Redis.from_url(url, password="sesame \"'\\ 1") as client:
-                await client.set("key", "value")
-                assert (await client.config_get("maxmemory"))["maxmemory"] == str(64 << 20)
-        async with started(server), redis.asyncio.Redis.from_url(url, password="sesame \"'\\ 1") as client:
-            assert await client.get("key") is None
-
-    asyncio.run(main())
+    server = RedisServer(tmp_path / "redis", run="r1", password_file=tmp_path / "password")
+    async with started(server) as url:
+        assert b"sesame" not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+        async with redis.asyncio.Redis.from_url(url, protocol=2) as client:
+            with pytest.raises(redis.ConnectionError, match="Authentication required"):
+                await client.ping()
+        async with redis.asyncio.Redis.from_url(url, password="sesame \"'\\ 1") as client:
+            await client.set("key", "value")
+            assert (await client.config_get("maxmemory"))["maxmemory"] == str(64 << 20)
+    async with started(server), redis.asyncio.Redis.from_url(url, password="sesame \"'\\ 1") as client:
+        assert await client.get("key") is None
 
 
 def test_programs_are_looked_for_beside_the_interpreter_then_in_the_path(

@@ -6,7 +6,7 @@ import asyncio
 import ssl
 import stat
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -52,18 +52,10 @@ async def connect(url: str, *, tls: ssl.SSLContext | None, seed: Path | None) ->
     )  # fmt: skip
 
 
-def with_server(tmp_path: Path, check: Callable[[str, Path], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with serving(tmp_path) as (url, credentials):
-            await check(url, credentials)
-
-    asyncio.run(main())
-
-
-def test_the_key_says_which_role_it_is_and_so_what_it_may(tmp_path: Path) -> None:
+async def test_the_key_says_which_role_it_is_and_so_what_it_may(tmp_path: Path) -> None:
     """Whatever role the certificate names."""
 
-    async def check(url: str, credentials: Path) -> None:
+    async with serving(tmp_path) as (url, credentials):
         assert url.startswith("tls://")
         control = await connect(url, tls=client_tls(credentials, "control"), seed=credentials / "control.seed")
         heard = await control.subscribe(">")
@@ -79,26 +71,22 @@ def test_the_key_says_which_role_it_is_and_so_what_it_may(tmp_path: Path) -> Non
             assert arrived == {"control": {"score", "weights"}, "reward": {"score"}, "trainer": {"weights"}}[role]
         await control.close()
 
-    with_server(tmp_path, check)
 
-
-def test_streams_are_the_accounts(tmp_path: Path) -> None:
-    async def check(url: str, credentials: Path) -> None:
+async def test_streams_are_the_accounts(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (url, credentials):
         connection = await connect(url, tls=client_tls(credentials, "control"), seed=credentials / "control.seed")
         await connection.jetstream().add_stream(name="scores", subjects=["score"])
         assert (await connection.jetstream().publish("score", b"1")).seq == 1
         await connection.close()
 
-    with_server(tmp_path, check)
 
-
-def test_strangers_are_refused_with_a_reason(tmp_path: Path) -> None:
+async def test_strangers_are_refused_with_a_reason(tmp_path: Path) -> None:
     """Each by the client, or by the server before the client has said a word: then its log has the reason."""
     strange, old = tmp_path / "strange", tmp_path / "old"
     create_credentials(strange, ROLES)
     create_credentials(old, ROLES, lifetime=timedelta(seconds=-1))
 
-    async def check(url: str, credentials: Path) -> None:
+    async with serving(tmp_path) as (url, credentials):
         right, seed, log = client_tls(credentials, "reward"), credentials / "reward.seed", tmp_path / "nats.log"
         trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         trusting.load_verify_locations(credentials / "ca.pem")
@@ -118,8 +106,6 @@ def test_strangers_are_refused_with_a_reason(tmp_path: Path) -> None:
                     await asyncio.sleep(0.01)
             print(words)
 
-    with_server(tmp_path, check)
-
 
 def trusting_with(credentials: Path, others: Path) -> ssl.SSLContext:
     """Believes the run's server, and shows it a certificate of others."""
@@ -129,8 +115,8 @@ def trusting_with(credentials: Path, others: Path) -> ssl.SSLContext:
     return context
 
 
-def test_without_tls_nothing_is_said(tmp_path: Path) -> None:
-    async def check(url: str, credentials: Path) -> None:
+async def test_without_tls_nothing_is_said(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (url, _credentials):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         assert (await reader.readline()).startswith(b"INFO ")
         writer.write(b'CONNECT {"verbose": true}\r\nPUB score 1\r\n1\r\n')
@@ -139,8 +125,6 @@ def test_without_tls_nothing_is_said(tmp_path: Path) -> None:
         assert b"+OK" not in rest
         writer.close()
         await writer.wait_closed()
-
-    with_server(tmp_path, check)
 
 
 def test_certificates_hold_on_both_sides_and_for_named_hosts(tmp_path: Path) -> None:

@@ -55,67 +55,58 @@ async def forget_everything(url: str) -> None:
     await client.close()
 
 
-def test_who_it_is_for_is_said_by_the_server(server: NatsServer) -> None:
+async def test_who_it_is_for_is_said_by_the_server(server: NatsServer) -> None:
     """Another process subscribes and publishes without declaring anything."""
+    reward = Consumer(name="reward", max_deliveries=None)
+    opening = await NatsTransport.connect(server.url, name="control")
+    await opening.declare("rlhf.a.sample", "work", [reward])
+    await opening.declare("rlhf.a.load", "signal")
+    worker = await NatsTransport.connect(server.url, name="reward")
+    view = await worker.watch("rlhf.a.load")
+    assert await worker.publish("rlhf.a.load", b"busy", id="l")
+    assert await worker.publish("rlhf.a.sample", b"5", id="s")
+    [message] = await (await worker.subscribe("rlhf.a.sample", reward)).pull(1, 30.0)
+    await message.ack()
+    assert [seen.data for seen in await view.pull(1, 30.0)] == [b"busy"]
+    await worker.close()
+    await opening.close()
 
-    async def main() -> None:
+
+async def test_the_server_hears_that_a_reading_is_closed_before_it_is_asked_what_else_came(
+    server: NatsServer,
+) -> None:
+    async with Proxy(server.port) as proxy:
         reward = Consumer(name="reward", max_deliveries=None)
-        opening = await NatsTransport.connect(server.url, name="control")
-        await opening.declare("rlhf.a.sample", "work", [reward])
-        await opening.declare("rlhf.a.load", "signal")
-        worker = await NatsTransport.connect(server.url, name="reward")
-        view = await worker.watch("rlhf.a.load")
-        assert await worker.publish("rlhf.a.load", b"busy", id="l")
-        assert await worker.publish("rlhf.a.sample", b"5", id="s")
-        [message] = await (await worker.subscribe("rlhf.a.sample", reward)).pull(1, 30.0)
-        await message.ack()
-        assert [seen.data for seen in await view.pull(1, 30.0)] == [b"busy"]
-        await worker.close()
-        await opening.close()
-
-    asyncio.run(main())
+        transport = await NatsTransport.connect(proxy.url, name="reward")
+        await transport.declare("rlhf.a.sample", "work", [reward])
+        reading = await transport.subscribe("rlhf.a.sample", reward)
+        assert await reading.pull(1, 0.0) == []
+        await reading.close()
+        assert b"PING" in proxy.sent.rpartition(b"UNSUB")[2]
+        await transport.close()
 
 
-def test_the_server_hears_that_a_reading_is_closed_before_it_is_asked_what_else_it_sent(server: NatsServer) -> None:
-    async def main() -> None:
-        async with Proxy(server.port) as proxy:
-            reward = Consumer(name="reward", max_deliveries=None)
-            transport = await NatsTransport.connect(proxy.url, name="reward")
-            await transport.declare("rlhf.a.sample", "work", [reward])
-            reading = await transport.subscribe("rlhf.a.sample", reward)
-            assert await reading.pull(1, 0.0) == []
-            await reading.close()
-            assert b"PING" in proxy.sent.rpartition(b"UNSUB")[2]
-            await transport.close()
-
-    asyncio.run(main())
-
-
-def test_who_leaves_while_messages_come_keeps_none_of_them_from_others(server: NatsServer) -> None:
+async def test_who_leaves_while_messages_come_keeps_none_of_them_from_others(server: NatsServer) -> None:
     """What the server sent before it heard that nobody listens any more comes back at once, not after the ack wait."""
-
-    async def main() -> None:
-        reference = Consumer(name="reference", ack_wait_seconds=60.0, max_deliveries=None)
-        leaving = await NatsTransport.connect(server.url, name="reference")
-        sending = await NatsTransport.connect(server.url, name="generator")
-        await sending.declare("rlhf.a.sample", "work", [reference])
-        draw = random.Random(0)
-        for number in range(300):
-            reading = await leaving.subscribe("rlhf.a.sample", reference)
-            pull = asyncio.create_task(reading.pull(1, 30.0))
-            publish = asyncio.create_task(sending.publish("rlhf.a.sample", b"5", id=f"{number}"))
-            await asyncio.sleep(draw.random() * 0.003)
-            pull.cancel()
-            [got] = await asyncio.gather(pull, return_exceptions=True)
-            await reading.close()
-            await publish
-            if isinstance(got, BaseException):
-                other = await leaving.subscribe("rlhf.a.sample", reference)
-                got = await other.pull(1, 30.0)
-                await other.close()
-            assert [message.id for message in got] == [f"{number}"]
-            await got[0].ack()
-        await leaving.close()
-        await sending.close()
-
-    asyncio.run(main())
+    reference = Consumer(name="reference", ack_wait_seconds=60.0, max_deliveries=None)
+    leaving = await NatsTransport.connect(server.url, name="reference")
+    sending = await NatsTransport.connect(server.url, name="generator")
+    await sending.declare("rlhf.a.sample", "work", [reference])
+    draw = random.Random(0)
+    for number in range(300):
+        reading = await leaving.subscribe("rlhf.a.sample", reference)
+        pull = asyncio.create_task(reading.pull(1, 30.0))
+        publish = asyncio.create_task(sending.publish("rlhf.a.sample", b"5", id=f"{number}"))
+        await asyncio.sleep(draw.random() * 0.003)
+        pull.cancel()
+        [got] = await asyncio.gather(pull, return_exceptions=True)
+        await reading.close()
+        await publish
+        if isinstance(got, BaseException):
+            other = await leaving.subscribe("rlhf.a.sample", reference)
+            got = await other.pull(1, 30.0)
+            await other.close()
+        assert [message.id for message in got] == [f"{number}"]
+        await got[0].ack()
+    await leaving.close()
+    await sending.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -94,105 +94,90 @@ class Traffic:
         await asyncio.gather(*(transport.close() for transport in self._transports))
 
 
-def run(tmp_path: Path, check: Callable[[NatsServer], Coroutine[Any, Any, None]], config: str = "") -> None:
-    with NatsServer(tmp_path, config) as server:
-        asyncio.run(check(server))
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[NatsServer]:
+    with NatsServer(tmp_path) as server:
+        yield server
 
 
-def test_a_killed_server_loses_and_doubles_nothing(tmp_path: Path) -> None:
-    async def check(server: NatsServer) -> None:
-        traffic = Traffic(server.url)
-        await traffic.start()
-        for _ in range(3):
-            server.kill()
-            await asyncio.sleep(0.3)
-            server.start()
-            await traffic.flows()
-        await traffic.finish()
-
-    run(tmp_path, check)
-
-
-def test_a_stopped_server_costs_only_time(tmp_path: Path) -> None:
-    async def check(server: NatsServer) -> None:
-        traffic = Traffic(server.url)
-        await traffic.start()
-        server.stop()
-        await asyncio.sleep(3.0)
-        server.go_on()
-        await traffic.flows()
-        await traffic.finish()
-
-    run(tmp_path, check)
-
-
-def test_a_silent_partition_with_unsent_bytes_ends(tmp_path: Path) -> None:
-    """nats-py alone would wait up to 15 minutes for a socket to close that nobody reads."""
-
-    async def check(server: NatsServer) -> None:
-        async with Proxy(server.port) as proxy:
-            transport = await opened(proxy.url, REWARD)
-            watch = await transport.watch(STATE)
-            proxy.fall_silent()
-            big = [asyncio.create_task(transport.publish(SUBJECT, bytes(200_000), id=str(n))) for n in range(64)]
-            other = await connect(server.url)
-            await other.publish(STATE, b"new", id="w1", key="policy")  # nobody on the other side hears of it
-            async with asyncio.timeout(60):
-                assert len([stored for stored in await asyncio.gather(*big) if stored]) >= 1
-                assert [message.id for message in await watch.pull(1, 60.0)] == ["w1"], "read again after the outage"
-            reading = await other.subscribe(SUBJECT, REWARD)
-            found: set[str] = set()
-            while len(found) < 64:
-                messages = await reading.pull(64, 20.0)
-                assert messages
-                found |= {message.id for message in messages}
-                await asyncio.gather(*(message.ack() for message in messages))
-            await transport.close()
-            await other.close()
-
-    run(tmp_path, check)
-
-
-def test_a_state_that_changed_during_an_outage_is_seen(tmp_path: Path) -> None:
-    async def check(server: NatsServer) -> None:
-        transport = await opened(server.url)
-        watch = await transport.watch(STATE)
-        await transport.publish(STATE, b"", id="p0", key="policy")
-        assert [message.id for message in await watch.pull(9, 30.0)] == ["p0"]
+async def test_a_killed_server_loses_and_doubles_nothing(server: NatsServer) -> None:
+    traffic = Traffic(server.url)
+    await traffic.start()
+    for _ in range(3):
         server.kill()
-        publishing = asyncio.create_task(transport.publish(STATE, b"", id="p1", key="policy"))
+        await asyncio.sleep(0.3)
         server.start()
-        assert await publishing
-        assert [message.id for message in await watch.pull(9, 20.0)] == ["p1"]
-        assert await watch.pull(9, 0.2) == [], "p0 and p1 were seen"
+        await traffic.flows()
+    await traffic.finish()
+
+
+async def test_a_stopped_server_costs_only_time(server: NatsServer) -> None:
+    traffic = Traffic(server.url)
+    await traffic.start()
+    server.stop()
+    await asyncio.sleep(3.0)
+    server.go_on()
+    await traffic.flows()
+    await traffic.finish()
+
+
+async def test_a_silent_partition_with_unsent_bytes_ends(server: NatsServer) -> None:
+    """nats-py alone would wait up to 15 minutes for a socket to close that nobody reads."""
+    async with Proxy(server.port) as proxy:
+        transport = await opened(proxy.url, REWARD)
+        watch = await transport.watch(STATE)
+        proxy.fall_silent()
+        big = [asyncio.create_task(transport.publish(SUBJECT, bytes(200_000), id=str(n))) for n in range(64)]
+        other = await connect(server.url)
+        await other.publish(STATE, b"new", id="w1", key="policy")  # nobody on the other side hears of it
+        async with asyncio.timeout(60):
+            assert len([stored for stored in await asyncio.gather(*big) if stored]) >= 1
+            assert [message.id for message in await watch.pull(1, 60.0)] == ["w1"], "read again after the outage"
+        reading = await other.subscribe(SUBJECT, REWARD)
+        found: set[str] = set()
+        while len(found) < 64:
+            messages = await reading.pull(64, 20.0)
+            assert messages
+            found |= {message.id for message in messages}
+            await asyncio.gather(*(message.ack() for message in messages))
         await transport.close()
-
-    run(tmp_path, check)
-
-
-def test_who_waits_too_long_for_a_server_is_told(tmp_path: Path) -> None:
-    async def check(server: NatsServer) -> None:
-        transport = await opened(server.url, REWARD)
-        hasty = await connect(server.url, publish_timeout_seconds=0.5)
-        reading = await hasty.subscribe(SUBJECT, REWARD)
-        await hasty.publish(SUBJECT, b"", id="a")
-        [message] = await reading.pull(1, 30.0)
-        server.kill()
-        assert await reading.pull(1, 0.2) == [], "a pull ends at its timeout"
-        with pytest.raises(TransportUnavailable, match=r"rlhf\.sums\.sample not stored for 0\.5 s: no answer"):
-            await hasty.publish(SUBJECT, b"", id="b")
-        with pytest.raises(TransportUnavailable, match="is not confirmed"):
-            await message.ack()
-        await hasty.close()
-        await transport.close()
-
-    run(tmp_path, check)
+        await other.close()
 
 
-def test_who_leaves_waits_no_longer_for_a_server_that_is_away(tmp_path: Path) -> None:
+async def test_a_state_that_changed_during_an_outage_is_seen(server: NatsServer) -> None:
+    transport = await opened(server.url)
+    watch = await transport.watch(STATE)
+    await transport.publish(STATE, b"", id="p0", key="policy")
+    assert [message.id for message in await watch.pull(9, 30.0)] == ["p0"]
+    server.kill()
+    publishing = asyncio.create_task(transport.publish(STATE, b"", id="p1", key="policy"))
+    server.start()
+    assert await publishing
+    assert [message.id for message in await watch.pull(9, 20.0)] == ["p1"]
+    assert await watch.pull(9, 0.2) == [], "p0 and p1 were seen"
+    await transport.close()
+
+
+async def test_who_waits_too_long_for_a_server_is_told(server: NatsServer) -> None:
+    transport = await opened(server.url, REWARD)
+    hasty = await connect(server.url, publish_timeout_seconds=0.5)
+    reading = await hasty.subscribe(SUBJECT, REWARD)
+    await hasty.publish(SUBJECT, b"", id="a")
+    [message] = await reading.pull(1, 30.0)
+    server.kill()
+    assert await reading.pull(1, 0.2) == [], "a pull ends at its timeout"
+    with pytest.raises(TransportUnavailable, match=r"rlhf\.sums\.sample not stored for 0\.5 s: no answer"):
+        await hasty.publish(SUBJECT, b"", id="b")
+    with pytest.raises(TransportUnavailable, match="is not confirmed"):
+        await message.ack()
+    await hasty.close()
+    await transport.close()
+
+
+async def test_who_leaves_waits_no_longer_for_a_server_that_is_away(tmp_path: Path) -> None:
     """Also where it waited before it was asked to."""
 
-    async def story(server: NatsServer) -> None:
+    with NatsServer(tmp_path) as server:
         transport = await opened(server.url, REWARD)
         held = await transport.subscribe(SUBJECT, REWARD)
         await transport.publish(SUBJECT, b"1", id="1")
@@ -208,12 +193,9 @@ def test_who_leaves_waits_no_longer_for_a_server_that_is_away(tmp_path: Path) ->
         assert [type(end) for end in ends] == [TransportUnavailable] * 3
         await transport.close()
 
-    with NatsServer(tmp_path) as server:
-        asyncio.run(story(server))
 
-
-def test_dead_letters_of_what_no_letter_has_room_for(tmp_path: Path) -> None:
-    async def check(server: NatsServer) -> None:
+async def test_dead_letters_of_what_no_letter_has_room_for(tmp_path: Path) -> None:
+    with NatsServer(tmp_path, "max_payload: 65536") as server:
         transport = await opened(server.url, REWARD)
         await transport.publish(SUBJECT, bytes(65_000), id="large")
         with pytest.raises(MessageTooLarge, match=r"sample: huge has 700\d\d bytes, the server takes 65536"):
@@ -226,43 +208,35 @@ def test_dead_letters_of_what_no_letter_has_room_for(tmp_path: Path) -> None:
         assert "65000 bytes that are left out" in letter.reason
         await transport.close()
 
-    run(tmp_path, check, "max_payload: 65536")
+
+async def test_a_stale_refusal_takes_nothing_from_its_new_holder(server: NatsServer) -> None:
+    transport = await opened(server.url, Consumer(name="reward", ack_wait_seconds=4.0))
+    readings = [await transport.subscribe(SUBJECT, Consumer(name="reward", ack_wait_seconds=4.0)) for _ in "ab"]
+    await transport.publish(SUBJECT, b"", id="a")
+    [stale] = await readings[0].pull(1, 30.0)
+    [current] = await readings[1].pull(1, 30.0)
+    assert current.num_deliveries == 2
+    await stale.nak()
+    await stale.in_progress()
+    assert await readings[0].pull(1, 0.2) == []
+    await current.ack()
+    await transport.close()
 
 
-def test_a_stale_refusal_takes_nothing_from_its_new_holder(tmp_path: Path) -> None:
-    async def check(server: NatsServer) -> None:
-        transport = await opened(server.url, Consumer(name="reward", ack_wait_seconds=4.0))
-        readings = [await transport.subscribe(SUBJECT, Consumer(name="reward", ack_wait_seconds=4.0)) for _ in "ab"]
-        await transport.publish(SUBJECT, b"", id="a")
-        [stale] = await readings[0].pull(1, 30.0)
-        [current] = await readings[1].pull(1, 30.0)
-        assert current.num_deliveries == 2
-        await stale.nak()
-        await stale.in_progress()
-        assert await readings[0].pull(1, 0.2) == []
-        await current.ack()
-        await transport.close()
-
-    run(tmp_path, check)
-
-
-def test_what_was_pulled_and_not_handed_out_goes_back_at_once(tmp_path: Path) -> None:
-    async def check(server: NatsServer) -> None:
-        consumer = Consumer(name="reward", ack_wait_seconds=60.0)
-        transport = await opened(server.url, consumer)
-        leaving, staying = [await transport.subscribe(SUBJECT, consumer) for _ in "ab"]
-        waiting = asyncio.create_task(leaving.pull(1, 30.0))
-        await asyncio.sleep(0.2)
-        waiting.cancel()  # its request is still with the server
-        with suppress(asyncio.CancelledError):
-            await waiting
-        await transport.publish(SUBJECT, b"", id="a")
-        await asyncio.sleep(0.2)
-        await leaving.close()
-        assert [message.id for message in await staying.pull(1, 30.0)] == ["a"]
-        await transport.close()
-
-    run(tmp_path, check)
+async def test_what_was_pulled_and_not_handed_out_goes_back_at_once(server: NatsServer) -> None:
+    consumer = Consumer(name="reward", ack_wait_seconds=60.0)
+    transport = await opened(server.url, consumer)
+    leaving, staying = [await transport.subscribe(SUBJECT, consumer) for _ in "ab"]
+    waiting = asyncio.create_task(leaving.pull(1, 30.0))
+    await asyncio.sleep(0.2)
+    waiting.cancel()  # its request is still with the server
+    with suppress(asyncio.CancelledError):
+        await waiting
+    await transport.publish(SUBJECT, b"", id="a")
+    await asyncio.sleep(0.2)
+    await leaving.close()
+    assert [message.id for message in await staying.pull(1, 30.0)] == ["a"]
+    await transport.close()
 
 
 # --- servers that are not fit -------------------------------------------------------------------------------------
@@ -278,38 +252,32 @@ def test_what_was_pulled_and_not_handed_out_goes_back_at_once(tmp_path: Path) ->
         ("certainly", "is no NATS server"),
     ],
 )
-def test_what_a_server_says_of_itself_is_enough_to_refuse_it(info: str, problem: str) -> None:
-    async def main() -> None:
-        async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(f"INFO {info}\r\n".encode())
-            await writer.drain()
-            writer.close()
+async def test_what_a_server_says_of_itself_is_enough_to_refuse_it(info: str, problem: str) -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"INFO {info}\r\n".encode())
+        await writer.drain()
+        writer.close()
 
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as fake:
-            with pytest.raises(InvalidRequest, match=problem):
-                await connect(f"nats://127.0.0.1:{fake.sockets[0].getsockname()[1]}")
-
-    asyncio.run(main())
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as fake:
+        with pytest.raises(InvalidRequest, match=problem):
+            await connect(f"nats://127.0.0.1:{fake.sockets[0].getsockname()[1]}")
 
 
-def test_no_server_and_a_silent_one_are_said_at_once() -> None:
-    async def main() -> None:
-        with pytest.raises(TransportUnavailable, match=r"nats://127\.0\.0\.1:9: no server there"):
-            await connect("nats://127.0.0.1:9")
+async def test_no_server_and_a_silent_one_are_said_at_once() -> None:
+    with pytest.raises(TransportUnavailable, match=r"nats://127\.0\.0\.1:9: no server there"):
+        await connect("nats://127.0.0.1:9")
 
-        async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.read()
-            writer.close()
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
 
-        async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as silent:
-            url = f"nats://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
-            with pytest.raises(TransportUnavailable, match=r"no answer within 0\.3 s"):
-                await connect(url, connect_timeout_seconds=0.3)
-
-    asyncio.run(main())
+    async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as silent:
+        url = f"nats://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        with pytest.raises(TransportUnavailable, match=r"no answer within 0\.3 s"):
+            await connect(url, connect_timeout_seconds=0.3)
 
 
-def test_wrong_credentials_are_said_at_once(tmp_path: Path) -> None:
+async def test_wrong_credentials_are_said_at_once(tmp_path: Path) -> None:
     credentials, others = tmp_path / "credentials", tmp_path / "others"
     keys = create_credentials(credentials, ["reward"])
     create_credentials(others, ["reward"])
@@ -317,7 +285,9 @@ def test_wrong_credentials_are_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "unknown.seed").write_text(new_nkey()[0])
     (tmp_path / "broken.seed").write_text("SUA")
 
-    async def check(server: NatsServer) -> None:
+    with NatsServer(
+        tmp_path / "nats", nats_config({"reward": everything}, ServerTls.of(credentials, "nats"))
+    ) as server:
         url, good = server.url, credentials / "reward.seed"
         tls = client_tls(credentials, "reward")
         await (await connect(url, proof=NatsProof(nkey_seed=good), tls=tls)).close()
@@ -332,20 +302,15 @@ def test_wrong_credentials_are_said_at_once(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match="certificate is not to be trusted"):
             await connect(url, proof=NatsProof(nkey_seed=good), tls=client_tls(others, "reward"))
 
-    run(tmp_path / "nats", check, nats_config({"reward": everything}, ServerTls.of(credentials, "nats")))
 
-
-def test_a_server_without_tls_is_not_spoken_to_in_the_clear(tmp_path: Path) -> None:
+async def test_a_server_without_tls_is_not_spoken_to_in_the_clear(tmp_path: Path) -> None:
     create_credentials(tmp_path / "credentials", ["reward"])
 
-    async def check(server: NatsServer) -> None:
-        with pytest.raises(InvalidRequest, match="must speak TLS"):
-            await connect(server.url, tls=client_tls(tmp_path / "credentials", "reward"))
-
-    run(tmp_path / "nats", check)
+    with NatsServer(tmp_path / "nats") as server, pytest.raises(InvalidRequest, match="must speak TLS"):
+        await connect(server.url, tls=client_tls(tmp_path / "credentials", "reward"))
 
 
-def test_who_answers_in_its_place_without_tls_hears_no_password(tmp_path: Path) -> None:
+async def test_who_answers_in_its_place_without_tls_hears_no_password(tmp_path: Path) -> None:
     """The server went away; whoever has its port now says that it wants no TLS."""
     credentials = tmp_path / "credentials"
     create_credentials(credentials, ["reward"])
@@ -358,7 +323,7 @@ def test_who_answers_in_its_place_without_tls_hears_no_password(tmp_path: Path) 
             heard.extend(await reader.read(1024) + b"|")
         writer.close()
 
-    async def check(server: NatsServer) -> None:
+    with NatsServer(tmp_path / "nats", nats_config({}, ServerTls.of(credentials, "nats")) + f"\n{login}") as server:
         proof, tls = NatsProof(user="rl", password="s3cret"), client_tls(credentials, "reward")
         transport = await connect(server.url, proof=proof, tls=tls)
         server.kill()
@@ -371,13 +336,11 @@ def test_who_answers_in_its_place_without_tls_hears_no_password(tmp_path: Path) 
         assert await transport.answers("rlhf.a.sample", 20.0), "it is known again when it is back"
         await transport.close()
 
-    run(tmp_path / "nats", check, nats_config({}, ServerTls.of(credentials, "nats")) + f"\n{login}")
-
 
 # --- chaos --------------------------------------------------------------------------------------------------------
 
 
-def test_chaos_loses_nothing(tmp_path: Path) -> None:
+async def test_chaos_loses_nothing(tmp_path: Path) -> None:
     """Three consumers of two workers each that acknowledge, refuse, give up and die, under a server that is killed."""
     names, num_ids = ("reward", "reference", "trainer"), 150
     consumers = {name: Consumer(name=name, ack_wait_seconds=1.0, max_deliveries=4) for name in names}
@@ -414,7 +377,7 @@ def test_chaos_loses_nothing(tmp_path: Path) -> None:
     async def num_left(control: NatsTransport) -> int:
         return int((await control._connection.api("STREAM.INFO.rlhf_sums_sample"))["state"]["messages"])
 
-    async def check(server: NatsServer) -> None:
+    with NatsServer(tmp_path) as server:
         url = server.url
         control = await opened(url, *consumers.values())
         letters = await control.watch(DEAD)
@@ -437,5 +400,3 @@ def test_chaos_loses_nothing(tmp_path: Path) -> None:
         is_over.set()  # cancelled while it connects, nats-py may go on, or leave its socket open
         await asyncio.gather(*workers)
         await control.close()
-
-    run(tmp_path, check)

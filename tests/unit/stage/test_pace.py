@@ -17,7 +17,7 @@ def slow(vitals: Vitals, monkeypatch: pytest.MonkeyPatch) -> Beats:
     return beats
 
 
-def test_work_that_begins_in_any_thread_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_work_that_begins_in_any_thread_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     vitals = Vitals()
     worker = vitals.worker("reward", 0)
     begun, over = threading.Event(), threading.Event()
@@ -27,45 +27,35 @@ def test_work_that_begins_in_any_thread_is_told_at_once(monkeypatch: pytest.Monk
         with worker.working("scoring", deadline_seconds=60.0):
             over.wait()
 
-    async def waits() -> None:
-        thread = threading.Thread(target=work)
-        thread.start()
-        beat = asyncio.create_task(slow(vitals, monkeypatch).next("waits", asyncio.Event()))
-        try:
-            await asyncio.sleep(0.05)
-            assert not beat.done()
-            begun.set()
-            await asyncio.wait_for(beat, 60.0)
-        finally:
-            begun.set()
-            over.set()
-            thread.join()
-
-    asyncio.run(waits())
+    thread = threading.Thread(target=work)
+    thread.start()
+    beat = asyncio.create_task(slow(vitals, monkeypatch).next("waits", asyncio.Event()))
+    try:
+        await asyncio.sleep(0.05)
+        assert not beat.done()
+        begun.set()
+        await asyncio.wait_for(beat, 60.0)
+    finally:
+        begun.set()
+        over.set()
+        thread.join()
 
 
-def test_a_trouble_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_trouble_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     vitals = Vitals()
     worker = vitals.worker("trainer", 0)
-
-    async def waits() -> None:
-        beat = asyncio.create_task(slow(vitals, monkeypatch).next("waits", asyncio.Event()))
-        await asyncio.sleep(0.05)
-        worker.in_trouble("no weights are stored: disk full")
-        await asyncio.wait_for(beat, 60.0)
-
-    asyncio.run(waits())
+    beat = asyncio.create_task(slow(vitals, monkeypatch).next("waits", asyncio.Event()))
+    await asyncio.sleep(0.05)
+    worker.in_trouble("no weights are stored: disk full")
+    await asyncio.wait_for(beat, 60.0)
 
 
-def test_a_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def waits() -> None:
-        stopping = asyncio.Event()
-        beat = asyncio.create_task(slow(Vitals(), monkeypatch).next("waits", stopping))
-        await asyncio.sleep(0.05)
-        stopping.set()
-        await asyncio.wait_for(beat, 60.0)
-
-    asyncio.run(waits())
+async def test_a_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopping = asyncio.Event()
+    beat = asyncio.create_task(slow(Vitals(), monkeypatch).next("waits", stopping))
+    await asyncio.sleep(0.05)
+    stopping.set()
+    await asyncio.wait_for(beat, 60.0)
 
 
 def test_work_that_goes_on_is_no_news() -> None:

@@ -54,47 +54,40 @@ def delivered(number: int, *, num_deliveries: int) -> SimpleNamespace:
     return SimpleNamespace(reply=token, data=b"", headers={"Nats-Msg-Id": str(number)})
 
 
-def test_a_pull_that_is_given_up_while_a_message_is_buried_loses_none_and_buries_it() -> None:
-    async def main() -> None:
-        connection, may_bury, buried = HeldConnection(), asyncio.Event(), list[DeadLetter]()
+async def test_a_pull_that_is_given_up_while_a_message_is_buried_loses_none_and_buries_it() -> None:
+    connection, may_bury, buried = HeldConnection(), asyncio.Event(), list[DeadLetter]()
 
-        async def bury(letter: DeadLetter) -> None:
-            await may_bury.wait()
-            buried.append(letter)
+    async def bury(letter: DeadLetter) -> None:
+        await may_bury.wait()
+        buried.append(letter)
 
-        reward = Consumer(name="reward", max_deliveries=2)
-        consuming: Any = Consuming(connection, "rlhf.a.sample", reward, bury)  # type: ignore[arg-type]
-        reading = await PullReading(consuming).open()
-        for number, num_deliveries in ((1, 1), (2, 3), (3, 1)):
-            await connection.arrived(delivered(number, num_deliveries=num_deliveries))
-        pulling = asyncio.create_task(reading.pull(3, 0.0))
-        await asyncio.sleep(0)
-        pulling.cancel()
-        [pulled] = await asyncio.gather(pulling, return_exceptions=True)
-        taken = pulled if isinstance(pulled, list) else []
-        assert [message.id for message in taken + await reading.pull(3, 0.0)] == ["1", "3"]
-        may_bury.set()
-        await asyncio.gather(*consuming.tasks)
-        assert [letter.id for letter in buried] == ["2"]
-        assert [data for _, data in connection.asked] == [b"+ACK"]
-
-    asyncio.run(main())
+    reward = Consumer(name="reward", max_deliveries=2)
+    consuming: Any = Consuming(connection, "rlhf.a.sample", reward, bury)  # type: ignore[arg-type]
+    reading = await PullReading(consuming).open()
+    for number, num_deliveries in ((1, 1), (2, 3), (3, 1)):
+        await connection.arrived(delivered(number, num_deliveries=num_deliveries))
+    pulling = asyncio.create_task(reading.pull(3, 0.0))
+    await asyncio.sleep(0)
+    pulling.cancel()
+    [pulled] = await asyncio.gather(pulling, return_exceptions=True)
+    taken = pulled if isinstance(pulled, list) else []
+    assert [message.id for message in taken + await reading.pull(3, 0.0)] == ["1", "3"]
+    may_bury.set()
+    await asyncio.gather(*consuming.tasks)
+    assert [letter.id for letter in buried] == ["2"]
+    assert [data for _, data in connection.asked] == [b"+ACK"]
 
 
-def test_what_comes_to_who_has_left_a_busy_server_goes_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_comes_to_who_has_left_a_busy_server_goes_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes longer than is waited for until the server says that it has heard of it."""
     monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.01)
-
-    async def main() -> None:
-        connection = HeldConnection()
-        connection.heard = SimpleNamespace(drain=asyncio.Event().wait)
-        reward = Consumer(name="reward", max_deliveries=None)
-        consuming: Any = Consuming(connection, "rlhf.a.sample", reward, None)  # type: ignore[arg-type]
-        reading = await PullReading(consuming).open()
-        await connection.arrived(delivered(1, num_deliveries=1))
-        await reading.close()
-        await connection.arrived(delivered(2, num_deliveries=1))
-        await asyncio.gather(*consuming.tasks)
-        assert connection.asked == [(delivered(number, num_deliveries=1).reply, b"-NAK") for number in (1, 2)]
-
-    asyncio.run(main())
+    connection = HeldConnection()
+    connection.heard = SimpleNamespace(drain=asyncio.Event().wait)
+    reward = Consumer(name="reward", max_deliveries=None)
+    consuming: Any = Consuming(connection, "rlhf.a.sample", reward, None)  # type: ignore[arg-type]
+    reading = await PullReading(consuming).open()
+    await connection.arrived(delivered(1, num_deliveries=1))
+    await reading.close()
+    await connection.arrived(delivered(2, num_deliveries=1))
+    await asyncio.gather(*consuming.tasks)
+    assert connection.asked == [(delivered(number, num_deliveries=1).reply, b"-NAK") for number in (1, 2)]

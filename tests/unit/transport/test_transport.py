@@ -23,78 +23,66 @@ class TestMemoryTransport(TransportContract):
         yield TransportHarness(MemoryTransport(clock=clock, **options), clock)
 
 
-def test_memory_is_bounded() -> None:
-    async def main() -> None:
-        transport = MemoryTransport(clock=FakeClock(), num_remembered_ids=10)
-        await transport.declare(SUBJECT, "work", [Consumer(name="reward")])
-        reward = await transport.subscribe(SUBJECT, Consumer(name="reward"))
-        for number in range(500):
-            await transport.publish(SUBJECT, b"", id=str(number))
-            for message in await reward.pull(1, 1.0):
+async def test_memory_is_bounded() -> None:
+    transport = MemoryTransport(clock=FakeClock(), num_remembered_ids=10)
+    await transport.declare(SUBJECT, "work", [Consumer(name="reward")])
+    reward = await transport.subscribe(SUBJECT, Consumer(name="reward"))
+    for number in range(500):
+        await transport.publish(SUBJECT, b"", id=str(number))
+        for message in await reward.pull(1, 1.0):
+            await message.ack()
+    subject = transport._subjects[SUBJECT]
+    assert isinstance(subject, WorkSubject)
+    assert not subject.stored
+    assert len(subject.ids) <= 20
+    assert not await transport.publish(SUBJECT, b"", id="499")
+    assert len(transport._due) <= 1 or transport._next_due() == float("inf")
+
+
+async def test_an_id_is_remembered_while_its_message_is_held() -> None:
+    transport = MemoryTransport(clock=FakeClock(), num_remembered_ids=2)
+    await transport.declare(SUBJECT, "work", [Consumer(name="reward")])
+    reward = await transport.subscribe(SUBJECT, Consumer(name="reward"))
+    for number in range(50):
+        await transport.publish(SUBJECT, b"", id=str(number))
+        for message in await reward.pull(1, 0.0):
+            if number > 0:
                 await message.ack()
-        subject = transport._subjects[SUBJECT]
-        assert isinstance(subject, WorkSubject)
-        assert not subject.stored
-        assert len(subject.ids) <= 20
-        assert not await transport.publish(SUBJECT, b"", id="499")
-        assert len(transport._due) <= 1 or transport._next_due() == float("inf")
-
-    asyncio.run(main())
+    assert not await transport.publish(SUBJECT, b"", id="0")
+    assert await transport.publish(SUBJECT, b"", id="1")
 
 
-def test_an_id_is_remembered_while_its_message_is_held() -> None:
-    async def main() -> None:
-        transport = MemoryTransport(clock=FakeClock(), num_remembered_ids=2)
-        await transport.declare(SUBJECT, "work", [Consumer(name="reward")])
-        reward = await transport.subscribe(SUBJECT, Consumer(name="reward"))
-        for number in range(50):
-            await transport.publish(SUBJECT, b"", id=str(number))
-            for message in await reward.pull(1, 0.0):
-                if number > 0:
-                    await message.ack()
-        assert not await transport.publish(SUBJECT, b"", id="0")
-        assert await transport.publish(SUBJECT, b"", id="1")
-
-    asyncio.run(main())
+async def test_dead_letters_keep_the_newest() -> None:
+    transport = MemoryTransport(clock=FakeClock(), max_pending=3)
+    await transport.declare(SUBJECT, "work", [Consumer(name="reward")])
+    await transport.declare(DEAD, "state")
+    reward = await transport.subscribe(SUBJECT, Consumer(name="reward"))
+    for number in range(5):
+        await transport.publish(SUBJECT, b"", id=str(number))
+        await (await reward.pull(1, 1.0))[0].term("no")
+    watch = await transport.watch(DEAD)
+    assert [dead_letters.decode(m.data).id for m in await watch.pull(9, 1.0)] == ["2", "3", "4"]
 
 
-def test_dead_letters_keep_the_newest() -> None:
-    async def main() -> None:
-        transport = MemoryTransport(clock=FakeClock(), max_pending=3)
-        await transport.declare(SUBJECT, "work", [Consumer(name="reward")])
-        await transport.declare(DEAD, "state")
-        reward = await transport.subscribe(SUBJECT, Consumer(name="reward"))
-        for number in range(5):
-            await transport.publish(SUBJECT, b"", id=str(number))
-            await (await reward.pull(1, 1.0))[0].term("no")
-        watch = await transport.watch(DEAD)
-        assert [dead_letters.decode(m.data).id for m in await watch.pull(9, 1.0)] == ["2", "3", "4"]
+async def test_waiting_costs_no_turns_of_the_event_loop() -> None:
+    transport = MemoryTransport()  # the system's clock
+    consumer = Consumer(name="reward", ack_wait_seconds=0.05)
+    await transport.declare(SUBJECT, "work", [consumer])
+    reward = await transport.subscribe(SUBJECT, consumer)
+    await transport.publish(SUBJECT, b"", id="a")
+    await reward.pull(1, 1.0)
+    loop = asyncio.get_running_loop()
+    turns = 0
+    inner = loop._run_once  # type: ignore[attr-defined]
 
-    asyncio.run(main())
+    def counted() -> None:
+        nonlocal turns
+        turns += 1
+        inner()
 
-
-def test_waiting_costs_no_turns_of_the_event_loop() -> None:
-    async def main() -> None:
-        transport = MemoryTransport()  # the system's clock
-        consumer = Consumer(name="reward", ack_wait_seconds=0.05)
-        await transport.declare(SUBJECT, "work", [consumer])
-        reward = await transport.subscribe(SUBJECT, consumer)
-        await transport.publish(SUBJECT, b"", id="a")
-        await reward.pull(1, 1.0)
-        loop = asyncio.get_running_loop()
-        turns = 0
-        inner = loop._run_once  # type: ignore[attr-defined]
-
-        def counted() -> None:
-            nonlocal turns
-            turns += 1
-            inner()
-
-        loop._run_once = counted  # type: ignore[attr-defined]
-        assert ids(await reward.pull(1, 10.0)) == ["a"], "redelivered by the clock alone"
-        assert turns < 30
-
-    asyncio.run(main())
+    loop._run_once = counted  # type: ignore[attr-defined]
+    assert ids(await reward.pull(1, 10.0)) == ["a"], "redelivered by the clock alone"
+    assert turns < 30
 
 
 def test_fake_time_wakes_sleepers_in_order() -> None:
@@ -115,11 +103,8 @@ def test_fake_time_wakes_sleepers_in_order() -> None:
     assert asyncio.run(main()) == [("b", 1.0), ("b", 2.0), ("a", 3.0)]
 
 
-def test_first_of_says_whether_any_is_done() -> None:
-    async def main() -> None:
-        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        assert not await first_of(SystemClock(), [never], 0.0)
-        never.set_result(None)
-        assert await first_of(SystemClock(), [never], 1000.0)
-
-    asyncio.run(main())
+async def test_first_of_says_whether_any_is_done() -> None:
+    never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    assert not await first_of(SystemClock(), [never], 0.0)
+    never.set_result(None)
+    assert await first_of(SystemClock(), [never], 1000.0)
