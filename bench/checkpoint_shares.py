@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import secrets
 import shutil
 import statistics
 import subprocess
@@ -29,9 +30,11 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from rlhfspec.common.ranks import SECRET
+from rlhfspec.common.ranks.group import Ranks
+from rlhfspec.common.ranks.meeting import joined
 from rlhfspec.training.checkpoint.folders import write_checkpoint
-from rlhfspec.training.checkpoint.shares import LEARNER, write_learner
-from rlhfspec.training.learning.distributed import Ranks, joined
+from rlhfspec.training.checkpoint.shares import LEARNER, Written, write_part
 from rlhfspec.training.learning.network import _whole
 
 MIB = 1 << 20
@@ -50,7 +53,11 @@ def state_of(mib: int) -> State:
 
 
 def shares(state: State, folder: Path, ranks: Ranks) -> None:
-    written = ranks.gathered(write_learner(folder, state, ranks, ranks.rank == 0))
+    own = write_part(folder, LEARNER, state, ranks=ranks, leads=ranks.rank == 0)
+    written = [
+        Written(document=json.loads(document), files=files)
+        for document, files in ranks.gather([json.dumps(own.document), own.files])
+    ]
     if ranks.rank == 0:
         write_checkpoint(folder, 1, {LEARNER: lambda _: written})
 
@@ -92,7 +99,7 @@ def rank_main(way: str, place: Path, mib: int, repeats: int) -> None:
     with joined(timeout_seconds=300.0, silence_seconds=300.0) as ranks:
         state = state_of(mib)
         own = sum(tensor.to_local().nbytes for tensor in state.values() if isinstance(tensor, DTensor))
-        everywhere = ranks.gathered([measured(way, state, place, ranks) for _ in range(repeats)])
+        everywhere = ranks.gather([measured(way, state, place, ranks) for _ in range(repeats)])
         if ranks.rank == 0:
             seconds = max(statistics.median(each[0] for each in of) for of in everywhere)
             above = max(each[1] for of in everywhere for each in of)
@@ -110,6 +117,7 @@ def main() -> None:
     told = parser.parse_args()
     if told.place is not None:
         return rank_main(told.way, told.place, told.mib, told.repeats)
+    os.environ[SECRET] = secrets.token_hex(32)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(told.ranks)]
     for way in WAYS:
         with tempfile.TemporaryDirectory() as place:

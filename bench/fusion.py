@@ -1,10 +1,9 @@
 """What it brings to train PPO's actor and critic at the same time: python bench/fusion.py [--tiny wide|target].
 
-The same made-up step (4 prompts x 4 samples of 256 tokens) is trained by turns one after the other on one thread and on
-two, and at the same time on two. Steps under torchrun compare two ranks instead: FSDP's shares of both models on each,
-and a model on each:
+The same made-up step (4 prompts x 4 samples of 256 tokens) is trained by turns on two ranks: with FSDP's shares of both
+models on each, and with a model on each:
 
-    OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 bench/fusion.py
+    RLHFSPEC_RANKS_SECRET=$(openssl rand -hex 32) OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 bench/fusion.py
 
 Ratios are medians over turns; without two quiet cores they say nothing. The models are synthetic
 (`rlhfspec.tiny`), the critic is a new head on the policy's trunk. Digests of both models stand behind each way:
@@ -23,25 +22,23 @@ import torch
 from training import GROUP, NUM_SAMPLES, NUM_TOKENS, rollouts, take_turns
 
 from rlhfspec.bench.stepping.step import StepSettings, job_of
+from rlhfspec.common.ranks.group import Ranks
+from rlhfspec.common.ranks.meeting import joined
 from rlhfspec.job import RLHFJob
 from rlhfspec.tiny.corpus import prompts
 from rlhfspec.tiny.models import ensure
-from rlhfspec.training.learning.distributed import Ranks, joined
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.modeling.digest import digest
 
-ONE, TWO, FUSED = "in turn, 1 thread", "in turn, 2 threads", "at the same time"
 SHARES, APART = "FSDP's two ranks", "a model a rank"
 
 
 def learners_of(job: dict[str, Any], ranks: Ranks) -> dict[str, Learner]:
-    def learner(fuse: str, num_threads: int) -> Learner:
+    def learner(fuse: str) -> Learner:
         job["spec"]["training"]["fuse"] = fuse
-        return Learner.from_spec(RLHFJob.model_validate(job).spec, ranks=ranks, num_threads=num_threads)
+        return Learner.from_spec(RLHFJob.model_validate(job).spec, ranks=ranks, num_threads=1)
 
-    if ranks.num_ranks > 1:
-        return {SHARES: learner("off", 1), APART: learner("auto", 1)}
-    return {ONE: learner("off", 1), TWO: learner("off", 2), FUSED: learner("auto", 2)}
+    return {SHARES: learner("off"), APART: learner("auto")}
 
 
 def tell(seconds: dict[str, list[float]], digests: dict[str, tuple[str, str]]) -> None:

@@ -10,16 +10,12 @@ from dataclasses import asdict, dataclass
 
 from rlhfspec.cluster import names
 from rlhfspec.messages.loop import STAGES
-from rlhfspec.messages.records import Move
+from rlhfspec.operator.making.network import OWN_PORTS
 from rlhfspec.worker.worker_weights import READERS
 
 WORKERS = (names.CONTROL, *(stage.name for stage in STAGES))  # they run while the job does
 COMPONENTS = ("operator", "nats", "redis", "dashboard", "install", "test")
 OUTSIDE = ("dns", "api", "prometheus")
-
-
-LAST_PORT = 65535
-IN_A_GROUP = ("trainer", "generator")  # roles between which weights go by a process group
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +49,8 @@ def _to_servers() -> list[Edge]:
 
 
 def _between_workers() -> list[Edge]:
-    """Weights come from the trainer and from whoever has them; sequences move between those who follow Moves."""
+    """Return the edges by which weights go. What only pods of one job may reach is the operator's (`own_edges`)."""
     found = [Edge(reader, giver, names.GRPC_PORT, "weights") for reader in READERS for giver in ("trainer", *READERS)]
-    met = "ranks of several nodes: where they meet, and what they exchange"
-    found.append(Edge("trainer", "trainer", names.RANKS_PORT, met, last=LAST_PORT))
-    for stage in STAGES:
-        if Move in stage.watches:
-            found.append(Edge(stage.name, stage.name, names.MOVES_PORT, "a sequence moves: who owns it"))
-            found.append(Edge(stage.name, stage.name, names.LINK_PORT, "a sequence moves: its KV cache"))
     return found
 
 
@@ -75,14 +65,17 @@ def _of_the_release() -> list[Edge]:
     return [*reports, *askers, *lookers, *live, *named, Edge("prometheus", "operator", names.HTTP_PORT, "metrics")]
 
 
-def group_edges() -> list[Edge]:
-    """Between pods that have the label `names.WEIGHTS` alone: who of two connects is decided by their addresses."""
-    why = "weights by a process group, of jobs that have them so"
+def own_edges() -> list[Edge]:
+    """Return the edges between pods of one job, which the operator opens for the jobs that need them.
+
+    >>> [(edge.source, edge.to, edge.port) for edge in own_edges() if "rank" in edge.why]
+    [('trainer', 'trainer', 29500)]
+    """
     return [
-        Edge(source, to, names.RANKS_PORT, why, last=LAST_PORT)
-        for source in IN_A_GROUP
-        for to in IN_A_GROUP
-        if (source, to) != ("trainer", "trainer")  # which is open already
+        Edge(source, to, ports.first, f"{ports.why}; within a job that needs it", last=ports.last)
+        for ports in OWN_PORTS
+        for source in ports.roles
+        for to in ports.roles
     ]
 
 
@@ -91,6 +84,5 @@ def as_file() -> dict[str, object]:
     return {
         "roles": list(names.ROLES),
         "components": list(COMPONENTS),
-        "group": {"roles": list(IN_A_GROUP), "port": names.RANKS_PORT, "last": LAST_PORT},
         "edges": [{name: value for name, value in asdict(edge).items() if value} for edge in edges()],
     }

@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 from choice_tables import tables as choice_tables
-from edges import as_file, edges, group_edges
+from edges import as_file, edges, own_edges
 from grafana import DASHBOARDS, dashboard
 from job_fields import fields_text
 from loop_tables import records_table, stages_table
@@ -105,7 +105,7 @@ def _plain(value: Any) -> Any:
 def names_file() -> dict[str, Any]:
     return {
         "managedBy": names.MANAGED_BY, "fieldManager": names.FIELD_MANAGER, "role": names.ROLE, "leader": names.LEADER,
-        "weights": names.WEIGHTS, "name": names.NAME, "component": names.COMPONENT,
+        "name": names.NAME, "component": names.COMPONENT,
         "serviceAccount": names.SERVICE_ACCOUNT,
         "httpPort": names.HTTP_PORT, "reportPort": names.REPORT_PORT, "natsPort": names.NATS_PORT,
         "redisPort": names.REDIS_PORT, "dashboardPort": names.DASHBOARD_PORT,
@@ -146,7 +146,7 @@ def values_table() -> str:
 def edges_table() -> str:
     """One row for all that the same sources reach at the same port."""
     sources: dict[tuple[str, str, str], list[str]] = {}
-    for edge in (*edges(), *group_edges()):
+    for edge in (*edges(), *own_edges()):
         ports = f"{edge.port} to {edge.last}" if edge.last else str(edge.port)
         sources.setdefault((edge.to, ports, edge.why), []).append(edge.source)
     targets: dict[tuple[str, str, str], list[str]] = {}

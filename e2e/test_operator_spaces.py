@@ -81,9 +81,7 @@ def test_a_labelled_namespace_runs_jobs_and_one_that_is_not_runs_none(
     until(lambda: "sums-prepare-0" in world.pods("labelled"), "its job has a pod")
     made = kinds_in(kubernetes, "labelled")
     assert {f"serviceaccount/{names.SERVICE_ACCOUNT}", f"persistentvolumeclaim/{RELEASE}-storage"} <= made
-    assert {
-        f"networkpolicy.networking.k8s.io/{RELEASE}-{role}" for role in ("deny-jobs", "weights-group", *names.ROLES)
-    } <= made
+    assert {f"networkpolicy.networking.k8s.io/{RELEASE}-{role}" for role in ("deny-jobs", *names.ROLES)} <= made
     assert kinds_in(kubernetes, "plain") == set()
     assert world.pods("plain") == {}
     assert world.status("plain", "sums") == {}

@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster.tools import ToolFailed
 from installed import IMAGES, NAMESPACE, Installed, Job, curve_of, example, on_the_laptop
+
+from rlhfspec.cluster import names
 
 CLUSTER = {"images": IMAGES}
 pytestmark = [pytest.mark.own, pytest.mark.timeout(3600)]
@@ -86,6 +89,38 @@ def test_weights_come_by_a_group_and_by_the_store_where_a_generator_was_killed(
     assert run.curve() == curve_of(stores)
     assert samples_of(run.folder) == samples_of(stores)
     run.delete()
+
+
+REACHES = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5)"
+
+
+def test_two_jobs_of_a_namespace_do_not_reach_each_others_ranks(installed: Installed) -> None:
+    jobs = [sums(200, trainer=RANKS, generator={"workers": 2}) for _ in range(2)]
+    jobs[1]["metadata"] = {"name": "others"}
+    ours, theirs = (installed.submit(job) for job in jobs)
+    for run in (ours, theirs):
+        run.wait_for_phase("Running", seconds=400)
+        run.wait_for_step(1, seconds=400)
+
+    def reaches(run: Job, source: str, other: Job, to: str, port: int) -> bool:
+        [address] = [
+            pod["status"]["podIP"] for pod in other.pods() if pod["metadata"]["name"] == f"{other.name}-{to}"
+        ]  # fmt: skip
+        command = ("python", "-c", REACHES, address, str(port))
+        try:
+            run.kubectl("exec", f"{run.name}-{source}", "-n", NAMESPACE, "--", *command)
+        except ToolFailed:
+            return False
+        return True
+
+    for run, other in ((ours, theirs), (theirs, ours)):
+        assert reaches(run, "trainer-1", run, "trainer-0", names.RANKS_PORT), "its own"
+        assert reaches(run, "generator-1", run, "generator-0", names.MOVES_PORT), "its own"
+        for source in ("trainer-1", "generator-1"):
+            for to, port in (("trainer-0", names.RANKS_PORT), ("generator-0", names.MOVES_PORT)):
+                assert not reaches(run, source, other, to, port), (run.name, source, to)
+    ours.delete()
+    theirs.delete()
 
 
 def struck(run: Job, role: str, which: int, pause: float) -> None:

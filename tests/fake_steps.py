@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.huggingface.structure.attention import AttentionSpec
 from rlhfspec.huggingface.structure.causal_lm import Anatomy, keep_anatomy
 from rlhfspec.job import Spec
 from rlhfspec.training.learning import distributed
-from rlhfspec.training.learning.distributed import Ranks
 from rlhfspec.training.learning.optim import make_optimizer
 from rlhfspec.training.modeling import packed, tensor_parallel
 from rlhfspec.training.modeling.log_probs import TorchForward

@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from rlhfspec.training.learning.distributed import joined
+from rlhfspec.common.ranks.meeting import joined
 
 TOLD = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -16,11 +16,11 @@ TOLD = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 def main() -> None:
     folder, struck = Path(sys.argv[1]), int(sys.argv[2])
     with joined(timeout_seconds=60.0, silence_seconds=60.0) as ranks:
-        told = ranks.gathered([int(os.environ[name]) for name in TOLD])
+        told = ranks.gather([int(os.environ[name]) for name in TOLD])
         if ranks.rank == struck:
             os.kill(os.getpid(), signal.SIGKILL)
         if struck >= 0:
-            ranks.gathered("never comes")
+            ranks.gather("never comes")
         if ranks.rank == 0:
             (folder / "told").write_text(json.dumps(told))
 

@@ -11,6 +11,8 @@ import warmed
 from places import TESTS
 from shared_servers import free_port
 
+from rlhfspec.common.ranks import SECRET
+
 
 def run_ranks(module: str, num_ranks: int, *arguments: str, popen: Any = warmed.Popen) -> None:
     """Run the module of tests/ once a rank, to its end; none of them may fail."""
@@ -21,6 +23,7 @@ def run_ranks(module: str, num_ranks: int, *arguments: str, popen: Any = warmed.
             env=os.environ | {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1",
                 "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+                SECRET: "of these ranks",
             },
         )
         for rank in range(num_ranks)

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from learners import critic, policy, rollouts, spec
 
+from rlhfspec.common.ranks.group import Ranks
+from rlhfspec.common.ranks.meeting import joined
 from rlhfspec.training.checkpoint import CheckpointStore
-from rlhfspec.training.checkpoint.shares import LEARNER, write_learner
-from rlhfspec.training.learning.distributed import Leader, Ranks, follow, joined
+from rlhfspec.training.checkpoint.shares import LEARNER
+from rlhfspec.training.leading import Leader, follow
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.learning.network import _whole
 
@@ -32,9 +34,9 @@ def main() -> None:
     with joined(timeout_seconds=60.0, silence_seconds=60.0) as ranks:
         learner = make(ranks, fuse)
         if ranks.rank > 0:
-            follow(learner, ranks, write_learner)
+            follow(learner, ranks)
         else:
-            lead(Leader(learner, ranks, write_learner), folder, step)
+            lead(Leader(learner, ranks), folder, step)
         if step == 1:
             whole = gathered(learner.state())
             if ranks.rank == 0:

@@ -12,9 +12,10 @@ from learners import critic, rollouts, spec
 from resuming_ranks import write_step
 from torch.distributed.tensor import DTensor
 
+from rlhfspec.common.ranks.group import Ranks
+from rlhfspec.common.ranks.meeting import joined
 from rlhfspec.tiny import random_model
-from rlhfspec.training.checkpoint.shares import write_learner
-from rlhfspec.training.learning.distributed import Leader, Ranks, follow, joined
+from rlhfspec.training.leading import Leader, follow
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.modeling.digest import digest
 from rlhfspec.training.modeling.loading import prepared
@@ -47,11 +48,11 @@ def trained(ranks: Ranks, folder: Path) -> None:
     for kind in KINDS:
         learner = learner_of(kind, ranks)
         if kind == KINDS[0]:
-            shares = ranks.gathered(own_share(learner))
+            shares = ranks.gather(own_share(learner))
         reports = [learner.learn(rollouts(step)) for step in range(NUM_STEPS)]
         found: dict[str, Any] = {
             "metrics": [report.metrics for report in reports], "log_probs": [report.log_probs for report in reports],
-            "policy": learner.policy_state(), "replicas": ranks.gathered(replicas(learner)),
+            "policy": learner.policy_state(), "replicas": ranks.gather(replicas(learner)),
         }  # fmt: skip
         if kind == KINDS[0]:
             found |= {"critic": learner.critic_state(), "shares": shares}
@@ -73,9 +74,9 @@ def resumed(ranks: Ranks, folder: Path) -> None:
     step = int(sys.argv[4])
     learner = learner_of(KINDS[0], ranks)
     if ranks.rank > 0:
-        follow(learner, ranks, write_learner)
+        follow(learner, ranks)
         return
-    leader = Leader(learner, ranks, write_learner)
+    leader = Leader(learner, ranks)
     write_step(leader, folder, step)
     leader.learn(rollouts(1))
     torch.save({"policy": leader.policy_state(), "critic": leader.critic_state()}, folder / f"next-{step}.pt")

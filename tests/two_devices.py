@@ -13,9 +13,11 @@ from learners import critic, policy, rollouts, spec
 from second_device import group
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rlhfspec.common.ranks.group import Ranks
+from rlhfspec.common.ranks.meeting import joined
 from rlhfspec.training.checkpoint import CheckpointStore
-from rlhfspec.training.checkpoint.shares import LEARNER, write_learner
-from rlhfspec.training.learning.distributed import Leader, Ranks, follow, joined
+from rlhfspec.training.checkpoint.shares import LEARNER
+from rlhfspec.training.leading import Leader, follow
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.modeling.loading import prepared
 
@@ -89,10 +91,10 @@ def run(ranks: Ranks, folder: Path, device: str) -> None:
     learner = Learner(settings, policy(), critic(), ranks=ranks, num_threads=1, device=device)
     (folder / f"devices-{ranks.rank}").write_text(" ".join(devices_of(learner)))
     if ranks.rank > 0:
-        follow(learner, ranks, write_learner)
+        follow(learner, ranks)
         (folder / "left").write_text(f"{len(learner.policy_state())}")
     else:
-        leader = Leader(learner, ranks, write_learner)
+        leader = Leader(learner, ranks)
         report = leader.learn(rollouts(0))
         with CheckpointStore(folder / "checkpoints", keep=1) as store:
             store.save(1, {LEARNER: leader.state()})

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,27 @@ from forced_moves import play, unmoving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhfspec.common.ranks.group import Ranks
+from rlhfspec.common.ranks.meeting import joined
 from rlhfspec.engine import Engine
 from rlhfspec.engine.base import Watermark
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.forward.models import follow_engine
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import SequenceStateError
 from rlhfspec.huggingface.cutting import load_part
-from rlhfspec.training.learning.distributed import Ranks, joined
 
 NUM_GROUPS = 5  # the first engine's for good, and four in turns: an engine is closed before the fourth after it
 PATIENCE = timedelta(seconds=600.0)  # the first engine has nothing to do for long
 OPTIONS: dict[str, Any] = {"max_sequences": 8, "max_context": 128, "profile": False, "num_threads": 1}
 SEEDS = (0,)  # of moves that are looked at closely
 Found = dict[str, Any]
+
+
+def config_of(told: dict[str, Any]) -> EngineConfig:
+    plan = told["speculation"]
+    return EngineConfig(**told | {"speculation": DraftPlan(**plan) if isinstance(plan, dict) else plan})
 
 
 class Groups:
@@ -50,18 +57,18 @@ class Groups:
 
     def make(self, *, tokenizer: Any = None, **options: Any) -> Engine:
         config = EngineConfig(**OPTIONS | {"speculation": moving.TREE} | options)
-        self._ranks.told_by(0, {"config": config})
+        self._ranks.broadcast(asdict(config))
         group = self._groups[self._next()]
         draft = copy.deepcopy(moving.draft())
         return make_engine(self._part(group), config, draft=draft, tokenizer=tokenizer, group=group)
 
     def leave(self) -> None:
-        self._ranks.told_by(0, {"config": None})
+        self._ranks.broadcast(None)
 
     def follow(self) -> None:
         threads: dict[int, threading.Thread] = {}
-        while (config := self._ranks.told_by(0, {})["config"]) is not None:
-            place = self._next()
+        while (told := self._ranks.broadcast()) is not None:
+            config, place = config_of(told), self._next()
             if place in threads:
                 threads[place].join()
             group = self._groups[place]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhfspec.common.ranks.meeting import joined
 from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.drafting.base import DraftPlan
@@ -22,7 +23,6 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.cutting import load_part
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.tiny import perturbed
-from rlhfspec.training.learning.distributed import joined
 
 KINDS = ("llama", "qwen3", "llama-tied", "gemma2", "gpt-neox", "phi")  # norms of heads, windows, biases
 DRIVEN = "llama"  # through all that an engine does

@@ -9,14 +9,16 @@ import pytest
 import torch
 from learners import critic, policy, rollouts, spec, stored_spec
 
+from rlhfspec.common.ranks.group import Ranks
+from rlhfspec.common.ranks.meeting import joined
 from rlhfspec.errors import InvalidRequest, NumericalError, StageStalled
 from rlhfspec.huggingface.proof import reference
 from rlhfspec.huggingface.proof.check import report_of
 from rlhfspec.huggingface.proof.reference import ask
 from rlhfspec.sweep.classes import tiny_config, tiny_model
 from rlhfspec.training.checkpoint import CheckpointStore
-from rlhfspec.training.checkpoint.shares import LEARNER, write_learner
-from rlhfspec.training.learning.distributed import Leader, Ranks, follow, joined
+from rlhfspec.training.checkpoint.shares import LEARNER
+from rlhfspec.training.leading import Leader, follow
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.modeling import loading
 from rlhfspec.training.modeling.digest import digest
@@ -99,7 +101,7 @@ def silence(learner: Learner, ranks: Ranks, folder: Path) -> None:
     """Rank 0 leaves without a word."""
     if ranks.rank > 0:
         try:
-            follow(learner, ranks, write_learner)
+            follow(learner, ranks)
         except StageStalled as error:
             (folder / "silence").write_text(str(error))
 
@@ -111,9 +113,9 @@ def main() -> None:
         for fuse in ("off", "auto"):  # shares of both models on each; a model on each
             learner = new_learner("ppo", ranks, fuse=fuse)
             if ranks.rank == 0:
-                lead(Leader(learner, ranks, write_learner), folder, fuse)
+                lead(Leader(learner, ranks), folder, fuse)
             else:
-                follow(learner, ranks, write_learner)
+                follow(learner, ranks)
         for recompute in ("off", "on"):
             mixed(ranks, folder, recompute)
         for dtype in ("float32", "bfloat16"):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlhfspec.common.ranks.meeting import joined
 from rlhfspec.training.checkpoint import CheckpointStore, folders
-from rlhfspec.training.checkpoint.shares import write_learner
-from rlhfspec.training.learning.distributed import Leader, follow, joined
+from rlhfspec.training.leading import Leader, follow
 
 
 def main() -> None:
@@ -27,11 +26,11 @@ def main() -> None:
     with joined(timeout_seconds=60.0, silence_seconds=60.0) as ranks:
         nothing: Any = None
         if ranks.rank > 0:
-            follow(nothing, ranks, write_learner)
+            follow(nothing, ranks)
         else:
             logging.basicConfig(filename=found / "said", level=logging.WARNING)
-            leader = Leader(nothing, ranks, write_learner)
-            with CheckpointStore(place, keep=9, verify=partial(leader.on_each, folders.verify)) as store:
+            leader = Leader(nothing, ranks)
+            with CheckpointStore(place, keep=9, verify=leader.verify) as store:
                 assert store.latest() == 3
                 store.open(3)
             leader.close()

@@ -42,6 +42,9 @@ MAY_CATCH_ALL = {
 OLD_WORDS = tuple(f"libs/rlhfspec/{room}" for room in ("engine", "training"))
 AS_IF_PERSONS = re.compile(r"(?<!person )(?<!user )(?<!users )\b(?:who|whoever|nobody)\b", re.IGNORECASE)
 TEXTS = {".py", ".md", ".toml", ".txt", ".cpp", ".h", ".yaml", ".json", ""}
+# What takes Python objects, and with them code, from a file or another process.
+UNPICKLES = {"_pickle", "cloudpickle", "dill", "joblib", "marshal", "multiprocessing", "pickle", "shelve"}
+SENDS_OBJECTS = re.compile(r"(broadcast|send|recv)_object_list|(all_)?gather_object|scatter_object\w*")
 OF_ONE_MACHINE = re.compile(r"(?<![\w.$~}])/(?:work|root|home|Users)/\w")
 
 
@@ -226,6 +229,41 @@ def no_broad_except(house: House) -> Iterator[Fault]:
                     yield Fault(path, node.lineno, f"catches {caught}: name what is expected")
 
 
+def nothing_is_unpickled(house: House) -> Iterator[Fault]:
+    """A message between processes is JSON and arrays (`common.ranks.codec`): one that is unpickled runs code."""
+    for path in house.code:
+        if not path.is_relative_to("bench/src"):
+            for node in ast.walk(house.tree(path)):
+                if found := _unpickling(node):
+                    yield Fault(path, node.lineno, f"{found} would run code of whatever wrote it")  # type: ignore[attr-defined]
+
+
+def _unpickling(node: ast.AST) -> str:
+    """Return what of a node unpickles; empty: nothing does.
+
+    >>> [_unpickling(node) for node in ast.walk(ast.parse("torch.load(path)")) if _unpickling(node)]
+    ['torch.load without weights_only=True']
+    """
+    imported = []
+    if isinstance(node, ast.Import):
+        imported = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and {alias.name for alias in node.names} != {"UnpicklingError"}:
+        imported = [node.module or ""]
+    for name in imported:
+        if name.split(".")[0] in UNPICKLES or name.startswith("torch.multiprocessing"):
+            return name
+    name = {ast.Attribute: "attr", ast.Name: "id", ast.alias: "name"}.get(type(node), "")
+    if name and SENDS_OBJECTS.fullmatch(getattr(node, name)):
+        return str(getattr(node, name))
+    if isinstance(node, ast.Call):
+        said = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if ast.unparse(node.func) == "torch.load" and said.get("weights_only") != "True":
+            return "torch.load without weights_only=True"
+        if "allow_pickle" in said:
+            return "allow_pickle"
+    return ""
+
+
 def no_circles_within_a_package(house: House) -> Iterator[Fault]:
     """Counting what is imported within functions and for types alone."""
     by_package: dict[str, list[str]] = {}
@@ -338,6 +376,7 @@ RULES: tuple[Callable[[House], Iterator[Fault]], ...] = (
     constraints_pin_every_requirement,
     no_traces_of_one_machine,
     no_broad_except,
+    nothing_is_unpickled,
     no_circles_within_a_package,
     class_names_mean_one_thing,
     constants_have_one_value,

@@ -137,7 +137,7 @@ spec:
     {{- end }}
 {{- end }}
 
-{{- /* All of a job namespace: one denies, one of each role, and one of pods among which weights go by a group. (dict "root" . "namespace" "team") */}}
+{{- /* All of a job namespace: one denies, and one of each role. (dict "root" . "namespace" "team") */}}
 {{- define "rlhfspec.jobPolicies" }}
 {{- $here := . }}
 {{- $names := .root.Files.Get "files/names.yaml" | fromYaml }}
@@ -155,24 +155,6 @@ spec:
     matchLabels: {{ printf "{%s: %s}" $names.managedBy $names.fieldManager }}
   policyTypes: [Ingress, Egress]
 {{- $graph := .root.Files.Get "files/edges.yaml" | fromYaml }}
-{{- $labels := dict $names.managedBy $names.fieldManager $names.weights "group" }}
-{{- $roles := list (dict "key" $names.role "operator" "In" "values" $graph.group.roles) }}
-{{- $members := dict "matchLabels" $labels "matchExpressions" $roles }}
-{{- $ports := list (dict "protocol" "TCP" "port" $graph.group.port "endPort" $graph.group.last) }}
----
-apiVersion: networking.k8s.io/v1
-kind: NetworkPolicy
-metadata:
-  name: {{ include "rlhfspec.fullname" .root }}-weights-group
-  {{- with .namespace }}
-  namespace: {{ . }}
-  {{- end }}
-  labels: {{- include "rlhfspec.labels" .root | nindent 4 }}
-spec:
-  podSelector: {{ toJson $members }}
-  policyTypes: [Ingress, Egress]
-  ingress: [{from: [{podSelector: {{ toJson $members }}}], ports: {{ toJson $ports }}}]
-  egress: [{to: [{podSelector: {{ toJson $members }}}], ports: {{ toJson $ports }}}]
 {{- range $role := $graph.roles }}
 {{- include "rlhfspec.policy" (dict "root" $here.root "party" $role "namespace" $here.namespace) }}
 {{- end }}

@@ -16,6 +16,7 @@ images:
   {{- end }}
 image_pull_policy: {{ .Values.images.pullPolicy }}
 image_pull_secrets: {{ toJson .Values.images.pullSecrets }}
+network_policies: {{ .Values.networkPolicy.enabled }}
 kueue: {{ has "kueue" .Values.operator.gang }}
 claim: {{ include "rlhfspec.claim" . | quote }}
 {{- with .Values.jobs }}

@@ -29,7 +29,6 @@ NAME = "app.kubernetes.io/name"
 COMPONENT = "app.kubernetes.io/component"  # of the release's own pods: operator, nats, redis, dashboard
 JOB, ROLE, WORKER, RUN = f"{GROUP}/job", f"{GROUP}/role", f"{GROUP}/worker", f"{GROUP}/run"
 RESTART_ID = f"{GROUP}/restart-id"  # annotation of a pod: the restart.id it was started under
-WEIGHTS = f"{GROUP}/weights"  # label of the pods between which weights go by a process group: `group`
 LEADER = f"{GROUP}/leader"  # label of the operator's pod that acts; the Service selects it
 
 CONTAINER = "worker"  # of a pod of a job: the one that computes
@@ -69,7 +68,12 @@ def ranks_name(job: str, job_uid: str) -> str:
     >>> ranks_name("1" * 52, "6f1c-42")
     'ranks-1111111111111111111111111111111111111111-6f1c-42'
     """
-    return f"ranks-{job[:40].rstrip('-')}-{job_uid[:8]}"
+    return policy_name("ranks", job, job_uid)
+
+
+def policy_name(ports: str, job: str, job_uid: str) -> str:
+    """Of a NetworkPolicy that lets pods of one job reach each other."""
+    return f"{ports}-{job[:40].rstrip('-')}-{job_uid[:8]}"
 
 
 def workload_name(job: str, job_uid: str) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine
 from rlhfspec.engine.forward.models import follow_engine
 from rlhfspec.engine.loading import make_engine
-from rlhfspec.huggingface.cutting import Group, load_part
+from rlhfspec.huggingface.cutting import load_part
 from rlhfspec.huggingface.devices import device_of, settled
 from rlhfspec.huggingface.loading import load_stored
 from rlhfspec.huggingface.structure.positions import max_context
@@ -19,7 +20,7 @@ from rlhfspec.job.choices.drafters import AUTO, may_run_draft_model
 _FIELD = "spec.model.path"
 
 
-def make(job: RLHFJob, load_tokenizer: Callable[[], Any], group: Group | None = None) -> Engine:
+def make(job: RLHFJob, load_tokenizer: Callable[[], Any], group: Ranks | None = None) -> Engine:
     """group: the processes of this generator, where it has several; this is rank 0."""
     model = job.spec.model
     target = _target(job, group)
@@ -29,12 +30,12 @@ def make(job: RLHFJob, load_tokenizer: Callable[[], Any], group: Group | None = 
     return make_engine(target, _config(job), draft=draft, tokenizer=load_tokenizer(), group=group)
 
 
-def follow(job: RLHFJob, group: Group) -> None:
+def follow(job: RLHFJob, group: Ranks) -> None:
     """A rank other than 0: holds its part of the model until rank 0 is done."""
     follow_engine(_target(job, group), _config(job), group)
 
 
-def _target(job: RLHFJob, group: Group | None) -> Any:
+def _target(job: RLHFJob, group: Ranks | None) -> Any:
     path = job.spec.model.path
     return load_stored(path, field=_FIELD) if group is None else load_part(path, group, field=_FIELD)
 

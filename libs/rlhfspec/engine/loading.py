@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine
 from rlhfspec.engine.forward.models import make_state
-from rlhfspec.huggingface.cutting import Group
 
 
 def make_engine(
-    model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None, group: Group | None = None
+    model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None, group: Ranks | None = None
 ) -> Engine:
     """The models are Hugging Face's and are swapped in place, so hand over copies.
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.fused.audit import not_audited
 from rlhfspec.huggingface.loading import LOAD_ERRORS, load_stored
@@ -36,36 +37,11 @@ HEADS_APART = "replicated_with_grad_allreduce"  # a norm of heads
 _STYLES = (BY_COLUMNS, BY_ROWS, JOINED, LOOKED_UP, "replicate", HEADS_APART)
 
 
-class Group(Protocol):
-    """The processes that hold a model together; `training.learning.distributed.Ranks` is one."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def num_ranks(self) -> int: ...
-
-    @property
-    def host(self) -> Any:
-        """The process group for tensors of the host."""
-        ...
-
-    @property
-    def device(self) -> Any:
-        """The one for tensors of a device; None: of all processes."""
-        ...
-
-    @property
-    def commands(self) -> Any:
-        """The one for what rank 0 tells the others."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How a model's weights are cut, and which part is this process's. It is kept on the model."""
 
-    group: Group
+    group: Ranks
     shapes: Mapping[str, torch.Size]  # of every weight of the whole model
     axes: Mapping[str, int | None]  # along which a weight is cut; None: rank 0 has it, and zeros are elsewhere
 
@@ -80,7 +56,7 @@ class Cut:
         return weight.narrow(axis, first, count).contiguous()
 
 
-def added(part: Tensor, group: Group) -> Tensor:
+def added(part: Tensor, group: Ranks) -> Tensor:
     """The sum over all ranks, in their order: what another row is beside changes no bit."""
     if not part.is_cpu:
         dist.all_reduce(part, group=group.device)
@@ -92,7 +68,7 @@ def added(part: Tensor, group: Group) -> Tensor:
     return first
 
 
-def joined(part: Tensor, width: int, group: Group) -> Tensor:
+def joined(part: Tensor, width: int, group: Ranks) -> Tensor:
     """[..., width of the part] of all ranks, one behind the other."""
     most, _ = share(width, 1, group.num_ranks)
     with not_audited():
@@ -100,7 +76,7 @@ def joined(part: Tensor, width: int, group: Group) -> Tensor:
         return torch.cat(parts, -1)[..., :width].contiguous()
 
 
-def _of_all(part: Tensor, group: Group) -> list[Tensor]:
+def _of_all(part: Tensor, group: Ranks) -> list[Tensor]:
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.num_ranks)]
     dist.all_gather(parts, part.contiguous(), group=group.host if part.is_cpu else group.device)
     return parts
@@ -122,7 +98,7 @@ def share(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
     return first, min(most, size - first)
 
 
-def load_part(path: str | Path, group: Group, *, field: str = "path") -> Any:
+def load_part(path: str | Path, group: Ranks, *, field: str = "path") -> Any:
     """This process's part of the model at `path`, as `load_stored` has it. All processes of the group call it.
 
     Raises InvalidRequest, before weights are read, for a model that cannot be cut so.
@@ -224,7 +200,7 @@ def _hook(model: Any, path: str, style: str, cut: Cut) -> None:
 
 
 def looked_up(
-    module: Any, plain: Callable[[Tensor], Tensor], group: Group, add: Callable[[Tensor, Group], Tensor] = added
+    module: Any, plain: Callable[[Tensor], Tensor], group: Ranks, add: Callable[[Tensor, Ranks], Tensor] = added
 ) -> Callable[[Tensor], Tensor]:
     """An embedding's forward, of which this process has some rows."""
     first, count = share(module.num_embeddings, group.rank, group.num_ranks)

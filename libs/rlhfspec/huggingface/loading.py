@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import errno
 import logging
-import pickle
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from rlhfspec.huggingface.structure.trace import FORWARD_ERRORS, first_line
 
 # What nothing runs on: masks and angles that old versions of transformers saved, layers that predict further tokens.
 _SPARE = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$|(^|\.)mtp\.")
-LOAD_ERRORS = (*FORWARD_ERRORS, OSError, EOFError, ImportError, SafetensorError, pickle.UnpicklingError)
+LOAD_ERRORS = (*FORWARD_ERRORS, OSError, EOFError, ImportError, SafetensorError, UnpicklingError)
 
 NO_MORE_THREADS = "can't start new thread"  # as Python says it
 

@@ -269,8 +269,8 @@ class Training(Block):
     )
     fuse: Literal["auto", "off"] = Field(
         "off",
-        description="Train actor and critic (ppo) at the same time (auto): each on half of the threads, or on a rank "
-        "each if the trainer has two; off: one after the other.",
+        description="Train actor and critic (ppo) at the same time (auto): on a rank each, where the trainer has two; "
+        "off: by turns.",
     )
     exact_on_policy: bool = Field(
         False,

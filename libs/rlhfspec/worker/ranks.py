@@ -1,9 +1,10 @@
 """`python -m rlhfspec.worker.ranks --nodes N --ranks-per-node G -m MODULE ...`: one worker as a set of ranks.
 
 Each rank is told by its environment what torchrun would tell it, and all of them meet at a c10d store of rank 0. All
-nodes are of this machine, ranks as if on separate ones, unless `--node I --leader HOST:PORT` says which one it is, and
-where rank 0 is to be found. A set is whole or not at all: when a rank fails, those of its node are ended, those of
-others miss it, and the last line of the log names it. Asked to leave, rank 0 is told, and lets the others go.
+nodes are of this machine, ranks as if on separate ones, unless `--node I --leader HOST:PORT --secret FILE` says which
+one it is, where rank 0 is to be found, and by what the ranks know each other. A set is whole or not at all: when a rank
+fails, those of its node are ended, those of others miss it, and the last line of the log names it. Asked to leave,
+rank 0 is told, and lets the others go.
 
 A rank is forked, so that what this process has imported is there.
 """
@@ -14,15 +15,18 @@ import argparse
 import json
 import os
 import runpy
+import secrets
 import signal
 import socket
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from rlhfspec.common.interpreter import refuse_or_begin_anew
+from rlhfspec.common.ranks import SECRET
 from rlhfspec.worker import exits
 from rlhfspec.worker.last_words import TERMINATION_LOG, write_last_words
 from rlhfspec.worker.process import end_with_the_supervisor, leave_when_asked_to
@@ -46,8 +50,12 @@ class RankSet:
     def num_ranks(self) -> int:
         return self._nodes * self._ranks_per_node
 
-    def start(self, module: str, arguments: list[str], gpus: list[str], leader: str) -> None:
-        """`gpus`: of the ranks in order, each one; none: they see what this process sees. `leader`: host and port."""
+    def start(self, module: str, arguments: list[str], gpus: list[str], leader: str, secret: str) -> None:
+        """Fork the ranks of this node.
+
+        `gpus`: of the ranks in order, each one; none: they see what this process sees. `leader`: host and port.
+        `secret`: by which the ranks of all nodes know each other.
+        """
         host, _, port = leader.rpartition(":")
         if "OMP_NUM_THREADS" not in os.environ:
             arguments = [*arguments, "--threads", "1"]  # as torchrun has it
@@ -57,7 +65,7 @@ class RankSet:
                 _become(
                     module,
                     [*arguments, *gpu_of(rank, gpus)],
-                    {"MASTER_ADDR": host, "MASTER_PORT": port, **self._environment(rank)},
+                    {"MASTER_ADDR": host, "MASTER_PORT": port, SECRET: secret, **self._environment(rank)},
                 )
             self._alive[pid] = rank
             _write({"level": "info", "message": f"{self._name(rank)} begins", "rank": rank, "pid": pid})
@@ -165,12 +173,14 @@ def main() -> None:
     parser.add_argument("--leader", metavar="HOST:PORT", help="where rank 0 is to be found")
     parser.add_argument("--gpus", default="", metavar="LIST", help="one for each rank, in order")
     parser.add_argument("-m", dest="module", required=True, metavar="MODULE", help="what each rank runs")
+    parser.add_argument("--secret", type=Path, metavar="FILE", help="a secret of the ranks of all nodes")
     told, arguments = parser.parse_known_args()
-    if (told.node is None) != (told.leader is None):
-        parser.error("--node and --leader go together")
+    if len({each is None for each in (told.node, told.leader, told.secret)}) > 1:
+        parser.error("--node, --leader and --secret go together")
+    secret = secrets.token_hex(32) if told.secret is None else told.secret.read_text().strip()
     ranks = RankSet(nodes=told.nodes, ranks_per_node=told.ranks_per_node, node=told.node)
     gpus = [gpu for gpu in told.gpus.split(",") if gpu]
-    ranks.start(told.module, arguments, gpus, told.leader or f"127.0.0.1:{_free_port()}")
+    ranks.start(told.module, arguments, gpus, told.leader or f"127.0.0.1:{_free_port()}", secret)
     sys.exit(ranks.wait())
 
 

@@ -52,6 +52,7 @@ class OperatorFile(SettingsPart):
     chooses_user: bool = Field(True, description="False: the cluster chooses user and groups of pods.")
     coscheduler: str = "scheduler-plugins-scheduler"
     kueue: bool = Field(False, description="Jobs may wait in queues of Kueue, whose Workloads are watched then.")
+    network_policies: bool = Field(False, description="Make a job's own, beside the chart's.")
     max_workers: int = Field(1000, ge=1, le=5000, description="Pods of one job; one that asks for more is refused.")
 
     @model_validator(mode="before")
@@ -108,4 +109,5 @@ class OperatorFile(SettingsPart):
             coscheduler=self.coscheduler,
             max_workers=self.max_workers,
             kueue=self.kueue,
+            network_policies=self.network_policies,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 from rlhfspec.common.gpus import VISIBLE, see_only
+from rlhfspec.common.ranks import SECRET
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.worker import exits
@@ -25,7 +27,7 @@ from rlhfspec.worker.last_words import write_last_words
 from rlhfspec.worker.process import STARTED
 
 if TYPE_CHECKING:
-    from rlhfspec.training.learning.distributed import Ranks
+    from rlhfspec.common.ranks.group import Ranks
 
 _IDLE_SECONDS = 7 * 86400.0  # a generator may have nothing to do for long; a rank 0 that is gone is noticed at once
 _IMPORT_SECONDS = 60.0  # the others are no forks of a process that has imported all
@@ -41,7 +43,7 @@ def led(job: RLHFJob) -> Iterator[Ranks | None]:
         yield None
         return
     environment = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
-    environment["MASTER_PORT"] = str(_free_port())
+    environment |= {"MASTER_PORT": str(_free_port()), SECRET: secrets.token_hex(32)}
     leaving = Event()
     others = [Thread(target=_keep, args=(rank, environment, leaving), daemon=True) for rank in range(1, count)]
     for other in others:
@@ -60,8 +62,8 @@ def led(job: RLHFJob) -> Iterator[Ranks | None]:
 @contextmanager
 def joined_by(job: RLHFJob) -> Iterator[Ranks]:
     """The group that the environment tells of. Raises InvalidRequest where two would share a GPU."""
+    from rlhfspec.common.ranks.meeting import joined
     from rlhfspec.huggingface.devices import device_of
-    from rlhfspec.training.learning.distributed import joined
 
     if job.spec.device == "cpu":
         os.environ[VISIBLE] = ""  # transformers would load the parts onto GPUs
@@ -73,7 +75,7 @@ def joined_by(job: RLHFJob) -> Iterator[Ranks]:
         stage="generator",
         tell_seconds=_IMPORT_SECONDS,
     ) as ranks:
-        refuse_shared(ranks.gathered((device, os.environ.get(VISIBLE))))
+        refuse_shared(ranks.gather((device, os.environ.get(VISIBLE))))
         yield ranks
 
 

@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 
 
 def build(job: RLHFJob, context: Context) -> TrainerService:
+    from rlhfspec.common.ranks.meeting import joined
     from rlhfspec.huggingface.devices import device_of, settled
     from rlhfspec.runs.folder.trackers import check_packages
-    from rlhfspec.training.checkpoint.folders import verify
-    from rlhfspec.training.checkpoint.shares import write_learner
-    from rlhfspec.training.learning.distributed import Leader, joined
+    from rlhfspec.training.leading import Leader
     from rlhfspec.training.learning.learner import Learner
     from rlhfspec.training.weights.base import SentByRanks
     from rlhfspec.training.weights.group.shares import Shares
@@ -37,12 +36,12 @@ def build(job: RLHFJob, context: Context) -> TrainerService:
         device = device_of(job.spec)
         ranks = leaving.enter_context(joined(**_meeting(job), device=device))
         learner = Learner.from_spec(job.spec, ranks=ranks, device=device)
-        leader = Leader(learner, ranks, write_learner)
+        leader = Leader(learner, ranks)
         leaving.callback(leader.close)
         if isinstance(context.weights, SentByRanks):
             send = partial(leader.send, Shares().send) if leader.num_sharing > 1 else None
             context.weights.sent_by(leader.num_sharing, send, learner.policy)
-        service = _service(job, context, leader, learner.policy, partial(leader.on_each, verify))
+        service = _service(job, context, leader, learner.policy, leader.verify)
         if settled(job.spec, device).training.autocast == "bfloat16":
             report = service.models["trainer"]
             service.models = {"trainer": replace(report, dtype=f"{report.dtype}, computed in bfloat16")}
@@ -97,9 +96,9 @@ def _kept(job: RLHFJob, context: Context, folder: RunFolder) -> KeptFolder | Non
 
 def follow(job: RLHFJob) -> None:
     """A rank other than 0: trains along until rank 0 says stop."""
+    from rlhfspec.common.ranks.meeting import joined
     from rlhfspec.huggingface.devices import device_of
-    from rlhfspec.training.checkpoint.shares import write_learner
-    from rlhfspec.training.learning import distributed
+    from rlhfspec.training import leading
     from rlhfspec.training.learning.learner import Learner
     from rlhfspec.training.weights.group.shares import Shares
 
@@ -110,10 +109,10 @@ def follow(job: RLHFJob) -> None:
         own = {"device": device} if told.place.backend == "nccl" else {}
         return shares.send(told, weights, rank, host=host, **own)
 
-    with distributed.joined(**_meeting(job), device=device) as ranks:
+    with joined(**_meeting(job), device=device) as ranks:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # rank 0's business, once it is there
-        distributed.follow(Learner.from_spec(job.spec, ranks=ranks, device=device), ranks, write_learner, send)
+        leading.follow(Learner.from_spec(job.spec, ranks=ranks, device=device), ranks, send)
 
 
 def _meeting(job: RLHFJob) -> dict[str, Any]:

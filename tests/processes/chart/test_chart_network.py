@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from helm import ROOT, needs_helm, of_kind, rendered
+from operator_world import SETTINGS, World, job_body
 
 from rlhfspec.cluster import names
 from rlhfspec.cluster.names import (
@@ -21,6 +22,7 @@ from rlhfspec.cluster.names import (
     REDIS_PORT,
     REPORT_PORT,
 )
+from rlhfspec.operator.making.network import OWN_PORTS
 
 sys.path.insert(0, str(ROOT / "charts"))
 edges = importlib.import_module("edges")
@@ -132,30 +134,61 @@ def test_exactly_the_edges_of_the_map_are_allowed() -> None:
     assert found == wanted
 
 
+ALL_OWN: dict[str, Any] = {"trainer": {"nodes": 2}, "generator": {"workers": 2, "weights": "group"}}
+
+
+def of_job(name: str, roles: dict[str, Any]) -> tuple[list[Policy], dict[str, Pod]]:
+    """The policies that the operator makes for a job, and the job's pods by role."""
+    body = job_body(roles=roles)
+    body["metadata"] |= {"name": name, "namespace": "ml", "uid": f"{name}-42"}
+    world = World(body, settings=replace(SETTINGS, network_policies=True))
+    world.to_running()
+    policies = [each for (kind, _), each in world.objects.items() if kind == "NetworkPolicy"]
+    pods = {labels[names.ROLE]: labels for pod in world.pods.values() if (labels := pod["metadata"]["labels"])}
+    return policies, {role: Pod(role, "ml", labels) for role, labels in pods.items()}
+
+
+def own_edges(policies: list[Policy], pods: dict[str, Pod], others: dict[str, Pod]) -> set[tuple[str, str, int]]:
+    ports = (RANKS_PORT, 41234, 65535, MOVES_PORT, LINK_PORT)
+    return {
+        (one, other, port)
+        for one in pods
+        for other in others
+        for port in ports
+        if reaches(policies, pods[one], others[other], port)
+    }
+
+
 @needs_helm
-def test_weights_go_by_a_group_between_the_pods_of_jobs_that_have_them_so_alone() -> None:
-    policies = policies_of()
-    plain = [job_pod(role) for role in names.ROLES]
-    labelled = [job_pod(role, **{names.WEIGHTS: "group"}) for role in names.ROLES]
-
-    def found(sources: list[Pod], others: list[Pod]) -> set[tuple[str, str]]:
-        return {
-            (source.name, to.name)
-            for source in sources
-            for to in others
-            if any(reaches(policies, source, to, port) for port in (RANKS_PORT, 41234, 65535))
-        }
-
-    wanted = {(edge.source, edge.to) for edge in edges.group_edges()}
-    assert wanted == {("trainer", "generator"), ("generator", "trainer"), ("generator", "generator")}
-    ranks = {("trainer", "trainer")}
-    assert found(labelled, labelled) == wanted | ranks, "no other role, though it has the label"
-    for pods in ((plain, plain), (plain, labelled), (labelled, plain)):
-        assert found(*pods) == ranks
-    assert not reaches(policies, job_pod("trainer"), job_pod("generator"), GRPC_PORT), "weights are asked for"
-    trainer, generator = (job_pod(role, **{names.WEIGHTS: "group"}) for role in edges.IN_A_GROUP)
-    assert not reaches(policies, generator, trainer, RANKS_PORT - 1)
-    assert not reaches(policies, Pod("generator", "other", generator.labels), trainer, RANKS_PORT)
+@pytest.mark.parametrize(
+    ("roles", "opened"),
+    [
+        ({}, set()),
+        ({"generator": {"workers": 2}}, {"moves"}),
+        ({"trainer": {"nodes": 2}}, {"ranks"}),
+        ({"generator": {"weights": "group"}}, {"weights"}),
+        (ALL_OWN, {"moves", "ranks", "weights"}),
+    ],
+)
+def test_a_job_opens_its_own_ports_where_it_needs_them_and_no_pod_of_another_job_reaches_them(
+    roles: dict[str, Any], opened: set[str]
+) -> None:
+    chart = policies_of()
+    own, pods = of_job("sums", roles)
+    others, other_pods = of_job("others", ALL_OWN)
+    wanted = {
+        (edge.source, edge.to, port)
+        for ports in OWN_PORTS
+        if ports.name in opened
+        for edge in edges.own_edges()
+        if edge.source in ports.roles and edge.to in ports.roles and edge.why.startswith(ports.why)
+        for port in (RANKS_PORT, 41234, 65535, MOVES_PORT, LINK_PORT)
+        if edge.port <= port <= edge.last
+    }
+    assert own_edges([*chart, *own, *others], pods, pods) == wanted
+    assert own_edges([*chart, *own, *others], pods, other_pods) == set()
+    assert own_edges([*chart, *own, *others], other_pods, pods) == set()
+    assert own_edges(chart, pods, pods) == set(), "the chart opens them for no job"
 
 
 def test_the_map_has_the_edges_that_a_run_needs() -> None:
@@ -164,14 +197,18 @@ def test_the_map_has_the_edges_that_a_run_needs() -> None:
     assert {
         ("generator", "trainer", GRPC_PORT), ("critic", "trainer", GRPC_PORT), ("generator", "critic", GRPC_PORT),
         ("critic", "generator", GRPC_PORT), ("generator", "generator", GRPC_PORT),
-        ("generator", "generator", MOVES_PORT), ("generator", "generator", LINK_PORT),
         ("control", "operator", REPORT_PORT), ("operator", "nats", NATS_PORT), ("operator", "redis", REDIS_PORT),
         ("operator", "api", 443), ("prompts", "nats", NATS_PORT), ("control", "redis", REDIS_PORT),
-        ("dashboard", "redis", REDIS_PORT), ("prometheus", "trainer", HTTP_PORT), ("trainer", "trainer", RANKS_PORT),
+        ("dashboard", "redis", REDIS_PORT), ("prometheus", "trainer", HTTP_PORT),
     } <= found  # fmt: skip
     assert not [edge for edge in found if edge[1] == "api" and edge[0] in names.ROLES]
     assert ("trainer", "generator", GRPC_PORT) not in found, "weights are fetched, not pushed"
     assert ("prepare", "nats", NATS_PORT) not in found
+    own = {(edge.source, edge.to, edge.port) for edge in edges.own_edges()}
+    assert own == {
+        ("trainer", "trainer", RANKS_PORT), ("trainer", "generator", RANKS_PORT), ("generator", "trainer", RANKS_PORT),
+        ("generator", "generator", RANKS_PORT), ("generator", "generator", MOVES_PORT),
+    }  # fmt: skip
     lookers = {"control", "dashboard", "operator", "test"}
     assert {source for source, to, _ in found if to == "redis"} == lookers, "workers have nothing to do there"
 

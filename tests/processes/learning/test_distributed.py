@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,12 @@ from learners import critic, policy, rollouts, spec, stored_spec
 from places import TESTS
 from rank_sets import run_ranks
 
+from rlhfspec.common.ranks import SECRET
+from rlhfspec.common.ranks.group import Ranks
+from rlhfspec.common.ranks.meeting import joined
 from rlhfspec.sweep.classes import tiny_config, tiny_model
 from rlhfspec.tiny import random_model
-from rlhfspec.training.checkpoint.shares import write_learner
-from rlhfspec.training.learning.distributed import Leader, Ranks, joined
+from rlhfspec.training.leading import Leader
 from rlhfspec.training.learning.learner import Learner
 from rlhfspec.training.modeling.digest import digest
 from rlhfspec.training.modeling.loading import prepared
@@ -44,7 +47,9 @@ def on_devices(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("devices")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [str(TESTS / "two_devices.py"), str(folder)]
-    done = subprocess.run([*command, *script], capture_output=True, text=True, timeout=150)
+    done = subprocess.run(
+        [*command, *script], capture_output=True, text=True, timeout=150, env=os.environ | {SECRET: "of these ranks"}
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
@@ -158,7 +163,7 @@ def test_alone_a_leader_is_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with joined(timeout_seconds=1.0, silence_seconds=1.0) as ranks:
         assert ranks == Ranks()
-        leader = Leader(Learner(spec(), policy(), num_threads=1), ranks, write_learner)
+        leader = Leader(Learner(spec(), policy(), num_threads=1), ranks)
         assert leader.learn(rollouts()).version == leader.version == 1
         leader.close()
 

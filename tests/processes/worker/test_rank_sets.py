@@ -37,8 +37,9 @@ def ended(process: Any) -> tuple[int, dict[str, Any]]:
 
 def nodes(folder: Path, struck: int) -> list[Any]:
     leader = f"127.0.0.1:{free_port()}"
-    options = [("--node", str(node), "--leader", leader) for node in (1, 0)]
-    return [started(folder, struck, *each, name=f"words-{each[1]}") for each in options]
+    (folder / "secret").write_text("of this run")
+    options = ("--leader", leader, "--secret", str(folder / "secret"))
+    return [started(folder, struck, "--node", str(node), *options, name=f"words-{node}") for node in (1, 0)]
 
 
 ALL = [[rank, rank % 2, rank // 2, 4, 2] for rank in range(4)]
@@ -74,8 +75,8 @@ def test_a_killed_rank_ends_the_ranks_of_other_nodes(tmp_path: Path) -> None:
     assert "of 4 on node 0" in last["message"], "it names who missed it"
 
 
-@pytest.mark.parametrize("option", [("--node", "0"), ("--leader", "here:1")])
-def test_a_node_needs_a_leader(option: tuple[str, str]) -> None:
+@pytest.mark.parametrize("option", [("--node", "0"), ("--leader", "here:1"), ("--node", "0", "--leader", "here:1")])
+def test_a_node_needs_a_leader_and_a_secret(option: tuple[str, ...]) -> None:
     done = subprocess.run([*SET, *option, "-m", "meeting_ranks"], capture_output=True, text=True, cwd=TESTS)
     assert done.returncode == 2
-    assert "--node and --leader go together" in done.stderr
+    assert "--node, --leader and --secret go together" in done.stderr

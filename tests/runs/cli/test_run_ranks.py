@@ -15,6 +15,8 @@ import pytest
 from runs import curve_of, invoke, train
 from started import Started, hold_rewards
 
+from rlhfspec.common.ranks import SECRET
+
 LOSSES = ("policy_loss", "kl", "grad_norm", "entropy")
 
 
@@ -46,7 +48,11 @@ def test_two_ranks_learn_what_one_learns(job_file: Path) -> None:
     for override in ("training.steps=2", "training.optimizer.learningRate=1e-4", "generation.speculation.mode=off"):
         command += ["--set", override]
     done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=150
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1", SECRET: "of this run"},
+        capture_output=True,
+        text=True,
+        timeout=150,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("step 2/2") == 1, "the other rank is silent"
@@ -64,6 +70,10 @@ def test_two_ranks_learn_what_one_learns(job_file: Path) -> None:
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK: in the environment, must be below WORLD_SIZE (2)"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE: in the environment, must be a whole number (got 'two')"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR: must be set beside WORLD_SIZE (2), as torchrun does"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            "RLHFSPEC_RANKS_SECRET: must be set beside WORLD_SIZE (2): random text, the same for all ranks of this run",
+        ),
     ],
 )
 def test_an_environment_that_cannot_be_is_one_line(
@@ -84,7 +94,7 @@ def test_an_empty_rank_is_none(job_file: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_processes_start_their_own_ranks(job_file: Path) -> None:
-    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", SECRET: "of this"}
     command = [sys.executable, "-m", "rlhfspec.cli.start", "run", "--processes", str(job_file)]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, cwd=job_file.parent)
     assert (done.returncode, done.stdout) == (2, "")
@@ -92,7 +102,7 @@ def test_processes_start_their_own_ranks(job_file: Path) -> None:
 
 
 def test_a_rank_without_a_leader_says_whom_it_waited_for(job_file: Path) -> None:
-    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", SECRET: "of this"}
     command = [sys.executable, "-m", "rlhfspec.cli.start", "run", str(job_file), "--out", "out"]
     command += ["--set", "roles.trainer.deadlineSeconds=1"]
     code, output = run_in_a_group(command, environment, job_file.parent)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from learners import policy, spec
 
+from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.tiny import random_model
-from rlhfspec.training.learning.distributed import Ranks
 from rlhfspec.training.learning.memory import ActivationRoom, fits_into
 from rlhfspec.training.modeling.loading import prepared
 from rlhfspec.training.modeling.recomputed import activation_bytes

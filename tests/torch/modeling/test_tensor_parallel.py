@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.tiny import random_model
-from rlhfspec.training.learning.distributed import Ranks
 from rlhfspec.training.modeling.stored import Piece, StoredTensor
 from rlhfspec.training.modeling.tensor_parallel import cut, shares_of
 

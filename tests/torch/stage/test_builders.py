@@ -57,6 +57,7 @@ def test_every_rank_has_a_gpu_of_its_own(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    told |= {"RLHFSPEC_RANKS_SECRET": "of this run"}
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     wanted = a_job().spec.model_copy(update={"device": device})

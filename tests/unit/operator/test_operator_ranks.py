@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from operator_world import World, job_body
+from operator_world import SETTINGS, World, job_body
 
 from rlhfspec.cluster import names
 
@@ -42,7 +43,8 @@ def test_a_node_is_told_which_it_is_and_where_the_first_is() -> None:
         assert (spec["hostname"], spec["subdomain"]) == (name, "ranks-sums-6f1c-42")
         assert spec["containers"][0]["command"] == [
             "python", "-m", "rlhfspec.worker.ranks", "--nodes", "2", "--ranks-per-node", "4", "--node", str(node),
-            "--leader", f"{FIRST}.ranks-sums-6f1c-42:29500", "-m", "rlhfspec.trainer",
+            "--leader", f"{FIRST}.ranks-sums-6f1c-42:29500", "--secret", "/etc/rlhfspec-credentials/ranks.secret",
+            "-m", "rlhfspec.trainer",
             "--connections", "/etc/rlhfspec/connections.json", "--worker", "0",
         ]  # fmt: skip
     service = world.objects["Service", "ranks-sums-6f1c-42"]
@@ -53,20 +55,29 @@ def test_a_node_is_told_which_it_is_and_where_the_first_is() -> None:
     assert service["metadata"]["ownerReferences"] == world.pods[FIRST]["metadata"]["ownerReferences"]
 
 
-def labelled(**roles: Any) -> set[str]:
-    """Roles whose pods have the label of those among which weights go by a group."""
-    world = World(job_body(roles=roles))
+def opened(is_on: bool = True, **roles: Any) -> set[str]:
+    """Ports that the operator opens within a job."""
+    world = World(job_body(roles=roles), settings=replace(SETTINGS, network_policies=is_on))
     world.to_running()
-    pods = [pod["metadata"]["labels"] for pod in world.pods.values() if names.WEIGHTS in pod["metadata"]["labels"]]
-    return {labels[names.ROLE] for labels in pods if labels[names.WEIGHTS] == "group"}
+    made = {name: policy for (kind, name), policy in world.objects.items() if kind == "NetworkPolicy"}
+    for policy in made.values():
+        peers = policy["spec"]["podSelector"]
+        assert peers["matchLabels"] == {names.MANAGED_BY: names.FIELD_MANAGER, names.JOB: "sums"}
+        assert [policy["spec"][way][0][of] for way, of in (("ingress", "from"), ("egress", "to"))] == [
+            [{"podSelector": peers}], [{"podSelector": peers}],
+        ]  # fmt: skip
+    return {name.removesuffix("-sums-6f1c-42") for name in made}
 
 
-def test_ports_are_open_between_trainer_and_generators_where_weights_go_by_a_group() -> None:
-    gpu, members = {"resources": {"limits": {"nvidia.com/gpu": 1}}}, {"trainer", "generator"}
-    assert labelled(generator={"weights": "group"}) == members
-    assert labelled(generator=gpu, trainer=gpu) == members, "auto, on GPUs"
-    assert labelled(generator=gpu) == labelled(trainer=gpu) == labelled() == set()
-    assert labelled(generator=gpu | {"weights": "store"}, trainer=gpu) == set()
+def test_ports_are_open_within_a_job_that_needs_them() -> None:
+    gpu = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
+    assert opened() == opened(generator=gpu) == opened(trainer=gpu) == set()
+    assert opened(generator={"weights": "group"}) == {"weights"}
+    assert opened(generator=gpu, trainer=gpu) == {"weights"}, "auto, on GPUs"
+    assert opened(generator={"workers": 2}) == opened(generator={"replicas": {"min": 1, "max": 2}}) == {"moves"}
+    assert opened(**TWO) == {"ranks"}
+    assert opened(is_on=False, **TWO) == set(), "policies that allow some deny the rest"
+    assert opened(generator=gpu | {"weights": "store"}, trainer=gpu) == set()
 
 
 def test_only_the_first_node_answers_and_is_asked() -> None:

@@ -62,6 +62,16 @@ PLANTED = {
     "unpinned": ("pyproject.toml", '\ndependencies = ["nunpy>=2.0"]\n', 2, "nunpy has no exact version"),
     "machine": ("docs/job.md", "\nin /" + "home/me\n", 2, "is a path of one machine"),
     "broad-except": (CORE, "try:\n    pass\nexcept Exception:\n    pass\n", 3, "catches Exception"),
+    "pickle": (CORE, "import pickle\n", 1, "pickle would run code"),
+    "pickle-by-name": (CORE, "from pickle import loads\n", 1, "pickle would run code"),
+    "pickle-by-pipe": (CORE, "from multiprocessing import Pipe\n", 1, "multiprocessing would run code"),
+    "torch-load": (CORE, "torch.load(path, map_location='cpu')\n", 1, "torch.load without weights_only=True"),
+    "torch-load-unsafe": (CORE, "torch.load(path, weights_only=False)\n", 1, "torch.load without weights_only=True"),
+    "numpy-load": (CORE, "numpy.load(path, allow_pickle=True)\n", 1, "allow_pickle would run code"),
+    **{
+        name: (CORE, f"dist.{name}([], src=0)\n", 1, f"{name} would run code")
+        for name in ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")
+    },
     "bare-except": (CORE, "try:\n    pass\nexcept:\n    pass\n", 3, "catches everything"),
 }  # fmt: skip
 

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.forward.device import FIELD, does_not_fit, free_bytes, gigabytes, is_measured, module_of
-from rlhfspec.engine.forward.led import least_of_all
 from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.huggingface.cutting import Group
 from rlhfspec.huggingface.structure.trace import first_line
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.tree_attention import AttentionMeta
@@ -34,7 +33,7 @@ def least(config: EngineConfig) -> EngineConfig:
     return config.holding(config.table_width // config.block_size)
 
 
-def sized(config: EngineConfig, runners: Sequence[ModelRunner], group: Group | None) -> EngineConfig:
+def sized(config: EngineConfig, runners: Sequence[ModelRunner], group: Ranks | None) -> EngineConfig:
     """The configuration with as many blocks as the device takes; the runners hold them from now on.
 
     group: the processes that hold the model together, which have as many each.
@@ -52,7 +51,7 @@ def sized(config: EngineConfig, runners: Sequence[ModelRunner], group: Group | N
     num_bytes = sum(runner.bytes_per_position for runner in runners) * config.block_size
     num_blocks = min(config.num_blocks, max(room, 0) // num_bytes)
     if group is not None:
-        num_blocks = least_of_all(num_blocks, group)
+        num_blocks = min(group.gather(num_blocks))
     if num_blocks < least(config).num_blocks:
         missing = least(config).num_blocks * num_bytes
         raise InvalidRequest(FIELD, config.gpu_memory_fraction, does_not_fit(

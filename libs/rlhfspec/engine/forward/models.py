@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.distilling.early_exit import early_exit, learning_names
 from rlhfspec.engine.distilling.student import Student
@@ -19,7 +20,7 @@ from rlhfspec.engine.forward.memory import least, sized
 from rlhfspec.engine.forward.runner import ModelRunner, RunnerConfig
 from rlhfspec.engine.kv.state import EngineState, KVSpace
 from rlhfspec.errors import InvalidRequest, did_you_mean
-from rlhfspec.huggingface.cutting import Group, cut_of
+from rlhfspec.huggingface.cutting import cut_of
 from rlhfspec.huggingface.fused.widened import widen
 from rlhfspec.huggingface.loading import load_stored
 from rlhfspec.huggingface.structure.causal_lm import max_positions
@@ -39,7 +40,7 @@ def load_state(path: str | Path, *, drafter: str | Path | None, options: dict[st
 
 
 def make_state(
-    model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None, group: Group | None = None
+    model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None, group: Ranks | None = None
 ) -> EngineState:
     """What an engine begins with, of Hugging Face models already in memory; they are swapped in place. A draft may be
     "auto": then it is made of the model.
@@ -62,7 +63,7 @@ def make_state(
     )
 
 
-def _draft_and_student(model: Any, config: EngineConfig, draft: Any, group: Group | None) -> tuple[Any, Student | None]:
+def _draft_and_student(model: Any, config: EngineConfig, draft: Any, group: Ranks | None) -> tuple[Any, Student | None]:
     """The draft model, and its copy that learns."""
     learning_part: set[str] | None = None
     if isinstance(draft, str) and draft == AUTO:
@@ -78,14 +79,14 @@ def _draft_and_student(model: Any, config: EngineConfig, draft: Any, group: Grou
     return draft, student
 
 
-def follow_engine(model: Any, config: EngineConfig, group: Group) -> None:
+def follow_engine(model: Any, config: EngineConfig, group: Ranks) -> None:
     """Ranks other than 0: hold a part of the model of rank 0's engine, until that is closed."""
     _, [runner] = make_runners(model, config, None, group)
     follow(runner, group)
 
 
 def make_runners(
-    model: Any, config: EngineConfig, draft: Any, group: Group | None
+    model: Any, config: EngineConfig, draft: Any, group: Ranks | None
 ) -> tuple[EngineConfig, list[ModelRunner]]:
     """Of the target and, where there is one, of the draft; and the configuration with KV as large as they hold."""
     _check_positions(model, draft, config.max_context)

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import ModelOutput
 
 from rlhfspec.huggingface.structure.attention import AttentionSpec
 from rlhfspec.huggingface.structure.positions import positions_in
@@ -34,6 +36,32 @@ class Anatomy:
     def kinds_of_attention(self) -> tuple[str, ...]:
         """What they do, each kind once."""
         return tuple(dict.fromkeys(str(spec) for spec in self.attentions))
+
+    def fields(self) -> dict[str, Any]:
+        """Return what JSON can say of it, for `of`."""
+        attentions = [asdict(spec) for spec in self.attentions]
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return own | {
+            "trunk_output": _name_of(self.trunk_output), "attentions": attentions, "called": sorted(self.called),
+        }  # fmt: skip
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Anatomy:
+        """Return the anatomy of a model of a class that is loaded here too."""
+        outputs = {_name_of(each): each for each in (tuple, *_subclasses(ModelOutput))}
+        attentions = tuple(AttentionSpec(**spec) for spec in told["attentions"])
+        own = {"trunk_output": outputs[told["trunk_output"]], "attentions": attentions}
+        return cls(**{**told, **own, "called": frozenset(told["called"])})
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
 
 
 def anatomy_of(model: Any) -> Anatomy:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.training.checkpoint.shares import Written, fingerprint, merged, stored_tensors, write_part
 from rlhfspec.training.checkpoint.states import unpack
-from rlhfspec.training.learning.distributed import Ranks
 from rlhfspec.training.modeling.stored import StoredTensor
 from rlhfspec.training.modeling.tensor_files import sync
 

@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
+from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.training.checkpoint.states import pack
-from rlhfspec.training.learning.distributed import Ranks
 from rlhfspec.training.modeling.stored import PartOf, Piece, StoredTensor, is_shared, place_of, whole_shape
 from rlhfspec.training.modeling.tensor_files import SAME_AS, write_tensors
 
@@ -73,11 +73,6 @@ def write_part(folder: Path, part: str, state: Any, *, ranks: Ranks | None = Non
             write_tensors(path, named, notes=notes)
             files[path.name] = fingerprint(path)
     return Written(document=document[part], files=files)
-
-
-def write_learner(folder: Path, state: Any, ranks: Ranks, leads: bool) -> Written:
-    """What a rank has of the learner's state (`learning.distributed.Write`)."""
-    return write_part(folder, LEARNER, state, ranks=ranks, leads=leads)
 
 
 def merged(documents: Sequence[Any]) -> Any:

@@ -8,8 +8,8 @@
 Old log-probs are those of the trainer's own forward before the first update. With a single update a step, nothing has
 moved when they are needed, so that the update's own forward gives them.
 
-The critic's updates need nothing of the policy's: `fusion` says which of them run at the same time. Bits depend on the
-number of threads, which is fixed when the learner is made.
+Once the targets are known, the critic's updates need nothing of the policy's. Both are made by turns, or by a rank each
+(`training.fuse`), with the same bits. These depend on the number of threads, which is fixed when the learner is made.
 
 Example:
     >>> learner = Learner.from_spec(spec)                     # doctest: +SKIP
@@ -26,13 +26,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhfspec import job
+from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.errors import InvalidRequest, NumericalError, StorageError
 from rlhfspec.huggingface.devices import settled
 from rlhfspec.huggingface.fused.widened import widen
@@ -48,12 +48,11 @@ from rlhfspec.training.learning.algorithms import (
     prepare,
     value_terms,
 )
-from rlhfspec.training.learning.distributed import Ranks
-from rlhfspec.training.learning.fusion import Meet, chains_of, first
 from rlhfspec.training.learning.memory import ActivationRoom
 from rlhfspec.training.learning.network import Network, State
 from rlhfspec.training.learning.packing import pack, pack_groups, split_evenly
 from rlhfspec.training.learning.rollouts import Rollouts
+from rlhfspec.training.learning.sharding import shard
 from rlhfspec.training.learning.tally import Tally
 from rlhfspec.training.modeling import lora, tensor_parallel
 from rlhfspec.training.modeling.critic import Critic, load_critic
@@ -62,6 +61,7 @@ from rlhfspec.training.modeling.log_probs import PolicyForward, TorchForward
 from rlhfspec.training.modeling.packed import PackedRow, pack_sequences
 
 log = logging.getLogger("rlhfspec.training.learning")
+_MODELS = ("policy", "critic")  # where each has a rank of its own, by rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,61 +102,57 @@ class Learner:
         self._num_threads = num_threads or torch.get_num_threads()
         self._device = torch.device(device)
         self._widens = stored and spec.model.dtype == "float32"  # what is still in bfloat16, on the device
-        self._chains = chains_of(spec, ranks or Ranks(), self._num_threads, self._device)
-        self._ranks = self._chains.ranks
+        self._all = ranks or Ranks()  # that train a step together
+        models, self._ranks = share_of(spec, self._all)
         self._policy = policy
-        self._networks: dict[str, Network] = {}
         training = spec.training
         self._share_prompts = training.share_prompts and not self._lora_dropout
-        if training.share_prompts and self._lora_dropout and self._ranks.rank == 0:
+        if training.share_prompts and self._lora_dropout and self._all.rank == 0:
             log.info("every sample runs its own copy of the prompt: model.lora.dropout is drawn for each of them")
-        if "policy" in self._chains.models:
-            tensor_parallel.cut(policy, self._ranks.tensor, field="spec.model.path")
-        if "critic" in self._chains.models and critic is not None:
-            tensor_parallel.cut(critic.trunk, self._ranks.tensor, field="spec.model.critic")
-        trunks = _trunks(self._chains.models, policy, critic)
+        modules = {"policy": policy, "critic": critic}
+        trunks = []
+        for model in models:
+            assert modules[model] is not None, f"this rank trains a {model}"
+            field = "spec.model.path" if model == "policy" else "spec.model.critic"
+            tensor_parallel.cut(policy if model == "policy" else critic.trunk, self._ranks.tensor, field=field)
+            trunks.append(CausalLM(policy).trunk if model == "policy" else critic.trunk)
         room = ActivationRoom(spec, trunks, self._device, self._computes_in, widens=self._widens)
-        if "policy" in self._chains.models:
-            self._forward = self._policy_forward(self._unshared(policy))
-            self._networks["policy"] = Network(
-                policy, training.optimizer, training, field="spec.training.optimizer", ranks=self._ranks
-            )
-        if "critic" in self._chains.models:
-            assert critic is not None, "this algorithm trains a critic"
-            self._shard(self._unshared(critic), critic.trunk)
-            settings = training.critic_optimizer
-            self._networks["critic"] = Network(
-                critic, settings, training, field="spec.training.criticOptimizer", ranks=self._ranks
-            )
+        self._networks = {model: self._network(model, modules[model]) for model in models}
         room.settle((each for network in self._networks.values() for each in network.parameters), self._ranks)
 
     @classmethod
     def from_spec(
         cls, spec: job.Spec, *, ranks: Ranks | None = None, num_threads: int | None = None, device: str = "cpu"
     ) -> Learner:
-        """Loads what this rank trains. What goes to a device, or of which ranks hold shares, is widened there."""
-        threads = num_threads or torch.get_num_threads()
-        chains = chains_of(spec, ranks or Ranks(), threads, torch.device(device))
-        stored = device != "cpu" or chains.ranks.num_ranks > 1
-        how: dict[str, Any] = {"max_context": spec.max_context, "ranks": chains.ranks, "stored": stored}
-        policy, critic = None, None
-        if "policy" in chains.models:
-            policy = load_policy(spec.model, seed=spec.training.seed, **how)
-        if "critic" in chains.models:
-            critic = load_critic(spec.model, **how)
+        """Load what this rank trains. What goes to a device, or is shared by ranks, is widened there."""
+        models, sharing = share_of(spec, ranks or Ranks())
+        stored = device != "cpu" or sharing.num_ranks > 1
+        how: dict[str, Any] = {"max_context": spec.max_context, "ranks": sharing, "stored": stored}
+        policy = load_policy(spec.model, seed=spec.training.seed, **how) if "policy" in models else None
+        critic = load_critic(spec.model, **how) if "critic" in models else None
         return cls(spec, policy, critic, ranks=ranks, num_threads=num_threads, device=device, stored=stored)
 
-    def _unshared(self, module: Any) -> Any:
-        """On the device; where ranks share it, it is taken there block by block."""
+    def _network(self, model: str, module: Any) -> Network:
+        """Bring a model to the device, shared out where ranks share it."""
+        training = self._spec.training
+        self._unshared(module)
+        if model == "policy":
+            self._forward = self._policy_forward(module)
+            return Network(module, training.optimizer, training, field="spec.training.optimizer", ranks=self._ranks)
+        self._shard(module, module.trunk)
+        field = "spec.training.criticOptimizer"
+        return Network(module, training.critic_optimizer, training, field=field, ranks=self._ranks)
+
+    def _unshared(self, module: Any) -> None:
+        """Bring a module to the device; where ranks share it, `shard` does so block by block."""
         if self._ranks.sharing.num_ranks > 1:
-            return module
+            return
         module.to(self._device)
         if self._widens:
             widen(module.parameters())
-        return module
 
     def _shard(self, module: Any, trunk: Any) -> None:
-        self._ranks.shard(module, trunk, self._device, self._computes_in, widens=self._widens)
+        shard(module, trunk, self._device, self._ranks, computes_in=self._computes_in, widens=self._widens)
 
     def _policy_forward(self, policy: Any) -> PolicyForward:
         spec = self._spec
@@ -183,34 +179,22 @@ class Learner:
 
     def learn(self, rollouts: Rollouts) -> LearnReport:
         """Train one step. NumericalError leaves the weights as the last good update made them."""
-        torch.set_num_threads(self._chains.num_threads)  # threads of a process do not inherit it from each other
-        try:
-            return self._learn(rollouts)
-        finally:
-            torch.set_num_threads(self._num_threads)
-
-    def _learn(self, rollouts: Rollouts) -> LearnReport:
+        torch.set_num_threads(self._num_threads)  # threads of a process do not inherit it from each other
         algorithm, epochs = self._spec.algorithm, self._spec.training.epochs
-        tally, of_critic = Tally(rollouts.num_tokens), Tally(0)
+        tally = Tally(rollouts.num_tokens)
         minis = self._mini_batches(rollouts)
         if len(minis) * epochs > 1 or needs_policy_log_probs(algorithm) or self._lora_dropout:
-            if "policy" in self._networks:
-                self._keep_old_log_probs(rollouts, minis, tally)
-            tally = self._chains.told_by("policy", tally)
+            self._keep_old_log_probs(rollouts, minis, tally)
         old = tally.log_probs if tally.is_complete else None
-        targets, metrics = prepare(
-            algorithm, rollouts, policy_log_probs=old, max_tokens=self._spec.generation.max_tokens
-        )
-        chains = {
-            "policy": partial(self._chain, "policy", self._policy_terms, rollouts, targets, minis, tally),
-            "critic": partial(self._chain, "critic", self._critic_terms, rollouts, targets, minis, of_critic),
-        }
-        self._chains.run({model: chains[model] for model in self._networks})
-        tally.share(self._ranks)
-        tally = self._chains.told_by("policy", tally)
-        tally.join(self._chains.told_by("critic", of_critic))
+        max_tokens = self._spec.generation.max_tokens
+        targets, metrics = prepare(algorithm, rollouts, policy_log_probs=old, max_tokens=max_tokens)
+        for mini in minis * epochs:
+            of_mini = targets.mini_batch(algorithm, mini.samples, max_tokens=max_tokens)
+            for model in self._networks:
+                self._step(model, rollouts, of_mini, mini, tally)
+        tally.share(self._all)
         metrics |= metrics_before_updates(algorithm, rollouts, tally.log_probs, tally.entropy)
-        metrics |= tally.metrics(rollouts, self._ranks, epochs=epochs)
+        metrics |= tally.metrics(rollouts, self._all, epochs=epochs)
         metrics["staleness_max"] = float(self.version - int(rollouts.weights_versions.min()))
         self.version += 1
         return LearnReport(
@@ -238,37 +222,15 @@ class Learner:
 
     @torch.no_grad()
     def _keep_old_log_probs(self, rollouts: Rollouts, minis: Sequence[MiniBatch], tally: Tally) -> None:
-        """A forward of everything before anything moves, in the packing of the updates."""
-        for mini in minis:
+        """Run a forward of everything before anything moves, in the packing of the updates."""
+        for mini in minis if "policy" in self._networks else ():
             for micro in mini.micro_batches:
                 with self._autocast():
                     out = self._forward(self._packed(rollouts, micro or [mini.samples[0]]))
                 if micro:
                     _watch(tally, rollouts, micro, out.log_probs, "log-probs")  # they are in the targets of others
                     tally.keep(_tokens(rollouts, micro), out)
-        tally.share(self._ranks)
-
-    def _chain(
-        self,
-        model: str,
-        terms_of: Callable[[Rollouts, list[int], Targets, Tally], TokenTerms],
-        rollouts: Rollouts,
-        targets: Targets,
-        minis: list[MiniBatch],
-        tally: Tally,
-        meet: Meet,
-    ) -> Iterator[None]:
-        """All updates of a model, one a turn."""
-        algorithm, max_tokens = self._spec.algorithm, self._spec.generation.max_tokens
-        for mini in minis * self._spec.training.epochs:
-            of_mini = targets.mini_batch(algorithm, mini.samples, max_tokens=max_tokens)
-
-            def terms(micro: list[int], mini: MiniBatch = mini, of_mini: Targets = of_mini) -> TokenTerms:
-                of_micro = of_mini.select([sample - mini.samples.start for sample in micro])
-                return terms_of(rollouts, micro, of_micro.to(self._device), tally)
-
-            self._step(model, terms, rollouts, mini, tally, meet)
-            yield
+        tally.share(self._all)
 
     def _policy_terms(self, rollouts: Rollouts, micro: list[int], targets: Targets, tally: Tally) -> TokenTerms:
         algorithm = self._spec.algorithm
@@ -286,32 +248,31 @@ class Learner:
         _watch(tally, rollouts, micro, values, "values")
         return value_terms(self._spec.algorithm, values, targets)
 
-    def _step(
-        self,
-        model: str,
-        terms_of: Callable[[list[int]], TokenTerms],
-        rollouts: Rollouts,
-        mini: MiniBatch,
-        tally: Tally,
-        meet: Meet,
-    ) -> None:
+    def _step(self, model: str, rollouts: Rollouts, targets: Targets, mini: MiniBatch, tally: Tally) -> None:
         """Gather the mini-batch's gradients, look at them, and only then let the optimizer have them."""
         network = self._networks[model]
+        terms_of = self._policy_terms if model == "policy" else self._critic_terms
+
+        def backward(micro: list[int]) -> TokenTerms:
+            of_micro = targets.select([sample - mini.samples.start for sample in micro]).to(self._device)
+            terms = terms_of(rollouts, micro, of_micro, tally)
+            terms.loss.backward()  # type: ignore[no-untyped-call]
+            return terms
+
         for micro in mini.micro_batches:
             if micro:
-                terms = terms_of(micro)
-                terms.loss.backward()  # type: ignore[no-untyped-call]
-                tally.add(terms)
+                tally.add(backward(micro))
             else:  # shares of weights are exchanged in every forward: a rank without work runs one for nothing
                 self._idle(model, rollouts)
         norm = network.grad_norm()
-        problem = first(self._ranks.gathered(tally.problem))
-        if problem is None and not math.isfinite(norm):
-            problem = self._blame(network, terms_of, rollouts, mini)
-        problem = meet(None if problem is None else f"{model}: {problem}")
-        if problem is not None:
-            network.forget_gradients()
-            raise NumericalError(f"step {self.version + 1}: {problem}; nothing was trained on it")
+        found, problem = f"{model}: {tally.problem}" if tally.problem else None, None
+        if found is None and not math.isfinite(norm):
+            problem = f"{model}: {self._blame(network, backward, rollouts, mini)}"
+        told = self._all.gather([found, problem])  # no rank makes an update that another one does not
+        for said in (*(found for found, _ in told), *(problem for _, problem in told)):
+            if said is not None:
+                network.forget_gradients()
+                raise NumericalError(f"step {self.version + 1}: {said}; nothing was trained on it")
         tally.add_update(model, network.update(norm))
         if model == "policy":
             self._forward.weights_changed()
@@ -323,12 +284,12 @@ class Learner:
         (out.sum() * 0).backward()
 
     def _blame(
-        self, network: Network, terms_of: Callable[[list[int]], TokenTerms], rollouts: Rollouts, mini: MiniBatch
+        self, network: Network, backward: Callable[[list[int]], TokenTerms], rollouts: Rollouts, mini: MiniBatch
     ) -> str:
-        """Whose gradient is not finite: tried one by one, where no other rank has to keep in step."""
+        """Return whose gradient is not finite: tried one by one, where no other rank has to keep in step."""
         for sample in mini.samples if self._ranks.num_ranks == 1 else ():
             network.forget_gradients()
-            terms_of([sample]).loss.backward()  # type: ignore[no-untyped-call]
+            backward([sample])
             if not math.isfinite(network.grad_norm()):
                 return f"the gradient of sample {rollouts.ids[sample]} is not finite"
         first, last = (rollouts.ids[sample] for sample in (mini.samples[0], mini.samples[-1]))
@@ -390,7 +351,8 @@ class Learner:
         if not self._trains_critic:
             raise InvalidRequest("algorithm.name", self._spec.algorithm.name, "trains no critic")
         own = self._networks["critic"].weights() if "critic" in self._networks else {}
-        return self._chains.told_by("critic", own)
+        is_apart = self._ranks.num_ranks < self._all.num_ranks
+        return self._all.broadcast(own, source=_MODELS.index("critic")) if is_apart else own  # type: ignore[no-any-return]
 
     def state(self) -> State:
         """All of this rank that the next step depends on: nested dictionaries of tensors and numbers. Where ranks share
@@ -426,8 +388,13 @@ class Learner:
         return "critic" in scoring_stages(self._spec.algorithm)
 
 
-def _trunks(models: Sequence[str], policy: Any, critic: Critic | None) -> list[Any]:
-    return [CausalLM(policy).trunk if model == "policy" or critic is None else critic.trunk for model in models]
+def share_of(spec: job.Spec, ranks: Ranks) -> tuple[Sequence[str], Ranks]:
+    """Return which models a rank trains, and the ranks with which it shares them."""
+    if "critic" not in scoring_stages(spec.algorithm):
+        return _MODELS[:1], ranks
+    if spec.training.fuse == "auto" and ranks.num_ranks == len(_MODELS) and ranks.tensor is None:
+        return (_MODELS[ranks.rank],), Ranks()
+    return _MODELS, ranks
 
 
 def _tokens(rollouts: Rollouts, samples: Sequence[int]) -> Tensor:

@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlhfspec import job
+from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.huggingface.fused.widened import one_layer_wide
-from rlhfspec.training.learning.distributed import Ranks
 from rlhfspec.training.modeling.recomputed import activation_bytes, recompute
 
 log = logging.getLogger("rlhfspec.training.learning")
@@ -55,7 +55,7 @@ class ActivationRoom:
         """Once the weights are on the device: layers are computed again, or not, and on all ranks alike."""
         again = self._setting == "on"
         if self._kept:
-            again = not all(ranks.gathered(self._fits(sum(map(_own_bytes, trained)))))
+            again = not all(ranks.gather(self._fits(sum(map(_own_bytes, trained)))))
         for trunk in self._trunks if again else ():
             recompute(trunk)
         return again

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlhfspec import job
+from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.errors import StorageError
 from rlhfspec.huggingface.cutting import joined
-from rlhfspec.training.learning.distributed import Ranks
 from rlhfspec.training.learning.optim import make_optimizer, make_schedule
 from rlhfspec.training.modeling.stored import PartOf, Share, StoredTensor, whole_shape
 from rlhfspec.training.modeling.tensor_parallel import shares_of
@@ -70,7 +70,7 @@ class Network:
         whole: list[nn.Parameter] = []
         for parameter, share in zip(self.parameters, self._shares_by_place, strict=True):
             (whole if share is None else cut).append(parameter)
-        return math.hypot(_norm(whole), *self._group.gathered(_norm(cut)))
+        return math.hypot(_norm(whole), *self._group.gather(_norm(cut)))
 
     def update(self, norm: float) -> Update:
         """One optimizer step with the gradients gathered since the last one, whose norm this is."""

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,10 @@ class Rollouts:
     reference_log_probs: Tensor | None  # [T] float32, at the temperature of sampling
     values: Tensor | None  # [T] float32, of the state before each token
     truncated: Tensor  # [n] bool: ended by maxTokens
+
+    def fields(self) -> dict[str, Any]:
+        """Return the arguments that make these rollouts again."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def num_samples(self) -> int:

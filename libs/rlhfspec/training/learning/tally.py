@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.training.learning.algorithms import TokenTerms
-from rlhfspec.training.learning.distributed import Ranks
 from rlhfspec.training.learning.network import Update
 from rlhfspec.training.learning.rollouts import Rollouts
 from rlhfspec.training.modeling.log_probs import TokenLogProbs
 
 
 class Tally:
-    """Of one chain of updates. The critic's keeps no tokens."""
+    """What the updates of a step on this rank have given."""
 
     def __init__(self, num_tokens: int) -> None:
         self.is_complete = False  # of all tokens, of all ranks
@@ -35,17 +35,17 @@ class Tally:
         self._entropy = torch.zeros(num_tokens)
         self._losses: Counter[str] = Counter()
         self._sums: Counter[str] = Counter()
-        self._updates: dict[str, list[Update]] = {}
+        self._updates: dict[str, list[tuple[float, float]]] = {}  # by model: norm and learning rate of each
 
     def keep(self, tokens: Tensor, said: TokenLogProbs) -> None:
-        """Of these tokens, as long as nothing has been updated."""
+        """Keep the numbers of these tokens, as long as nothing has been updated."""
         assert not self.is_complete, "every token has been kept"
         self._log_probs[tokens] = said.log_probs.detach().cpu()
         self._untempered[tokens] = said.untempered.cpu()
         self._entropy[tokens] = said.entropy.detach().cpu()
 
     def share(self, ranks: Ranks) -> None:
-        """Each rank kept what its own micro-batches said; from now on all have it of all tokens."""
+        """Have what each rank kept of its own micro-batches on all of them."""
         if not self.is_complete:
             self._log_probs, self._untempered, self._entropy = map(
                 ranks.add, (self._log_probs, self._untempered, self._entropy)
@@ -83,26 +83,24 @@ class Tally:
         self._losses.update(terms.losses)
         self._sums.update(terms.sums)
 
-    def add_update(self, network: str, update: Update) -> None:
-        self._updates.setdefault(network, []).append(update)
-
-    def join(self, other: Tally) -> None:
-        """What the other chain's has of losses, sums and updates."""
-        self._losses.update(other._losses)
-        self._sums.update(other._sums)
-        self._updates |= other._updates
+    def add_update(self, model: str, update: Update) -> None:
+        self._updates.setdefault(model, []).append((update.grad_norm, update.learning_rate))
 
     def metrics(self, rollouts: Rollouts, ranks: Ranks, *, epochs: int) -> dict[str, float]:
-        """Means over the step's updates, and over its tokens."""
-        num_updates = len(next(iter(self._updates.values())))
-        losses, sums = (_added(ranks.gathered_of_micro_batches(each)) for each in (self._losses, self._sums))
+        """Return means over the step's updates, and over its tokens."""
+        of_ranks = ranks.gather_of_micro_batches([self._losses, self._sums, self._updates])
+        losses, sums = (_added([each[place] for each in of_ranks]) for place in (0, 1))
+        updates_of: dict[str, list[tuple[float, float]]] = {}
+        for *_, updates in reversed(of_ranks):
+            updates_of = updates | updates_of
+        num_updates = len(updates_of["policy"])
         metrics = {name: total / num_updates for name, total in losses.items()}
         metrics |= {name: total / (self._num_tokens * epochs) for name, total in sums.items()}
         metrics["clip_fraction"] = metrics["clip_fraction_low"] + metrics["clip_fraction_high"]
-        for network, updates in self._updates.items():
-            prefix = "" if network == "policy" else f"{network}_"
-            metrics[f"{prefix}grad_norm"] = sum(update.grad_norm for update in updates) / len(updates)
-            metrics[f"{prefix}learning_rate"] = updates[-1].learning_rate
+        for model, updates in updates_of.items():
+            prefix = "" if model == "policy" else f"{model}_"
+            metrics[f"{prefix}grad_norm"] = sum(norm for norm, _ in updates) / len(updates)
+            metrics[f"{prefix}learning_rate"] = updates[-1][1]
         difference = (self._untempered.double() - rollouts.log_probs.double()).abs()
         metrics["log_prob_difference_max"] = float(difference.max())
         metrics["log_prob_difference_mean"] = float(difference.mean())
@@ -110,7 +108,7 @@ class Tally:
 
 
 def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Summed by name, in the order of the ranks."""
+    """Return the sums by name, in the order of the ranks."""
     total: Counter[str] = Counter()
     for part in parts:
         total.update(part)

@@ -21,11 +21,12 @@ import torch
 from torch import nn
 
 from rlhfspec import job
+from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.loading import LOAD_ERRORS, refuse_other_weights
 from rlhfspec.huggingface.structure.anatomy import examine
 from rlhfspec.huggingface.structure.causal_lm import CausalLM, within_positions
-from rlhfspec.training.modeling.loading import Sharing, load_causal_lm, prepared
+from rlhfspec.training.modeling.loading import load_causal_lm, prepared
 from rlhfspec.training.modeling.packed import PackedRow, hidden_states
 
 _FILE = "critic.safetensors"
@@ -57,7 +58,7 @@ class Critic(nn.Module):
 
 
 def load_critic(
-    model: job.Model, *, max_context: int = 1024, stored: bool = False, ranks: Sharing | None = None
+    model: job.Model, *, max_context: int = 1024, stored: bool = False, ranks: Ranks | None = None
 ) -> Critic:
     """A critic saved by `Critic.save`, or a new head on the trunk of a causal LM; that one as `load_causal_lm` says."""
     path, field = (model.path, "spec.model.path") if model.critic is None else (model.critic, "spec.model.critic")

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from rlhfspec import job
+from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.huggingface.fused.casting import Precision, cast, narrow, precision_of
 from rlhfspec.huggingface.fused.widened import one_layer_wide, widen
@@ -36,21 +38,9 @@ from rlhfspec.training.modeling.probed import answers, every_row, probes_of, ran
 _DEFAULT_CONTEXT = 1024
 
 
-class Sharing(Protocol):
-    """The ranks that train a model together; `training.learning.distributed.Ranks` is one."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def num_ranks(self) -> int: ...
-
-    def told_by(self, rank: int, thing: Any) -> Any: ...
-
-
 def load_policy(
     model: job.Model, *, seed: int = 0, max_context: int = _DEFAULT_CONTEXT, stored: bool = False,
-    ranks: Sharing | None = None,
+    ranks: Ranks | None = None,
 ) -> Any:  # fmt: skip
     """The policy as it begins; with a LoRA block, its update is drawn from the seed and only it takes gradients.
     stored, ranks: as of `load_causal_lm`; an update is of the type of what it is added to, which is widened for it."""
@@ -76,7 +66,7 @@ def load_reference(model: job.Model, *, max_context: int = _DEFAULT_CONTEXT, sto
 
 def load_causal_lm(
     path: str | Path, *, field: str, dtype: str, max_context: int = _DEFAULT_CONTEXT, only_trunk: bool = False,
-    stored: bool = False, ranks: Sharing | None = None,
+    stored: bool = False, ranks: Ranks | None = None,
 ) -> Any:  # fmt: skip
     """The model at `path`, a folder or a hub id; `field` is what messages call it. stored: as of `prepared`.
 
@@ -87,22 +77,22 @@ def load_causal_lm(
     options: dict[str, Any] = {"dtype": dtype, "max_context": max_context, "name": field, "stored": stored}
     if ranks is None or ranks.num_ranks == 1:
         return prepared(model, **options)
-    found: tuple[Anatomy, ModelReport] | None = None
-    refusal = field, str(path), "rank 0 could not try it"
     if ranks.rank > 0:
-        found, refusal = ranks.told_by(0, (found, refusal))
+        found, refusal = ranks.broadcast()
         if found is None:
             raise InvalidRequest(*refusal)
-        return _made_ready(_in_its_type(model, dtype, stored), *found)
+        anatomy, report = found
+        return _made_ready(_in_its_type(model, dtype, stored), Anatomy.of(anatomy), ModelReport(**report))
+    found, refusal = None, (field, str(path), "rank 0 could not try it")
     try:
         model = prepared(model, **options)
-        found = anatomy_of(model), report_of(model)
+        found = anatomy_of(model).fields(), asdict(report_of(model))
         return model
     except InvalidRequest as error:
         refusal = error.field, str(error.value), error.problem
         raise
     finally:
-        ranks.told_by(0, (found, refusal))
+        ranks.broadcast((found, refusal))
 
 
 def prepared(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.cutting import (
     BY_COLUMNS,
@@ -26,7 +27,6 @@ from rlhfspec.huggingface.cutting import (
     HEADS_APART,
     JOINED,
     LOOKED_UP,
-    Group,
     added,
     joined,
     looked_up,
@@ -38,7 +38,7 @@ from rlhfspec.training.modeling.stored import Share
 _ATTRIBUTE = "rlhfspec_shares"  # on a module: which part of its weights this rank has
 
 
-def cut(model: Any, group: Group | None, *, field: str) -> None:
+def cut(model: Any, group: Ranks | None, *, field: str) -> None:
     """Leave this rank's part of a model that every rank of the group has whole, in place.
 
     Raises InvalidRequest for a model that has no plan, or whose heads or widths the number of ranks does not divide.
@@ -67,7 +67,7 @@ def shares_of(module: nn.Module) -> dict[str, Share]:
     }
 
 
-def _take_part(module: Any, style: str, group: Group, made: dict[int, nn.Parameter]) -> None:
+def _take_part(module: Any, style: str, group: Ranks, made: dict[int, nn.Parameter]) -> None:
     shares: dict[str, Share] = {}
     for leaf, parameter in module._parameters.items():
         dim = {BY_COLUMNS: 0, JOINED: 0, LOOKED_UP: 0, BY_ROWS: 1 if leaf == "weight" else None}.get(style)
@@ -87,7 +87,7 @@ def _take_part(module: Any, style: str, group: Group, made: dict[int, nn.Paramet
         module.out_features, module.in_features = module.weight.shape
 
 
-def _lay_out(module: Any, style: str, group: Group, spread: _Spread) -> None:
+def _lay_out(module: Any, style: str, group: Ranks, spread: _Spread) -> None:
     """What the module does with the parts of the others; it is whole still."""
     if style in (BY_COLUMNS, JOINED):
         module.register_forward_pre_hook(spread)
@@ -103,7 +103,7 @@ def _lay_out(module: Any, style: str, group: Group, spread: _Spread) -> None:
         module.register_forward_pre_hook(_adding_gradients(group))
 
 
-def _rows(module: nn.Linear, group: Group) -> Callable[[Tensor], Tensor]:
+def _rows(module: nn.Linear, group: Ranks) -> Callable[[Tensor], Tensor]:
     """A bias is whole on all ranks, and added once."""
 
     def forward(hidden: Tensor) -> Tensor:
@@ -114,14 +114,14 @@ def _rows(module: nn.Linear, group: Group) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def _padding(module: nn.Embedding, group: Group) -> int | None:
+def _padding(module: nn.Embedding, group: Ranks) -> int | None:
     """Where the row without a gradient is in this rank's part."""
     first, count = share(module.num_embeddings, group.rank, group.num_ranks)
     index = module.padding_idx
     return index - first if index is not None and first <= index < first + count else None
 
 
-def _adding_gradients(group: Group) -> Callable[[nn.Module, Any], None]:
+def _adding_gradients(group: Ranks) -> Callable[[nn.Module, Any], None]:
     known: dict[str, nn.Parameter] = {}  # FSDP2 puts others in their places
 
     def add(gradient: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def _adding_gradients(group: Group) -> Callable[[nn.Module, Any], None]:
 class _Spread:
     """Before a layer of columns. Those that read the same have its gradient added up once, not each for itself."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Ranks) -> None:
         self._group = group
         self._last: tuple[Tensor, Tensor] | None = None
 
@@ -154,7 +154,7 @@ class _Spread:
 
 class _SameIn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, group: Ranks) -> Tensor:
         ctx.group = group
         return hidden.view_as(hidden)
 
@@ -165,7 +165,7 @@ class _SameIn(torch.autograd.Function):
 
 class _Added(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, part: Tensor, group: Ranks) -> Tensor:
         return added(part.clone(), group)
 
     @staticmethod
@@ -175,7 +175,7 @@ class _Added(torch.autograd.Function):
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, width: int, group: Group) -> Tensor:
+    def forward(ctx: Any, part: Tensor, width: int, group: Ranks) -> Tensor:
         ctx.here = share(width, group.rank, group.num_ranks)
         return joined(part, width, group)
 

@@ -171,3 +171,4 @@ class ChartSettings:
     coscheduler: str = "scheduler-plugins-scheduler"
     max_workers: int = 1000  # of a job
     kueue: bool = False  # jobs may wait in its queues
+    network_policies: bool = False  # the chart denies what policies do not allow: a job's own ports need some

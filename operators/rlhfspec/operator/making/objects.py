@@ -11,7 +11,7 @@ from typing import Any
 from rlhfspec.cluster import names
 from rlhfspec.operator.deciding.draft import Draft
 from rlhfspec.operator.deciding.observed import Worker
-from rlhfspec.operator.making import gang, pods
+from rlhfspec.operator.making import gang, network, pods
 
 
 def objects_for(draft: Draft, workers: Sequence[Worker]) -> list[dict[str, Any]]:
@@ -24,6 +24,7 @@ def objects_for(draft: Draft, workers: Sequence[Worker]) -> list[dict[str, Any]]
         config_map(draft),
         *(secret(draft, role) for role in roles),
         *group,
+        *network.policies(draft, metadata(draft)),
         *([ranks_service(draft)] if "trainer" in roles and draft.spec.roles.trainer.nodes > 1 else []),
         *(pod(draft, key) for key in workers),
     ]

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rlhfspec.cluster import names
-from rlhfspec.common.ranks import set_of_ranks
+from rlhfspec.common.ranks import SECRET_FILE, set_of_ranks
 from rlhfspec.job.block import MOST
 from rlhfspec.job.cluster import PodOptions
 from rlhfspec.messages.loop import BY_NAME
@@ -38,7 +38,7 @@ def pod(draft: Draft, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
     metadata = {
         "name": names.pod_name(draft.job.name, role, worker),
         "namespace": draft.job.namespace,
-        "labels": names.labels_of(draft.job.name, role, worker) | {names.RUN: draft.run_uid} | _group(draft, role),
+        "labels": names.labels_of(draft.job.name, role, worker) | {names.RUN: draft.run_uid},
         "annotations": {names.RESTART_ID: restart_id_of(draft, role)},
         "ownerReferences": [owner],
     }
@@ -53,13 +53,6 @@ def pod(draft: Draft, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
     whole["metadata"] |= {"name": metadata["name"], "namespace": metadata["namespace"], "ownerReferences": [owner]}
     whole["spec"]["restartPolicy"] = "Never"
     return whole
-
-
-def _group(draft: Draft, role: str) -> dict[str, str]:
-    """For the network policy of pods among which weights go by a process group (`worker.weight_group`)."""
-    roles, way = ("trainer", "generator"), draft.spec.roles.generator.weights
-    is_in = way == "group" or (way == "auto" and all(num_gpus(draft, each) for each in roles))
-    return {names.WEIGHTS: "group"} if role in roles and is_in else {}
 
 
 def _templates(draft: Draft, options: PodOptions) -> tuple[Mapping[Any, Any], ...]:
@@ -165,6 +158,7 @@ def command(draft: Draft, key: Worker) -> list[str]:
     if _is_node(draft, role):
         first = f"{names.pod_name(draft.job.name, role, 0)}.{names.ranks_name(draft.job.name, draft.job.uid)}"
         place = ["--node", str(worker), "--leader", f"{first}:{names.RANKS_PORT}"]
+        place += ["--secret", str(names.CREDENTIALS / SECRET_FILE)]
         return ["python", *set_of_ranks(ranks, nodes=draft.spec.roles.trainer.nodes), *place, *module, "--worker", "0"]
     if role in BY_NAME:
         module += ["--worker", str(worker)]

@@ -8,6 +8,7 @@ own process: it has a key of its own for that, which says so.)
 |---|---|
 | `ca.pem`, `ROLE.pem`, `ROLE.key` | the job's own authority, and this role's certificate: TLS between workers |
 | `ROLE.creds` | NATS: a token with the rights of this role in this run, and the seed that proves it |
+| `ranks.secret` | the trainer alone: by it ranks of several nodes know each other |
 | `redis.user`, `redis.password` | Redis: `control` alone has it, which writes the run's live state |
 | `servers-ca.pem` | the release's authority: of NATS, Redis and the operator's endpoint |
 
@@ -32,6 +33,7 @@ from functools import lru_cache
 from typing import Self
 
 from rlhfspec.cluster import names
+from rlhfspec.common.ranks import SECRET_FILE
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.access.rights import BUS_ROLES, GUESTS, RoleRights, inbox_of, rights_of
 from rlhfspec.messages.servers import shared
@@ -104,6 +106,8 @@ def credentials_of(
     if role == names.CONTROL:
         data[USER_FILE] = redis_users.user_of(keys.master, ClusterRun(namespace, run)).encode()
         data[PASSWORD_FILE] = redis_users.password_of(keys.master, run, role).encode()
+    if role == "trainer":
+        data[SECRET_FILE] = derived(secret, "ranks", run).hex().encode()
     for acts_as in (role, *GUESTS.get(role, ())):
         seed = nkey_seed(secret, USER_KEY, run, role, acts_as)
         name = f"{job}/{run}/{role}" + (f" as {acts_as}" if acts_as != role else "")

@@ -38,6 +38,7 @@ JOBS = (
     PolicyRule(names.GROUP, (f"{names.PLURAL}/status",), ("patch",)),
     PolicyRule("", ("pods",), ("list", "watch", "create", "patch", "delete")),
     PolicyRule("", ("configmaps", "secrets", "services"), ("create", "patch")),
+    PolicyRule("networking.k8s.io", ("networkpolicies",), ("create", "patch")),
     PolicyRule("", ("events",), ("list", "watch", "create", "patch")),
 )
 GANG = (

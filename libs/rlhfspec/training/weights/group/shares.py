@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +23,15 @@ class Told:
     num_senders: int
     bucket_bytes: int
     deadline_seconds: float  # until the last bucket is under way
+
+    def fields(self) -> dict[str, Any]:
+        """Return what JSON can say of it, for `of`."""
+        return {**asdict(self), "header": self.header.model_dump_json()}
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Told:
+        header = WeightsHeader.model_validate_json(told["header"])
+        return cls(**{**told, "place": Place(**told["place"]), "header": header})
 
 
 class Shares:

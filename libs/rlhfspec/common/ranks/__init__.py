@@ -1,7 +1,8 @@
-"""Which of several ranks this process is, as torchrun tells it by the environment.
+"""Which of several ranks this process is, as its environment says: of torchrun's variables, and the ranks' secret.
 
 Example:
-    >>> rank_told({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    >>> told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    >>> rank_told(told | {SECRET: "of this run"})
     RankTold(rank=1, num_ranks=2, leader='10.0.0.1:29500')
     >>> rank_told({"RANK": ""})
     RankTold(rank=0, num_ranks=1, leader='')
@@ -14,23 +15,28 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlhfspec.errors import InvalidRequest
 
-# All that torchrun sets for its processes to find each other by.
-VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SECRET = "RLHFSPEC_RANKS_SECRET"  # by which ranks know each other
+SECRET_FILE = "ranks.secret"  # among the credentials of a trainer of several nodes
+# All by which ranks find and know each other.
+VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", SECRET)
 
 
 @dataclass(frozen=True, slots=True)
 class RankTold:
+    """A rank, the number of ranks, and where rank 0 listens (empty: there is one rank)."""
+
     rank: int
     num_ranks: int
-    leader: str  # where rank 0 is; empty: there is no other
+    leader: str
+    secret: bytes = field(default=b"", repr=False)
 
 
 def rank_told(environment: Mapping[str, str]) -> RankTold:
-    """InvalidRequest names the variable that cannot be."""
+    """Return what the environment says. InvalidRequest names the variable that is wrong or missing."""
     rank, num_ranks = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if not 0 <= rank < num_ranks:
         problem = f"in the environment, must be below WORLD_SIZE ({num_ranks}); torchrun sets both, others unset it"
@@ -42,13 +48,18 @@ def rank_told(environment: Mapping[str, str]) -> RankTold:
             raise InvalidRequest(
                 name, environment.get(name), f"must be set beside WORLD_SIZE ({num_ranks}), as torchrun does"
             )
-    return RankTold(rank, num_ranks, f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}")
+    if not environment.get(SECRET):
+        problem = f"must be set beside WORLD_SIZE ({num_ranks}): random text, the same for all ranks of this run alone"
+        raise InvalidRequest(SECRET, None, problem)
+    leader = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    return RankTold(rank, num_ranks, leader, environment[SECRET].encode())
 
 
 def local_rank(environment: Mapping[str, str]) -> int | None:
-    """Which of this machine's ranks this is; None where there are no several.
+    """Return this rank's number on its machine; None where there is one rank.
 
-    >>> local_rank({"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"})
+    >>> told = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
+    >>> local_rank(told | {SECRET: "of this run"})
     1
     """
     told = rank_told(environment)
@@ -56,7 +67,7 @@ def local_rank(environment: Mapping[str, str]) -> int | None:
 
 
 def set_of_ranks(ranks_per_node: int, *, nodes: int = 1) -> list[str]:
-    """Arguments of python that come before those of a worker, to start it as several ranks (`worker.ranks`).
+    """Return the arguments of python that come before those of a worker, to start it as several ranks.
 
     >>> [*set_of_ranks(2), "-m", "rlhfspec.trainer"]
     ['-m', 'rlhfspec.worker.ranks', '--nodes', '1', '--ranks-per-node', '2', '-m', 'rlhfspec.trainer']

@@ -1,0 +1,153 @@
+"""Ranks meet: a process joins those of its set, and gets the process groups by which they work together.
+
+Every wait has a deadline, and says what it waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhfspec.common.ranks import RankTold, rank_told
+from rlhfspec.common.ranks.group import Ranks
+from rlhfspec.common.ranks.store import is_here, opened, prove
+from rlhfspec.errors import StageStalled
+
+_TELL_SECONDS = 10.0
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+log = logging.getLogger("rlhfspec.common.ranks")
+
+
+@contextmanager
+def joined(
+    *,
+    timeout_seconds: float,
+    silence_seconds: float,
+    device: str = "cpu",
+    stage: str = "trainer",
+    tell_seconds: float = _TELL_SECONDS,
+    tensor_parallel: int = 1,
+) -> Iterator[Ranks]:
+    """Join the ranks that the environment tells of; this process alone where it tells of none.
+
+    `timeout_seconds`: for one exchange while all work. `silence_seconds`: for rank 0 to send a command at all: it is
+    busy with the other stages for most of a step. `device`: this rank's own. `tell_seconds`: after which a rank logs
+    that it waits. `tensor_parallel`: of so many neighbours each holds a part of every layer.
+    """
+    told = rank_told(os.environ)
+    if told.num_ranks == 1:
+        yield Ranks()
+        return
+    waits = _WaitsForOthers(told, stage, timeout_seconds, tell_seconds)
+    try:
+        with waits, _on_loopback(is_here(told.leader)):
+            usual, patient = timedelta(seconds=timeout_seconds), timedelta(seconds=silence_seconds)
+            store = opened(told, usual)
+            options = _group_of(torch.device(device))
+            dist.init_process_group(store=store, rank=told.rank, world_size=told.num_ranks, timeout=usual, **options)
+            if options == {"backend": "gloo"}:
+                prove(None, told.rank, told.num_ranks, told.secret)
+            ranks = Ranks(
+                rank=told.rank,
+                num_ranks=told.num_ranks,
+                silence_seconds=silence_seconds,
+                commands=_host_group(told, patient),
+                host=_host_group(told, usual),
+            )
+            if tensor_parallel > 1:
+                ranks = _cutting(ranks, told, tensor_parallel, usual, torch.device(device))
+        yield ranks
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _host_group(told: RankTold, timeout: timedelta, members: Sequence[int] | None = None) -> Any:
+    """Make a group for the host, of these ranks or all, each of which has proved that it belongs."""
+    members = range(told.num_ranks) if members is None else members
+    group = dist.new_group(list(members), timeout=timeout, backend="gloo")
+    if told.rank in members:
+        prove(group, members.index(told.rank), len(members), told.secret)
+    return group
+
+
+def _cutting(ranks: Ranks, told: RankTold, tensor_parallel: int, timeout: timedelta, device: torch.device) -> Ranks:
+    """Add the groups of ranks that cut layers (rows of so many), and of those that share what is cut (columns)."""
+    rows = torch.arange(ranks.num_ranks).reshape(-1, tensor_parallel)
+
+    def group_of(sets: list[list[int]]) -> Ranks:
+        """Make all of them, as every rank has to, and return the one of this rank."""
+        found = None
+        for members in sets:
+            host = _host_group(told, timeout, members)
+            there = host if device.type == "cpu" else dist.new_group(members, timeout=timeout)
+            if ranks.rank in members:
+                place = members.index(ranks.rank)
+                found = Ranks(rank=place, num_ranks=len(members), host=host, device=there)
+        assert found is not None
+        return found
+
+    return replace(ranks, tensor=group_of(rows.tolist()), data=group_of(rows.T.tolist()))
+
+
+class _WaitsForOthers:
+    """Logs when the others are long in coming, and turns torch's error into one that names them."""
+
+    def __init__(self, told: RankTold, stage: str, timeout_seconds: float, tell_seconds: float) -> None:
+        self._told, self._stage, self._seconds = told, stage, timeout_seconds
+        self._others = f"the other {told.num_ranks - 1} ranks" if told.rank == 0 else f"rank 0 at {told.leader}"
+        said = ["rank %d of %d waits for %s", told.rank, told.num_ranks, self._others]
+        self._telling = threading.Timer(tell_seconds, log.warning, said)
+        self._telling.daemon = True
+
+    def __enter__(self) -> None:
+        self._telling.start()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self._telling.cancel()
+        if isinstance(error, (RuntimeError, OSError)):
+            problem = f"waited for {self._others} for {self._seconds:g} s: {str(error).splitlines()[0]}"
+            raise StageStalled(self._stage, self._told.rank, self._others, self._seconds, problem) from error
+
+
+@contextmanager
+def _on_loopback(is_local: bool) -> Iterator[None]:
+    """Have gloo listen on loopback alone, in groups that are made meanwhile."""
+    if not is_local:
+        yield
+        return
+    before = os.environ.get(_INTERFACE)
+    os.environ[_INTERFACE] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]
+        if before is not None:
+            os.environ[_INTERFACE] = before
+
+
+def _group_of(device: torch.device) -> dict[str, Any]:
+    """Return the arguments of the ranks' process group; the device is this process's current one from now on.
+
+    >>> _group_of(torch.device("cpu"))
+    {'backend': 'gloo'}
+    """
+    if device.type == "cpu":
+        return {"backend": "gloo"}
+    module: Any = torch.get_device_module(device)
+    if device.index is not None:
+        module.set_device(device)
+    backends = f"cpu:gloo,{device.type}:{dist.Backend.default_device_backend_map[device.type]}"
+    if device.type != "cuda":
+        return {"backend": backends}
+    return {"backend": backends, "device_id": torch.device("cuda", module.current_device())}

@@ -1,0 +1,194 @@
+"""A learner of several ranks: rank 0 runs the job, the others follow its commands, which are these and no others.
+
+learn         train a step on the rollouts that come with it
+policy_state  gather the policy's weights on rank 0, and so critic_state
+load_state    go on from a state; tensors in files are read by each rank for itself
+write         write what each rank has of the state into files of a folder
+verify        read a checkpoint's files, each rank its own
+send          send each rank's share of the policy to generators
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from enum import StrEnum, auto
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rlhfspec.common.ranks.group import STOP, Ranks
+from rlhfspec.errors import StorageError
+from rlhfspec.training.checkpoint.folders import Writes, verify
+from rlhfspec.training.checkpoint.shares import LEARNER, Written, write_part
+from rlhfspec.training.learning.learner import Learner, LearnReport
+from rlhfspec.training.learning.rollouts import Rollouts
+from rlhfspec.training.modeling.stored import Piece, StoredTensor
+from rlhfspec.training.weights.group.shares import Told
+
+_STORED = "stored tensor"
+
+# Sends what one rank has of the policy to others, and returns digests of it. RuntimeError when that cannot be.
+Send = Callable[[Told, dict[str, Tensor], int], list[str]]
+
+
+class Command(StrEnum):
+    LEARN = auto()
+    POLICY_STATE = auto()
+    CRITIC_STATE = auto()
+    LOAD_STATE = auto()
+    WRITE = auto()
+    VERIFY = auto()
+    SEND = auto()
+
+
+class Leader:
+    """The learner on rank 0: calls each method on all ranks. `close` lets the others go."""
+
+    def __init__(self, learner: Learner, ranks: Ranks) -> None:
+        self._learner = learner
+        self._ranks = ranks
+
+    def learn(self, rollouts: Rollouts) -> LearnReport:
+        self._ranks.command(Command.LEARN, rollouts=rollouts.fields())
+        return self._learner.learn(rollouts)
+
+    def policy_state(self) -> dict[str, Tensor]:
+        self._ranks.command(Command.POLICY_STATE)
+        return self._learner.policy_state()
+
+    def critic_state(self) -> dict[str, Tensor]:
+        self._ranks.command(Command.CRITIC_STATE)
+        return self._learner.critic_state()
+
+    def state(self) -> dict[str, Any] | Writes:
+        """Return the state of one rank; several write theirs themselves into the folder that is given."""
+        return self._learner.state() if self._ranks.num_ranks == 1 else self._write
+
+    def _write(self, folder: Path) -> list[Written]:
+        self._ranks.command(Command.WRITE, folder=str(folder))
+        return _written(self._learner, self._ranks, folder)
+
+    def send(self, send: Send, told: Told) -> list[list[str]]:
+        """Have each rank send its share of the policy; return digests by rank. RuntimeError when one could not."""
+        self._ranks.command(Command.SEND, told=told.fields())
+        return _sent(self._learner, self._ranks, send, told)
+
+    @property
+    def num_sharing(self) -> int:
+        """Return how many ranks send a share of the policy's weights each; 1: this one sends them whole, also where
+        ranks hold parts of a layer."""
+        shared = any(isinstance(tensor, DTensor) for tensor in self._learner.own_policy().values())
+        return self._ranks.num_ranks if shared else 1
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._ranks.command(Command.LOAD_STATE, state=_told(state))
+        self._learner.load_state(state)
+
+    def verify(self, folder: Path) -> None:
+        """Have each rank read its share of a checkpoint. StorageError names the first rank that found a fault."""
+        self._ranks.command(Command.VERIFY, folder=str(folder))
+        _verified(self._ranks, folder)
+
+    def close(self) -> None:
+        self._ranks.command(STOP)
+
+    @property
+    def version(self) -> int:
+        return self._learner.version
+
+
+def follow(learner: Learner, ranks: Ranks, send: Send | None = None) -> None:
+    """Run the commands of rank 0 until it says stop. StageStalled when it says nothing for too long.
+
+    What one rank could not do with a folder or a network is rank 0's to raise.
+    """
+
+    def write(folder: str) -> None:
+        with suppress(StorageError):
+            _written(learner, ranks, Path(folder))
+
+    def look_at(folder: str) -> None:
+        with suppress(StorageError):
+            _verified(ranks, Path(folder))
+
+    def send_own(told: dict[str, Any]) -> None:
+        assert send is not None, "rank 0 has weights sent"
+        with suppress(RuntimeError):
+            _sent(learner, ranks, send, Told.of(told))
+
+    table: dict[str, Callable[..., Any]] = {
+        Command.LEARN: lambda rollouts: learner.learn(Rollouts(**rollouts)),
+        Command.POLICY_STATE: lambda: learner.policy_state(),
+        Command.CRITIC_STATE: lambda: learner.critic_state(),
+        Command.LOAD_STATE: lambda state: learner.load_state(_restored(state)),
+        Command.WRITE: write,
+        Command.VERIFY: look_at,
+        Command.SEND: send_own,
+    }
+    ranks.obey(table, stage="trainer")
+
+
+def _written(learner: Learner, ranks: Ranks, folder: Path) -> list[Written]:
+    """Write this rank's part of the state; return what each rank wrote, by rank."""
+
+    def write() -> Any:
+        written = write_part(folder, LEARNER, learner.state(), ranks=ranks, leads=learner.leads)
+        return json.dumps(written.document), written.files  # the document says $tensor itself
+
+    told = _of_each(ranks, folder, write)
+    return [Written(document=json.loads(document), files=files) for document, files in told]
+
+
+def _verified(ranks: Ranks, folder: Path) -> None:
+    _of_each(ranks, folder, lambda: verify(folder, ranks))
+
+
+def _of_each(ranks: Ranks, folder: Path, work: Callable[[], Any]) -> list[Any]:
+    """Return what this work with a folder returns on each rank. StorageError on all when it failed on one."""
+    found, problem = None, ""
+    try:
+        found = work()
+    except (OSError, StorageError) as error:
+        why = error.problem if isinstance(error, StorageError) and error.place == str(folder) else str(error)
+        problem = f"rank {ranks.rank}: {why}" if ranks.num_ranks > 1 else why
+    told = ranks.gather([found, problem])
+    for _, why in told:
+        if why:
+            raise StorageError(folder, why)
+    return [each for each, _ in told]
+
+
+def _sent(learner: Learner, ranks: Ranks, send: Send, told: Told) -> list[list[str]]:
+    digests: list[str] = []
+    problem = ""
+    try:
+        digests = send(told, learner.own_policy(), ranks.rank)
+    except RuntimeError as error:
+        problem = f"rank {ranks.rank}: {error}"
+    found = ranks.gather([digests, problem])
+    for _, why in found:
+        if why:
+            raise RuntimeError(why)
+    return [each for each, _ in found]
+
+
+def _told(state: Any) -> Any:
+    """Return a state as a message can say it: of a tensor in files, where it lies."""
+    if isinstance(state, StoredTensor):
+        pieces = [[str(piece.path), piece.start, piece.shape] for piece in state.pieces]
+        return {_STORED: [state.name, state.shape, pieces]}
+    return {name: _told(each) for name, each in state.items()} if isinstance(state, dict) else state
+
+
+def _restored(told: Any) -> Any:
+    if not isinstance(told, dict):
+        return told
+    if _STORED in told:
+        name, shape, pieces = told[_STORED]
+        found = tuple(Piece(path=Path(path), start=start, shape=shape) for path, start, shape in pieces)
+        return StoredTensor(name=name, shape=shape, pieces=found)
+    return {name: _restored(each) for name, each in told.items()}

@@ -1,0 +1,73 @@
+"""NetworkPolicies of one job: ports that only pods of the same job may reach, each open only where the job needs it.
+
+The chart's policies deny the rest, so these are made only where the chart makes those.
+
+Example:
+    >>> [port.name for port in OWN_PORTS]
+    ['ranks', 'weights', 'moves']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhfspec.cluster import names
+from rlhfspec.messages.loop import STAGES
+from rlhfspec.messages.records import Move
+from rlhfspec.operator.deciding.draft import Draft
+from rlhfspec.operator.making.pods import num_gpus
+
+_LAST_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPorts:
+    """Ports between pods of these roles of one job."""
+
+    name: str
+    roles: tuple[str, ...]
+    first: int
+    last: int
+    why: str
+
+
+_MOVERS = tuple(stage.name for stage in STAGES if Move in stage.watches)
+_RANKS = OwnPorts("ranks", ("trainer",), names.RANKS_PORT, _LAST_PORT, "ranks of several nodes")
+_WEIGHTS = OwnPorts("weights", ("trainer", "generator"), names.RANKS_PORT, _LAST_PORT, "weights by a process group")
+_MOVES = OwnPorts("moves", _MOVERS, names.MOVES_PORT, names.LINK_PORT, "a sequence moves: its owner, its KV cache")
+OWN_PORTS = (_RANKS, _WEIGHTS, _MOVES)
+
+
+def policies(draft: Draft, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the policies that this job needs. `metadata`: of all objects of the job."""
+    if not draft.settings.network_policies:
+        return []
+    roles = draft.spec.roles
+    way = roles.generator.weights
+    needed = {
+        _RANKS: roles.trainer.nodes > 1,
+        _WEIGHTS: way == "group" or (way == "auto" and all(num_gpus(draft, role) for role in _WEIGHTS.roles)),
+        _MOVES: roles.generator.workers > 1 or roles.generator.replicas is not None,
+    }
+    return [_policy(draft, ports, metadata) for ports, is_needed in needed.items() if is_needed]
+
+
+def _policy(draft: Draft, ports: OwnPorts, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    pods = {
+        "matchLabels": {names.MANAGED_BY: names.FIELD_MANAGER, names.JOB: draft.job.name},
+        "matchExpressions": [{"key": names.ROLE, "operator": "In", "values": list(ports.roles)}],
+    }
+    opened = [{"protocol": "TCP", "port": ports.first, "endPort": ports.last}]
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {**metadata, "name": names.policy_name(ports.name, draft.job.name, draft.job.uid)},
+        "spec": {
+            "podSelector": pods,
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [{"from": [{"podSelector": pods}], "ports": opened}],
+            "egress": [{"to": [{"podSelector": pods}], "ports": opened}],
+        },
+    }

@@ -1,0 +1,59 @@
+"""Run by test_ranks_meeting.py, once a rank. argv: a folder, and what happens: knock or impostor."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from rlhfspec.common.ranks import store
+from rlhfspec.common.ranks.meeting import joined
+from rlhfspec.errors import StageStalled
+
+
+def listening() -> list[tuple[str, int]]:
+    """Where this process listens, by IPv4 and IPv6."""
+    inodes = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in inodes:
+                address, _, port = local.partition(":")
+                family = socket.AF_INET if len(address) == 8 else socket.AF_INET6
+                found.append((socket.inet_ntop(family, bytes.fromhex(address)[::-1]), int(port, 16)))
+    return found
+
+
+def knock(port: int) -> None:
+    """Take the seat of each pair, as gloo's initiators do: the number of the pair, and content behind it."""
+    for pair in range(8):
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5.0) as connection:
+            connection.sendall(pair.to_bytes(8, "little") + bytes(range(256)))
+
+
+def main() -> None:
+    folder, what = Path(sys.argv[1]), sys.argv[2]
+    rank = os.environ["RANK"]
+    if what == "impostor" and rank == "1":
+        store._proof = lambda *_: bytes(32)  # it has the seat, and not the secret
+    try:
+        with joined(timeout_seconds=60.0, silence_seconds=60.0) as ranks:
+            places = listening()
+            for _, port in places:
+                knock(port)
+            told = {"hosts": sorted({host for host, _ in places}), "gathered": ranks.gather(ranks.rank)}
+            (folder / rank).write_text(json.dumps(told))
+            ranks.gather("done")
+    except StageStalled as error:
+        (folder / rank).write_text(str(error))
+
+
+if __name__ == "__main__":
+    main()
