@@ -3,7 +3,8 @@
 The same made-up step (4 prompts x 4 samples of 256 tokens) is trained by turns on two ranks: with FSDP's shares of both
 models on each, and with a model on each:
 
-    RLHFSPEC_RANKS_SECRET=$(openssl rand -hex 32) OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 bench/fusion.py
+    export RLHFSPEC_RANKS_SECRET=$(openssl rand -hex 32)
+    OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 bench/fusion.py
 
 Ratios are medians over turns; without two quiet cores they say nothing. The models are synthetic
 (`rlhfspec.tiny`), the critic is a new head on the policy's trunk. Digests of both models stand behind each way:

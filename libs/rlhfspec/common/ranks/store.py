@@ -55,7 +55,7 @@ def _listening(host: str, port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
-class SealedStore(Store):  # type: ignore[misc]
+class SealedStore(Store):
     """A store in which only processes with the secret read and write."""
 
     def __init__(self, inner: Any, secret: bytes) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from rlhfspec.huggingface.structure.attention import AttentionSpec
 from rlhfspec.huggingface.structure.positions import positions_in
@@ -48,7 +48,8 @@ class Anatomy:
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Anatomy:
         """Return the anatomy of a model of a class that is loaded here too."""
-        outputs = {_name_of(each): each for each in (tuple, *_subclasses(ModelOutput))}
+        kinds: list[type[Any]] = [tuple, *_subclasses(ModelOutput)]
+        outputs = {_name_of(each): each for each in kinds}
         attentions = tuple(AttentionSpec(**spec) for spec in told["attentions"])
         own = {"trunk_output": outputs[told["trunk_output"]], "attentions": attentions}
         return cls(**{**told, **own, "called": frozenset(told["called"])})
@@ -58,7 +59,7 @@ def _name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _subclasses(kind: type) -> Iterator[type]:
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
     for each in kind.__subclasses__():
         yield each
         yield from _subclasses(each)

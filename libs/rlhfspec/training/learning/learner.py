@@ -109,13 +109,12 @@ class Learner:
         self._share_prompts = training.share_prompts and not self._lora_dropout
         if training.share_prompts and self._lora_dropout and self._all.rank == 0:
             log.info("every sample runs its own copy of the prompt: model.lora.dropout is drawn for each of them")
-        modules = {"policy": policy, "critic": critic}
+        modules: dict[str, Any] = {"policy": policy, "critic": critic}
         trunks = []
         for model in models:
-            assert modules[model] is not None, f"this rank trains a {model}"
-            field = "spec.model.path" if model == "policy" else "spec.model.critic"
-            tensor_parallel.cut(policy if model == "policy" else critic.trunk, self._ranks.tensor, field=field)
-            trunks.append(CausalLM(policy).trunk if model == "policy" else critic.trunk)
+            trunk, field = (policy, "path") if model == "policy" else (modules["critic"].trunk, "critic")
+            tensor_parallel.cut(trunk, self._ranks.tensor, field=f"spec.model.{field}")
+            trunks.append(CausalLM(policy).trunk if model == "policy" else trunk)
         room = ActivationRoom(spec, trunks, self._device, self._computes_in, widens=self._widens)
         self._networks = {model: self._network(model, modules[model]) for model in models}
         room.settle((each for network in self._networks.values() for each in network.parameters), self._ranks)
@@ -352,7 +351,7 @@ class Learner:
             raise InvalidRequest("algorithm.name", self._spec.algorithm.name, "trains no critic")
         own = self._networks["critic"].weights() if "critic" in self._networks else {}
         is_apart = self._ranks.num_ranks < self._all.num_ranks
-        return self._all.broadcast(own, source=_MODELS.index("critic")) if is_apart else own  # type: ignore[no-any-return]
+        return self._all.broadcast(own, source=_MODELS.index("critic")) if is_apart else own
 
     def state(self) -> State:
         """All of this rank that the next step depends on: nested dictionaries of tensors and numbers. Where ranks share
