@@ -23,7 +23,7 @@ from rlhfspec.training.learning.advantages import (
     whiten,
 )
 from rlhfspec.training.learning.aggregation import sample_sums
-from rlhfspec.training.learning.kl import kl_estimate
+from rlhfspec.training.learning.losses import kl_estimate
 
 NUMBERS = json.loads((DATA / "learning_numbers.json").read_text())
 TOLERANCE = {"rtol": 1e-7, "atol": 1e-7}

@@ -13,9 +13,13 @@ from torch import Tensor
 from rlhfspec.job import Algorithm
 from rlhfspec.training.learning.aggregation import per_token, sample_sums, token_weights
 from rlhfspec.training.learning.algorithms import Targets, TokenTerms, policy_terms, value_terms
-from rlhfspec.training.learning.importance import sequence_ratio, token_ratio, truncated_importance_weights
-from rlhfspec.training.learning.kl import kl_estimate
-from rlhfspec.training.learning.losses import clipped_policy_loss
+from rlhfspec.training.learning.losses import (
+    clipped_policy_loss,
+    kl_estimate,
+    sequence_ratio,
+    token_ratio,
+    truncated_importance_weights,
+)
 from rlhfspec.training.modeling.log_probs import entropy_of
 
 NUMBERS = json.loads((DATA / "learning_numbers.json").read_text())

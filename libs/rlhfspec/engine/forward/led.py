@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import StrEnum, auto
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from rlhfspec.common.arrays import IntArray
 from rlhfspec.common.ranks.group import STOP, Ranks
 from rlhfspec.engine.base import Bytes
 from rlhfspec.huggingface.cutting import Cut, cut_of
-from rlhfspec.huggingface.fused.fuse import FusedModel
 from rlhfspec.kernels.tree_attention import AttentionMeta, IndexArray
 
 
@@ -35,35 +34,6 @@ class LedCommand(StrEnum):
     WRITE = auto()
     FINGERPRINT = auto()
     LOAD_WEIGHTS = auto()
-
-
-class LedRunner(Protocol):
-    """What a runner does for another process's."""
-
-    fused: FusedModel
-
-    @property
-    def bytes_per_position(self) -> int: ...
-
-    def forward(
-        self,
-        tokens: IndexArray,
-        positions: IndexArray,
-        meta: AttentionMeta,
-        logit_rows: IndexArray,
-        *,
-        graphed: bool = True,
-    ) -> Tensor: ...
-
-    def copy(self, source: IntArray, target: IntArray) -> None: ...
-
-    def read(self, slots: IntArray, out: Bytes) -> None: ...
-
-    def write(self, slots: IntArray, kv: Bytes) -> None: ...
-
-    def fingerprint(self) -> str: ...
-
-    def load_weights(self, state_dict: dict[str, Tensor]) -> None: ...
 
 
 class Others:
@@ -137,8 +107,8 @@ class Others:
             self._group.command(STOP)
 
 
-def follow(runner: LedRunner, group: Ranks) -> None:
-    """Ranks other than 0: run the commands of rank 0 until it says stop. StageStalled when it is gone."""
+def follow(runner: Any, group: Ranks) -> None:
+    """Ranks other than 0: have a `ModelRunner` do what rank 0 commands until it says stop. StageStalled when it is gone."""
     does = _Follower(runner, group)
     table: dict[str, Callable[..., None]] = {
         LedCommand.FORWARD: does.forward,
@@ -154,7 +124,7 @@ def follow(runner: LedRunner, group: Ranks) -> None:
 class _Follower:
     """What the commands of `Others` do."""
 
-    def __init__(self, runner: LedRunner, group: Ranks) -> None:
+    def __init__(self, runner: Any, group: Ranks) -> None:
         self._runner = runner
         self._group = group
         self._tables: dict[tuple[int, ...], IntArray] = {}  # graphs belong to a table's shape

@@ -32,9 +32,16 @@ from rlhfspec.messages.loop import scoring_stages
 from rlhfspec.training.learning.advantages import informative_groups, overlong_penalties, token_rewards, whiten
 from rlhfspec.training.learning.aggregation import token_indices, token_weights
 from rlhfspec.training.learning.estimators import Estimator
-from rlhfspec.training.learning.importance import sequence_ratio, token_ratio, truncated_importance_weights
-from rlhfspec.training.learning.kl import kl_estimate
-from rlhfspec.training.learning.losses import clip_values, clipped_policy_loss, clipped_value_loss, is_clipped
+from rlhfspec.training.learning.losses import (
+    clip_values,
+    clipped_policy_loss,
+    clipped_value_loss,
+    is_clipped,
+    kl_estimate,
+    sequence_ratio,
+    token_ratio,
+    truncated_importance_weights,
+)
 from rlhfspec.training.learning.rollouts import Rollouts
 
 Metrics = dict[str, float]

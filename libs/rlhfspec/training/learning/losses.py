@@ -1,4 +1,6 @@
-"""Losses of single tokens, before aggregation. Lower is better; advantages carry no gradient.
+"""What a loss is made of at single tokens, before aggregation: ratios of probabilities, KL, clipped losses.
+
+Lower is better; advantages carry no gradient.
 
 Example:
     >>> import torch
@@ -9,8 +11,70 @@ Example:
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+from rlhfspec.training.learning.aggregation import per_token, sample_sums
+
+KlEstimator = Literal["k1", "k2", "k3"]
+_LOG_RATIO_BOUND = 20.0  # exp of more is a runaway, not a ratio; bounded, it cannot turn 0 advantage into NaN
+
+
+def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEstimator) -> Tensor:
+    """Estimate KL(policy || reference) at sampled tokens: [t], [t] -> [t] (Schulman, "Approximating KL", 2020).
+
+    With d = log policy - log reference at a token drawn from the policy:
+        k1 = d                    unbiased, noisy, may be negative
+        k2 = d^2 / 2              biased, low variance; *its gradient is the KL's own*, without bias
+        k3 = exp(-d) - 1 + d      unbiased, low variance, never negative; its gradient is biased, right for small d
+
+    In the loss it is the gradient that counts: k1's is the score function, whose mean is zero, so k1 there is noise and
+    no pull towards the reference; it belongs into the reward.
+
+    >>> policy, reference = torch.tensor([-1.0]), torch.tensor([-1.5])
+    >>> [round(kl_estimate(policy, reference, name).item(), 4) for name in ("k1", "k2", "k3")]
+    [0.5, 0.125, 0.1065]
+    """
+    difference = log_probs - reference_log_probs
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference.square() / 2
+    bounded = torch.clamp(-difference, -_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
+    return torch.exp(bounded) - 1 - bounded
+
+
+def truncated_importance_weights(log_probs: Tensor, generator_log_probs: Tensor, cap: float) -> Tensor:
+    """min(trainer / generator, cap) at each token, without gradient: [t], [t] -> [t].
+
+    `log_probs` are the trainer's before the step's first update. What the generator's lag (staleness) or its arithmetic
+    made different is weighed back; the cap bounds the variance at the price of some bias (Ionides 2008, "Truncated
+    importance sampling").
+
+    >>> truncated_importance_weights(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -4.0]), cap=2.0)
+    tensor([1., 2.])
+    """
+    log_ratio = torch.clamp(log_probs.detach() - generator_log_probs, max=_LOG_RATIO_BOUND)
+    return torch.exp(log_ratio).clamp(max=cap)
+
+
+def token_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """policy / old policy at each token: [t], [t] -> [t]."""
+    return torch.exp(torch.clamp(log_probs - old_log_probs, -_LOG_RATIO_BOUND, _LOG_RATIO_BOUND))
+
+
+def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, lengths: Tensor) -> Tensor:
+    """GSPO: (policy / old policy of the whole response) ** (1 / |y|), repeated for its tokens: [t] -> [t].
+
+    A token's gradient goes through its own log-prob only (the paper's GSPO-token); where a response's tokens share one
+    advantage, value and gradient are those of the sequence form. Responses must be whole.
+    """
+    detached = (log_probs - old_log_probs).detach()
+    mean = sample_sums(detached, lengths) / lengths  # [n]
+    bounded = torch.clamp(mean, -_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).to(log_probs.dtype)
+    return torch.exp(per_token(bounded, lengths) + (log_probs - log_probs.detach()))  # the bracket is exactly 0
 
 
 def clipped_policy_loss(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
