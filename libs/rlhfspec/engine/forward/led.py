@@ -108,7 +108,7 @@ class Others:
 
 
 def follow(runner: Any, group: Ranks) -> None:
-    """Ranks other than 0: have a `ModelRunner` do what rank 0 commands until it says stop. StageStalled when it is gone."""
+    """Ranks other than 0: have a `ModelRunner` do what rank 0 commands until it says stop. StageStalled: it is gone."""
     does = _Follower(runner, group)
     table: dict[str, Callable[..., None]] = {
         LedCommand.FORWARD: does.forward,
