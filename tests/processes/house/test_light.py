@@ -2,51 +2,40 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rlhfspec.messages.loop import STAGES
 
-BUILDERS = [f"rlhfspec.{stage.name}.build" for stage in STAGES]
+WORDS = [
+    *(f"rlhfspec.{stage.name}.build" for stage in STAGES),
+    *(f"rlhfspec.stage.{name}" for name in ("bus", "context", "supervisor")),
+    "rlhfspec.messages.wire.codec", "rlhfspec.messages.transport.memory", "rlhfspec.engine", "rlhfspec.cli.main",
+    "rlhfspec.bench.commands.models",
+]  # fmt: skip
+VIEW = [f"rlhfspec.runs.{name}" for name in ("view.view", "view.summary", "folder.trackers")]
 
 
-def test_importing_a_builder_imports_no_torch() -> None:
-    """Nor does the context, the map, or what the command line needs to show its help."""
-    names = [*BUILDERS, "rlhfspec.stage.context", "rlhfspec.messages.loop", "rlhfspec.cli.main"]
-    code = f"import sys, {', '.join(names)}\nprint([name for name in ('torch', 'transformers') if name in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "[]\n"
-
-
-def test_the_command_line_starts_without_torch() -> None:
-    code = "import rlhfspec.cli.main, rlhfspec.engine, sys; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize(
+    ("modules", "without"),
+    [
+        (WORDS, {"torch", "transformers"}),
+        (["rlhfspec.plugin.main"], {"torch", "kubernetes", "grpc"}),
+        (VIEW, {"torch", "matplotlib", "tensorboard"}),
+    ],
+    ids=["words", "plugin", "view"],
+)
+def test_what_is_imported_imports_no(modules: list[str], without: set[str]) -> None:
+    code = f"import sys, {', '.join(modules)}; sys.exit(bool({without} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_wire_needs_no_torch() -> None:
-    messages = "rlhfspec.messages.wire.codec, rlhfspec.messages.transport.memory"
-    modules = f"{messages}, rlhfspec.stage.supervisor, rlhfspec.stage.bus"
-    subprocess.run([sys.executable, "-c", f"import {modules}, sys; sys.exit('torch' in sys.modules)"], check=True)
-
-
-def test_it_starts_without_torch_and_helps_without_kubernetes() -> None:
-    code = "import rlhfspec.plugin.main, sys; sys.exit(bool({'torch', 'kubernetes', 'grpc'} & set(sys.modules)))"
+def test_importing_the_wrappers_needs_no_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; import rlhfspec.kernels.kv_pack, rlhfspec.kernels.tree_attention"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_telemetry_needs_neither_torch_nor_matplotlib() -> None:
-    code = (
-        "import rlhfspec.runs.view.view, rlhfspec.runs.view.summary, rlhfspec.runs.folder.trackers, sys\n"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib', 'tensorboard')))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_command_is_started_without_torch() -> None:
-    code = "import sys; import rlhfspec.bench.commands.models; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0
 
 
 def test_no_command_imports_torch(tmp_path: Path) -> None:
@@ -63,13 +52,3 @@ def test_no_command_imports_torch(tmp_path: Path) -> None:
     init = f"init {job} --model ./model --data ./train.jsonl"
     commands = [init, f"validate {job}", f"init {job} --force", f"validate {job}", "schema", "schema --crd"]
     subprocess.run([sys.executable, "-c", code, *commands], check=True, timeout=60)
-
-
-def test_importing_the_wrappers_needs_no_triton() -> None:
-    program = """
-import sys
-sys.modules["triton"] = None
-import rlhfspec.kernels.kv_pack, rlhfspec.kernels.tree_attention
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
