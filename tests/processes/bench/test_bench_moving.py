@@ -66,6 +66,7 @@ class Hasty:
                      reason="hasty") for name in names]  # fmt: skip
 
 
+@pytest.mark.whole("a benchmark of generators that are processes")
 def test_rebalance_runs_every_arm_with_the_same_tokens(model: str, tmp_path: Path) -> None:
     settings = RebalanceSettings(
         model=model,
@@ -99,6 +100,7 @@ def test_rebalance_runs_every_arm_with_the_same_tokens(model: str, tmp_path: Pat
     assert (tmp_path / "rebalance.png").stat().st_size > 10_000
 
 
+@pytest.mark.whole("a benchmark of generators that are processes")
 def test_migrate_measures_moves_there_and_back(model: str, tmp_path: Path) -> None:
     settings = MigrateSettings(model=model, draft=model, links=("tcp",), tokens=(128,), decoding=("plain",),
                                repeats=2, moves_per_stage=2, link_rounds=0)  # fmt: skip

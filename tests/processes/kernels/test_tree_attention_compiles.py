@@ -65,7 +65,7 @@ print(*re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups(), len(re.findall(r"\
 """
 
 
-@pytest.mark.sweep(parts=3)
+@pytest.mark.whole("kernels are compiled for three kinds of GPU")
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
     ("group", "dim", "most_registers"), [(4, 128, 240), (7, 128, 240), (8, 256, 170)], ids=["8B", "7B", "wide"]

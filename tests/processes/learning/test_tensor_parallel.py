@@ -64,6 +64,7 @@ def test_a_rank_has_a_quarter_of_the_parameters(found: Path) -> None:
     assert max(shares) < 0.26
 
 
+@pytest.mark.whole("six sets of ranks, each a process that imports torch")
 @pytest.mark.parametrize("step", range(2, len(SETS) + 1))
 def test_any_other_set_goes_on_with_the_same_bits(resumed: Path, step: int) -> None:
     def flat(state: object, at: str = "") -> dict[str, object]:
@@ -78,6 +79,7 @@ def test_any_other_set_goes_on_with_the_same_bits(resumed: Path, step: int) -> N
         assert torch.equal(later[name], value) if isinstance(value, torch.Tensor) else later[name] == value, name
 
 
+@pytest.mark.whole("six sets of ranks, each a process that imports torch")
 def test_what_follows_is_the_same_bits_on_the_same_set_and_close_on_another(resumed: Path) -> None:
     steps = [torch.load(resumed / f"next-{step}.pt", weights_only=True) for step in range(1, len(SETS) + 1)]
     for model in ("policy", "critic"):
@@ -88,6 +90,7 @@ def test_what_follows_is_the_same_bits_on_the_same_set_and_close_on_another(resu
             assert torch.equal(steps[1][model][name], steps[2][model][name]), name
 
 
+@pytest.mark.whole("six sets of ranks, each a process that imports torch")
 def test_files_of_ranks_hold_their_parts_and_no_more(resumed: Path) -> None:
     def sizes(step: int) -> dict[str, int]:
         folder = resumed / "checkpoints" / f"step-{step:08d}"

@@ -56,8 +56,8 @@ STRIKES: tuple[tuple[tuple[int, Moment], ...], ...] = (
 )
 
 
+@pytest.mark.whole("whole runs in which processes are killed, one after the other")
 @pytest.mark.timeout(600)
-@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("strikes", STRIKES)
 def test_ranks_killed_one_after_the_other_leave_the_curve_of_a_run_without(
     job_file: Path, starting: Callable[..., Started], strikes: tuple[tuple[int, Moment], ...]

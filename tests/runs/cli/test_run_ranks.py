@@ -123,7 +123,7 @@ def assert_learned_alike(one: list[dict[str, Any]], other: list[dict[str, Any]])
             assert ours[name] == pytest.approx(theirs[name], abs=1e-6, rel=1e-4), name
 
 
-@pytest.mark.sweep(parts=2)
+@pytest.mark.whole("whole runs in which processes are killed, one after the other")
 @pytest.mark.parametrize("rank", [0, 3])
 def test_two_nodes_of_two_ranks_learn_what_one_process_learns_though_one_is_killed(
     job_file: Path, starting: Callable[..., Started], rank: int
@@ -146,6 +146,7 @@ def test_two_nodes_of_two_ranks_learn_what_one_process_learns_though_one_is_kill
     assert_learned_alike(alone, run.curve())
 
 
+@pytest.mark.whole("sets of ranks, each a process that imports torch")
 def test_a_run_of_four_ranks_that_was_stopped_goes_on_with_two_and_then_with_one(
     job_file: Path, starting: Callable[..., Started]
 ) -> None:

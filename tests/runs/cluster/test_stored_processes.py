@@ -75,6 +75,7 @@ def repr_of(path: Path) -> str:
     return f"pathlib.Path({str(path)!r})"
 
 
+@pytest.mark.whole("a run whose every process is a pod's")
 def test_a_run_whose_pods_share_nothing_but_an_object_store(job: StoredJob, server: ObjectServer) -> None:
     """The trainer is killed in the midst of a step; another goes on elsewhere, and the store is away when it
     sends its first."""

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from faults.processes import send
 from runs import train
@@ -117,6 +118,7 @@ def stop_at_a_sample(control: Control, pid: int) -> None:
     caught([pid], is_at_a_sample, "generator 1 scores")
 
 
+@pytest.mark.whole("whole runs in which processes are killed, one after the other")
 def test_a_dry_generator_is_killed_in_the_middle_of_scoring_and_the_curve_is_that_of_one_process(
     job_file: Path, starting: Callable[..., Started]
 ) -> None:

@@ -104,7 +104,7 @@ def test_ppo_stopped_by_ctrl_c_and_resumed_has_the_curve_of_one_process(
     assert again.curve() == whole
 
 
-@pytest.mark.sweep(parts=3)
+@pytest.mark.whole("whole runs in which processes are killed, one after the other")
 @pytest.mark.parametrize("way", ["processes", "one process", "another job"])
 def test_a_supervisor_that_dies_together_with_its_guardians_is_cleaned_up_after_by_the_next_run(
     job_file: Path, starting: Callable[..., Started], way: str

@@ -74,6 +74,7 @@ def test_learning_changes_nothing(
     assert samples_of(job_file, "processes") == samples_of(job_file, "plain")
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("found", ["whole", "missing", "damaged", "another's"])
 def test_a_resumed_run_goes_on_from_what_was_learnt_and_is_the_same_without(
     job_file: Path, deep_models: Path, found: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -114,6 +115,7 @@ def test_a_resumed_run_goes_on_from_what_was_learnt_and_is_the_same_without(
     assert len(said) == (found in ("damaged", "another's")), said
 
 
+@pytest.mark.whole("whole runs in which processes are killed, one after the other")
 def test_a_generator_that_is_killed_goes_on_from_what_was_learnt(
     job_file: Path, deep_models: Path, starting: Callable[..., Started]
 ) -> None:

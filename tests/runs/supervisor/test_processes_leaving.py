@@ -38,7 +38,9 @@ def test_what_runs_at_a_generator_that_leaves_goes_on_elsewhere(
         for pid in generators:
             os.kill(pid, signal.SIGSTOP)
         hold.unlink()
-        worker = caught(generators, lambda: in_the_middle(listener), "a generator has samples in mid-answer")[0]
+        worker = caught(
+            generators, lambda: in_the_middle(listener), "a generator has samples in mid-answer", still_seconds=0.05
+        )[0]
         with slowed(*generators):
             os.kill(generators[worker], signal.SIGTERM)
             eventually(lambda: not named(run.connections["uid"], f"generator-{worker}"), "it is gone")

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from runs import train
 from started import TWO, Started, eventually, hold_rewards
 
@@ -48,6 +49,7 @@ def test_the_store_is_the_way_where_the_job_says_so(job_file: Path, starting: Ca
     assert not told(run, "trainer", "by group"), "on a CPU files are quicker"
 
 
+@pytest.mark.whole("whole runs in which processes are killed, one after the other")
 def test_two_ranks_send_their_shares_while_a_generator_is_stopped_and_killed(
     job_file: Path, starting: Callable[..., Started]
 ) -> None:
