@@ -10,6 +10,7 @@ import inspect
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -37,6 +38,8 @@ from rlhfspec.prompts.service import PromptsService
 from rlhfspec.reward.service import RewardService
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.context import GeneratorContext, Run
+from rlhfspec.stage.guest import HostedScoring
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.tiny.tokenizer import encode
 from rlhfspec.trainer.collector import Collector
@@ -245,11 +248,16 @@ class Stages:
         held_out = prompts if self.job.spec.evaluation else None
         return PromptsService(0, self.vitals, self.bus.of("prompts"), job=self.job, prompts=prompts, held_out=held_out)
 
-    def generator(self, worker: int = 0) -> GeneratorService:
-        engine: Any = FakeEngine(self.draw)
+    def generator(
+        self, worker: int = 0, engine: Any = None, *, folder: Path = Path(), hosted_scoring: HostedScoring | None = None
+    ) -> GeneratorService:
+        engine = engine or FakeEngine(self.draw)
         self.engines.append(engine)
-        bus = self.bus.of("generator", worker)
-        return GeneratorService(worker, self.vitals, bus, job=self.job, engine=engine, weights=self.weights)
+        context = GeneratorContext(
+            worker=worker, bus=self.bus.of("generator", worker), weights=self.weights, vitals=self.vitals,
+            run=Run(uid=self.bus.uid, base_folder=folder, folder=folder), say=print, hosted_scoring=hosted_scoring,
+        )  # fmt: skip
+        return GeneratorService(self.job, context, engine)
 
     def reward(self, sources: Any, worker: int = 0) -> RewardService:
         return RewardService(worker, self.vitals, self.bus.of("reward", worker), job=self.job, sources=sources)

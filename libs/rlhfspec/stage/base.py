@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, ParamSpec, TypeVar
 
+from rlhfspec.messages.records import Record
 from rlhfspec.messages.records.models import ModelReport
+from rlhfspec.stage.bus import Delivery, Inbox
 from rlhfspec.stage.threads import ComputeThread
 from rlhfspec.stage.vitals import Vitals
 
 PULL_SECONDS = 5.0  # for records; whatever comes ends the wait at once, and so does a stop
 P = ParamSpec("P")
 _R = TypeVar("_R")
+_Received = TypeVar("_Received", bound=Record)
 
 
 class Service(ABC):
@@ -57,17 +60,26 @@ class Service(ABC):
         """Return how far it came, for the state of its process afterwards."""
         return "left: it was asked to"
 
-    async def unless_stopped(self, wait: Coroutine[Any, Any, list[_R]], *events: asyncio.Event) -> list[_R]:
-        """What the wait brings; nothing, and the wait is cancelled, as soon as the worker is asked to stop, or one of
+    async def unless_stopped(self, wait: Coroutine[Any, Any, list[_R] | None], *events: asyncio.Event) -> list[_R]:
+        """Return what the wait brings. Cancel it, and return nothing, as soon as the worker is asked to stop, or one of
         these is set."""
         waiting = asyncio.create_task(wait)
         ends = [asyncio.create_task(event.wait()) for event in (self.stopping, *events)]
         try:
             await asyncio.wait([waiting, *ends], return_when=asyncio.FIRST_COMPLETED)
-            return waiting.result() if waiting.done() else []
+            return (waiting.result() if waiting.done() else None) or []
         finally:
             for task in (waiting, *ends):
                 task.cancel()
+
+    async def arrivals(
+        self, inbox: Inbox[_Received], *, most_at_once: int = 1024
+    ) -> AsyncIterator[list[Delivery[_Received]]]:
+        """Yield what comes to an inbox, as it comes, until the worker is asked to stop."""
+        while not self.stopping.is_set():
+            pulling = inbox.pull(max_records=most_at_once, timeout_seconds=PULL_SECONDS)
+            if arrived := await self.unless_stopped(pulling):
+                yield arrived
 
     async def pause(self, what: str, seconds: float) -> None:
         """Waits for that long, saying for what; not longer than until it is asked to stop."""

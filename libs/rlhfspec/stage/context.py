@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.stage.bus import StageBus
@@ -49,6 +49,19 @@ class Context:
     vitals: Vitals
     run: Run
     say: Callable[[str], None]  # a line for the person at the terminal
-    move_endpoint: MoveEndpoint | None = None  # of a generator
     at_end: ExitStack | None = None  # of a process of its own: told what ended it, once the service is closed
-    hosted_scoring: HostedScoring | None = None  # of a generator: the scoring stage that it may help
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorContext(Context):
+    """Context of a worker whose sequences may move, and which may score while it has no prompts."""
+
+    move_endpoint: MoveEndpoint | None = None  # None: sequences stay
+    hosted_scoring: HostedScoring | None = None  # None: there is no stage that it can help
+
+    @classmethod
+    def of(
+        cls, context: Context, *, move_endpoint: MoveEndpoint | None, hosted_scoring: HostedScoring | None = None
+    ) -> Self:
+        common = {field.name: getattr(context, field.name) for field in fields(Context)}
+        return cls(**common, move_endpoint=move_endpoint, hosted_scoring=hosted_scoring)

@@ -28,6 +28,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from rlhfspec.errors import RLHFSpecError
 from rlhfspec.stage.base import Service
@@ -46,7 +47,7 @@ class HostedScoring:
         self._service: Service | None = None
         self._was_tried = False
 
-    async def score_while(self, waiting: asyncio.Task[None]) -> None:
+    async def score_while(self, waiting: asyncio.Task[Any]) -> None:
         """Until that is over, and the sample at hand then; what else it has pulled goes back. The first time the host
         waits for loading to end as well: that changes settings of the whole process, such as torch's default dtype."""
         service = await self._made()

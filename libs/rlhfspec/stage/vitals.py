@@ -204,12 +204,15 @@ class WorkerVitals:
 
 
 class Vitals:
-    """All workers of this process."""
+    """All workers of this process. `told`: called with every piece of work, when it ends. `note`: called with what is
+    done now, whenever that changes."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(
+        self, clock: Clock | None = None, *, told: Told | None = None, note: Callable[[str], None] | None = None
+    ) -> None:
         self.clock: Clock = clock or SystemClock()
-        self.told: Told | None = None  # of every piece of work, when it ends
-        self.note: Callable[[str], None] | None = None  # told what is done now, whenever that changes
+        self.told = told
+        self.note = note
         self._noting = threading.Lock()
         self._awaited: list[Callable[[], object]] = []  # by what waits for the next change
         self._workers: dict[tuple[str, int], WorkerVitals] = {}

@@ -9,11 +9,10 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from rlhfspec.common.awake_clock import AwakeClock
 from rlhfspec.errors import InvalidRequest, TransportUnavailable
@@ -22,25 +21,24 @@ from rlhfspec.messages.access.connecting import connect
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.loop import workers_of
 from rlhfspec.messages.records import WorkerInfo
+from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.messages.transport.nats import NatsTransport
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.bus import Bus
-from rlhfspec.stage.context import Context, Run
+from rlhfspec.stage.context import Context, GeneratorContext, Run
 from rlhfspec.stage.supervisor import GRACE_SECONDS, Supervisor
 from rlhfspec.stage.threads import ComputeThread
 from rlhfspec.stage.vitals import Vitals, WorkerVitals
-from rlhfspec.telemetry.opening import watching
+from rlhfspec.telemetry.base import Watcher
+from rlhfspec.telemetry.opening import Observation, watching
 from rlhfspec.worker import exits
 from rlhfspec.worker.activity import ActivityFile
 from rlhfspec.worker.health import BEAT_SECONDS, LOOPBACK, Health
 from rlhfspec.worker.heartbeats import Heartbeats
-from rlhfspec.worker.hosting import with_guest
+from rlhfspec.worker.hosting import Connect, guest_of
 from rlhfspec.worker.last_words import leaves_at_once
 from rlhfspec.worker.mirror import Mirror, Mirroring
 from rlhfspec.worker.worker_weights import WorkerWeights
-
-if TYPE_CHECKING:
-    from rlhfspec.worker.ends import MoveEndpoint
 
 _HOST = "RLHFSPEC_HOST"  # in the environment: the address to listen at, and where the other workers find this one
 LEAVING_SECONDS = 15.0  # for a server that is away, where this worker was asked to leave: it may be gone for good
@@ -59,9 +57,6 @@ class StageWorker:
         self._connections = connections
         self._job = job
         self._mirror = mirror
-        self._vitals = Vitals(AwakeClock())
-        if connections.activity_folder is not None:
-            self._vitals.note = ActivityFile(connections.activity_folder / f"{stage}-{worker}")
         self._stop = asyncio.Event()
         self._is_built = False
         self._incarnation = incarnation_of(stage, worker)
@@ -69,142 +64,135 @@ class StageWorker:
         self._host = host_told(os.environ)
 
     def run(self) -> str:
-        """How far it came."""
+        """Return how far it came."""
         return asyncio.run(self._main())
 
     async def _main(self) -> str:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._asked_to_leave)
-        connections, observability = self._connections, self._job.spec.observability
-        traced = connections.folder if observability.traces else None
-        endpoint = connections.otlp_endpoint or observability.otlp_endpoint
-        with ExitStack() as leaving:
-            watched = leaving.enter_context(
-                watching(self._job.metadata.name, connections.uid, run=traced, otlp_endpoint=endpoint, metrics=True)
-            )
-            self._health = health = Health(
-                self._stage, self._worker, self._vitals, connections.credentials, metrics=watched.metrics_text,
+        connections, stage, worker = self._connections, self._stage, self._worker
+        async with AsyncExitStack() as leaving:
+            watched = leaving.enter_context(self._watching())
+            assert watched.meters is not None
+            watched.meters.reconnects("nats", lambda: sum(each.num_reconnects for each in self._transports))
+            vitals = Vitals(AwakeClock(), told=watched.meters.worked, note=self._activity_file())
+            leaving.push_async_callback(self._close_transports)
+            health = Health(
+                stage, worker, vitals, connections.credentials, metrics=watched.metrics_text,
                 host=self._host, http_port=connections.http_port, grpc_port=connections.grpc_port,
             )  # fmt: skip
-            self._watched = watched
-            assert watched.meters is not None
-            self._meters = watched.meters
-            self._meters.reconnects("nats", lambda: sum(each.num_reconnects for each in self._transports))
-            self._vitals.told = self._meters.worked
-            try:
-                bus = await self._connect(self._stage, self._worker)
-                weights = WorkerWeights(connections, self._job, bus.of(self._stage, self._worker), health)
-                weights.told = partial(watched.meters.took_weights, self._stage, self._worker)
-                leaving.enter_context(health)
-                beating = asyncio.create_task(_beat(health))
-                leaving.callback(beating.cancel)
-                await self._until_open(bus)
-                async with weights:
-                    move_endpoint = self._move_endpoint()
-                    if move_endpoint is not None:
-                        leaving.callback(move_endpoint.close)
-                    return await self._work(bus, health, weights, move_endpoint, leaving)
-            finally:
-                for transport in self._transports:
-                    await transport.close()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, self._asked_to_leave, health)
+            connect = partial(self._connect, vitals.clock, watched.watcher)
+            bus = await connect(stage, worker)
+            took_weights = partial(watched.meters.took_weights, stage, worker)
+            weights = WorkerWeights(connections, self._job, bus.of(stage, worker), health, told=took_weights)
+            leaving.enter_context(health)
+            leaving.callback(asyncio.create_task(_beat(health)).cancel)
+            with vitals.worker(stage, worker).waiting("the run to be opened"):  # it may start at the same time
+                await self._transports[0].until_declared(bus.last_declared, OPENING_SECONDS)
+            at_end = leaving.enter_context(ExitStack())
+            await leaving.enter_async_context(weights)
+            say = _Saying()
+            context = Context(
+                worker=worker, bus=bus.of(stage, worker), weights=weights, vitals=vitals, run=self._run(), say=say,
+                at_end=at_end,
+            )  # fmt: skip
+            if stage == "generator":
+                context = self._generator_context(context, connect, at_end)
+            service = await self._built(bus, context, say)
+            await bus.publish(self._info(service, health, context))
+            health.ready()
+            await self._supervised(service, bus, vitals)
+            return service.said_at_the_end
 
-    def _asked_to_leave(self) -> None:
-        """While it loads there is nothing to hand back."""
+    def _asked_to_leave(self, health: Health) -> None:
+        """Leave at once while it loads: there is nothing to hand back."""
         if self._stop.is_set() or not self._is_built:
             leaves_at_once("at once" if self._is_built else "before it had begun")
             os._exit(exits.DONE)
         self._stop.set()
-        self._health.draining()
+        health.draining()
         for transport in self._transports:
             transport.hurry(LEAVING_SECONDS)
 
-    async def _connect(self, stage: str, worker: int) -> Bus:
-        """With the rights of that stage. A worker started by hand may have a higher number than the job says."""
-        transport = await connect(self._connections, stage, name=f"{stage}-{worker}", clock=self._vitals.clock)
+    # -- what it works with ---------------------------------------------------------------------------------
+
+    def _watching(self) -> AbstractContextManager[Observation]:
+        connections, observability = self._connections, self._job.spec.observability
+        return watching(
+            self._job.metadata.name,
+            connections.uid,
+            run=connections.folder if observability.traces else None,
+            otlp_endpoint=connections.otlp_endpoint or observability.otlp_endpoint,
+            metrics=True,
+        )
+
+    def _activity_file(self) -> ActivityFile | None:
+        folder = self._connections.activity_folder
+        return None if folder is None else ActivityFile(folder / f"{self._stage}-{self._worker}")
+
+    async def _connect(self, clock: Clock, watcher: Watcher | None, stage: str, worker: int) -> Bus:
+        """Connect with the rights of that stage. A worker started by hand may have a higher number than the job has."""
+        transport = await connect(self._connections, stage, name=f"{stage}-{worker}", clock=clock)
         self._transports.append(transport)
         workers = workers_of(self._job)
         workers[stage] = max(workers[stage], worker + 1)
-        name, uid = self._job.metadata.name, self._connections.uid
-        bus = Bus(transport, name, uid=uid, workers=workers, clock=self._vitals.clock)
-        bus.watcher = self._watched.watcher
+        bus = Bus(transport, self._job.metadata.name, uid=self._connections.uid, workers=workers, clock=clock)
+        bus.watcher = watcher
         return bus
 
-    async def _until_open(self, bus: Bus) -> None:
-        """Wait for the run to be opened, which may start at the same time."""
-        [transport] = self._transports
-        waiting = self._vitals.worker(self._stage, self._worker).waiting("the run to be opened")
-        with waiting:
-            await transport.until_declared(bus.last_declared, OPENING_SECONDS)
+    async def _close_transports(self) -> None:
+        for transport in self._transports:
+            await transport.close()
 
-    def _move_endpoint(self) -> MoveEndpoint | None:
-        if self._stage != "generator":
-            return None
+    def _run(self) -> Run:
+        connections = self._connections
+        return Run(
+            uid=connections.uid,
+            base_folder=connections.base_folder,
+            folder=connections.folder,
+            folder_is_kept_by=connections.folder_is_kept_by,
+            mirror=self._mirror,
+        )
+
+    def _generator_context(self, context: Context, connect: Connect, at_end: ExitStack) -> GeneratorContext:
         from rlhfspec.worker.ends import MoveEndpoint
 
         connections = self._connections
-        return MoveEndpoint.between_processes(
+        endpoint = MoveEndpoint.between_processes(
             self._incarnation, self._stage, self._host, connections.credentials, port=connections.moves_port,
             link_port=connections.link_port, worker_host=connections.worker_host,
         )  # fmt: skip
+        at_end.callback(endpoint.close)
+        guest = guest_of(self._job, context, connect)
+        return GeneratorContext.of(context, move_endpoint=endpoint, hosted_scoring=guest)
 
-    async def _work(
-        self, bus: Bus, health: Health, weights: WorkerWeights, move_endpoint: MoveEndpoint | None, leaving: ExitStack
-    ) -> str:
-        service = await self._built(bus, weights, move_endpoint, leaving)
-        self._is_built = True
-        await bus.publish(self._info(service, health, move_endpoint))
-        health.ready()
-        supervisor = Supervisor(
-            self._vitals, stall_seconds=float("inf"), grace_seconds=GRACE_SECONDS, final=(self._stage,)
-        )
-        await supervisor.run([service, *service.beside, Heartbeats(bus, self._vitals), *self._mirroring()], self._stop)
-        return service.said_at_the_end
+    # -- its service ----------------------------------------------------------------------------------------
 
-    def _mirroring(self) -> list[Service]:
-        """The trainer sends when a checkpoint is there."""
-        return [] if self._mirror is None or self._stage == "trainer" else [Mirroring(self._mirror)]
-
-    async def _built(
-        self, bus: Bus, weights: WorkerWeights, move_endpoint: MoveEndpoint | None, leaving: ExitStack
-    ) -> Service:
-        """In a thread, so that the event loop goes on. What is done meanwhile is no work of the stage's."""
-        vitals = Vitals(self._vitals.clock)
-        vitals.note = self._vitals.note
+    async def _built(self, bus: Bus, context: Context, say: _Saying) -> Service:
+        """Build in a thread, so that the event loop goes on. What is done meanwhile is no work of the stage's."""
+        vitals = Vitals(context.vitals.clock, note=context.vitals.note)
         deadline = getattr(self._job.spec.roles, self._stage).deadline_seconds
         beating = asyncio.create_task(Heartbeats(bus, vitals).run())
         thread = ComputeThread("build")
+        build = import_module(f"rlhfspec.{self._stage}.build").build
         try:
-            with _Saying(vitals.worker(self._stage, self._worker), deadline) as say:
-                return await thread.in_thread(self._build, bus, weights, move_endpoint, leaving, say)
+            with say.during(vitals.worker(self._stage, self._worker), deadline):
+                service: Service = await thread.in_thread(build, self._job, context)
         finally:
             thread.close()
             beating.cancel()
-
-    def _build(
-        self, bus: Bus, weights: WorkerWeights, move_endpoint: MoveEndpoint | None, leaving: ExitStack, say: _Saying
-    ) -> Service:
-        connections = self._connections
-        context = Context(
-            worker=self._worker,
-            bus=bus.of(self._stage, self._worker),
-            weights=weights,
-            vitals=self._vitals,
-            run=Run(
-                uid=connections.uid,
-                base_folder=connections.base_folder,
-                folder=connections.folder,
-                folder_is_kept_by=connections.folder_is_kept_by,
-                mirror=self._mirror,
-            ),
-            say=say,
-            move_endpoint=move_endpoint,
-            at_end=leaving,
-        )
-        context = with_guest(self._job, context, self._connect)
-        service: Service = import_module(f"rlhfspec.{self._stage}.build").build(self._job, context)
+        self._is_built = True
         return service
 
-    def _info(self, service: Service, health: Health, move_endpoint: MoveEndpoint | None) -> WorkerInfo:
+    async def _supervised(self, service: Service, bus: Bus, vitals: Vitals) -> None:
+        supervisor = Supervisor(vitals, stall_seconds=float("inf"), grace_seconds=GRACE_SECONDS, final=(self._stage,))
+        services = [service, *service.beside, Heartbeats(bus, vitals)]
+        if self._mirror is not None and self._stage != "trainer":  # which sends when a checkpoint is there
+            services.append(Mirroring(self._mirror))
+        await supervisor.run(services, self._stop)
+
+    def _info(self, service: Service, health: Health, context: Context) -> WorkerInfo:
+        endpoint = context.move_endpoint if isinstance(context, GeneratorContext) else None
         return WorkerInfo(
             id=self._incarnation,
             job=self._job.metadata.name,
@@ -214,7 +202,7 @@ class StageWorker:
             pid=os.getpid(),
             grpc_address=health.grpc_address,
             http_address=health.http_address,
-            moves_address=move_endpoint.address if move_endpoint else "",
+            moves_address=endpoint.address if endpoint else "",
             models=service.models,
         )
 
@@ -251,26 +239,24 @@ async def _beat(health: Health) -> None:
 
 
 class _Saying:
-    """What a builder says is what the worker does then, for those that watch; what is said later stands in its log, for
-    the person who started the run."""
+    """Lines for the person who started the run, in the log. `during` the start they are what the worker does, too."""
 
-    def __init__(self, vitals: WorkerVitals, deadline_seconds: float) -> None:
-        self._vitals = vitals
-        self._deadline = deadline_seconds
-        self._loading: ExitStack | None = None
-
-    def __enter__(self) -> _Saying:
+    def __init__(self) -> None:
+        self._working: Callable[[str], AbstractContextManager[object]] | None = None
         self._loading = ExitStack()
-        self("starting")
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._loading is not None:
+    @contextmanager
+    def during(self, vitals: WorkerVitals, deadline_seconds: float) -> Iterator[None]:
+        self._working = partial(vitals.working, deadline_seconds=deadline_seconds)
+        self("starting")
+        try:
+            yield
+        finally:
+            self._working = None
             self._loading.close()
-            self._loading = None
 
     def __call__(self, text: str) -> None:
-        log.info("%s", text, extra={"fields": {"said": self._loading is None}})
-        if self._loading is not None:
+        log.info("%s", text, extra={"fields": {"said": self._working is None}})
+        if self._working is not None:
             self._loading.close()
-            self._loading.enter_context(self._vitals.working(text, deadline_seconds=self._deadline))
+            self._loading.enter_context(self._working(text))

@@ -30,8 +30,16 @@ class WorkerWeights:
     """Implements rlhfspec.training.weights.WeightStore by the one that the run names (`choices.weight_stores`), and
     SentByRanks. Stores which serve versions to each other are known by what each worker says of itself."""
 
-    def __init__(self, connections: Connections, job: RLHFJob, bus: StageBus, health: Health) -> None:
-        """Before the gRPC server of `health` starts."""
+    def __init__(
+        self,
+        connections: Connections,
+        job: RLHFJob,
+        bus: StageBus,
+        health: Health,
+        *,
+        told: Callable[[str, float], None] = lambda *_: None,
+    ) -> None:
+        """Make it before the gRPC server of `health` starts. `told`: called with a version's way, and its seconds."""
         self._stage = bus.stage.name
         self._connections = connections
         self._keep = kept_versions(job, self._stage)
@@ -44,15 +52,11 @@ class WorkerWeights:
         if WEIGHT_STORES[connections.weights].is_served and self._stage in ("trainer", *READERS):
             self._store = self._served = self._make()
             self._served.add_to(health.server)
-        self.told: Callable[[str, float], None] = lambda *_: None  # a version's way, and its seconds
         self.group: WeightGroup | None = None
         if self._stage in ("trainer", "generator") and job.spec.roles.generator.weights != "store":
             from rlhfspec.worker.weight_group import WeightGroup
 
-            self.group = WeightGroup.of(
-                connections, job, self._stage, health, self._trainer_address,
-                lambda *took: self.told(*took),
-            )  # fmt: skip
+            self.group = WeightGroup.of(connections, job, self._stage, health, self._trainer_address, told)
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
         if self.group is None or role != "policy":

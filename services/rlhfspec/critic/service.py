@@ -9,7 +9,7 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import Sample, Weights
 from rlhfspec.stage.base import PULL_SECONDS
 from rlhfspec.stage.bus import Inbox, StageBus
-from rlhfspec.stage.new_weights import NewWeights
+from rlhfspec.stage.new_weights import load_newest
 from rlhfspec.stage.scoring import TokenScoringService
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.training.scoring.values import ValueScorer
@@ -27,7 +27,7 @@ class CriticService(TokenScoringService):
         super().__init__("critic", worker, vitals, bus, deadline_seconds=deadline, at_once=scorer.at_once)
         self._staleness = job.spec.training.max_staleness
         self._scorer = scorer
-        self._new_weights = NewWeights(self, weights, self._load, deadline_seconds=self._deadline, clock=bus.clock)
+        self._weights = weights
         self._inbox: Inbox[Weights] | None = None
 
     @property
@@ -50,7 +50,9 @@ class CriticService(TokenScoringService):
 
     async def _take(self, records: list[Weights]) -> None:
         if newer := [record for record in records if record.version > self.weights_version]:
-            await self._new_weights.take(newer)
+            await load_newest(
+                self, self._weights, newer, self._load, deadline_seconds=self._deadline, clock=self._bus.clock
+            )
 
     def _load(self, tensors: dict[str, Any], version: int) -> None:
         self._scorer.load_weights(tensors, version=version)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from rlhfspec.generator.group import joined_by, led
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.engines import ENGINES
-from rlhfspec.stage.context import Context
+from rlhfspec.stage.context import GeneratorContext
 
 if TYPE_CHECKING:
     from rlhfspec.generator.service import GeneratorService
 
 
-def build(job: RLHFJob, context: Context) -> GeneratorService:
+def build(job: RLHFJob, context: GeneratorContext) -> GeneratorService:
     from rlhfspec.generator.service import GeneratorService
     from rlhfspec.training.data import load_tokenizer
 
@@ -28,17 +28,7 @@ def build(job: RLHFJob, context: Context) -> GeneratorService:
             make = partial(make, group=ranks)
         engine: Any = make(job, partial(load_tokenizer, job.spec.model))
         leaving.callback(engine.close)
-        service = GeneratorService(
-            context.worker,
-            context.vitals,
-            context.bus,
-            job=job,
-            engine=engine,
-            weights=context.weights,
-            move_endpoint=context.move_endpoint,
-            hosted_scoring=context.hosted_scoring,
-            run_folder=context.run.folder,
-        )
+        service = GeneratorService(job, context, engine)
         service.leaving.push(leaving.pop_all())
     service.models = {{"model": "generator"}.get(name, name): report for name, report in engine.reports.items()}
     return service

@@ -1,7 +1,7 @@
-"""What this generator's drafter learns goes to the others, and into the run's folder; what theirs learn comes here.
+"""Sharing of what drafters learn: between generators, and with later processes of the run by its folder.
 
 Two rules, and no token depends on either: a drafter goes on from what was learnt from more tokens than its own; and it
-hands out its own once that is from a quarter more tokens than anything announced, or from 32,768 more.
+shares its own once that is from a quarter more tokens than anything announced, or from 32,768 more.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from rlhfspec.engine.base import EngineProtocol, LearningReport, Learnt
+from rlhfspec.engine.base import EngineProtocol, Learning, LearningReport, Learnt
 from rlhfspec.errors import RLHFSpecError
 from rlhfspec.messages.records import DraftWeights
 from rlhfspec.runs.folder.learnt import LEARNT, LearntLine, append_learnt_line
-from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import StageBus
 from rlhfspec.stage.threads import ComputeThread
 from rlhfspec.training.checkpoint.learnt import read_learnt, write_learnt
@@ -30,123 +30,135 @@ _MOST_BYTES = 1 << 30  # what is larger stays where it was learnt
 
 
 class LearntSharing:
-    """Of one generator; nothing where its engine's drafter does not learn. `news` wakes the generator up.
+    """What one generator's drafter learnt, on its way to others, and what theirs learnt, on its way here.
 
-    run_folder: None, nothing is kept.
+    `take` is for the engine's thread, all else for the event loop.
     """
 
     def __init__(
         self,
-        generator: Service,
-        bus: StageBus,
         engine: EngineProtocol,
+        learner: Learning,
+        bus: StageBus,
         weights: WeightStore,
-        run_folder: Path | None,
-        news: asyncio.Event,
+        run_folder: Path,
+        *,
         job: str,
+        name: str,
     ) -> None:
-        self._generator = generator
-        self._bus = bus
+        self.arrived: Learnt | None = None  # for `take`
         self._engine = engine
-        self._learner = engine.abilities.learning
+        self.learner = learner
+        self._bus = bus
         self._weights = weights
         self._folder = run_folder
-        self._news = news
         self._job = job
-        self._name = f"generator-{generator.worker}"
+        self._name = name
         self._start = secrets.token_hex(4)
-        self._thread = ComputeThread(f"{self._name}-learnt")
+        self._thread = ComputeThread(f"{name}-learnt")
         self._announced = 0  # the newest version that is known of
-        self._arrived: Learnt | None = None
         self._handing_out: asyncio.Task[None] | None = None
         self._not_before = 0.0
-        self._told = LearningReport()
-        self._told_weights_version = engine.weights_version
-        generator.leaving.callback(self._thread.close)
+        self._noted = LearningReport()
+        self._noted_weights_version = engine.weights_version
 
-    async def follow(self) -> None:
-        """Fetch what others hand out, beside what the engine does."""
-        if self._learner is None:
-            return
-        async with await self._bus.subscribe(DraftWeights) as inbox:
-            while not self._generator.stopping.is_set():
-                pulling = inbox.pull(max_records=64, timeout_seconds=PULL_SECONDS)
-                arrived = [delivery.record for delivery in await self._generator.unless_stopped(pulling)]
-                newest = max(arrived, key=lambda record: record.version, default=None)
-                if newest is not None and newest.version > max(self._announced, self._report.version):
-                    self._announced = newest.version
-                    await self._fetch(newest)
+    # -- what comes -----------------------------------------------------------------------------------------
 
     async def restore(self) -> None:
         """Go on from what an earlier process of this run left."""
-        if self._learner is None or self._folder is None:
-            return
         try:
             found = await self._thread.in_thread(read_learnt, self._folder / LEARNT)
         except (RLHFSpecError, OSError) as error:
             log.warning("the drafter begins anew: %s", error)
             return
         if found is not None:
-            self._arrived = Learnt(version=found[0], tensors=found[1])
+            self.arrived = Learnt(version=found[0], tensors=found[1])
             self._announced = found[0]
 
-    async def between_steps(self) -> None:
-        """Take what arrived, and hand out what is due."""
-        if self._learner is None:
+    async def fetch(self, records: Sequence[DraftWeights]) -> None:
+        """Fetch the newest of these if it is from more tokens than any before."""
+        newest = max(records, key=lambda record: record.version)
+        if newest.version <= max(self._announced, self.learner.report.version):
             return
-        if self._arrived is not None:
-            arrived, self._arrived = self._arrived, None
-            try:
-                if await self._generator.in_thread(self._learner.take, arrived):
-                    log.info("the drafter goes on from what was learnt from %d tokens", arrived.version)
-            except RLHFSpecError as error:
-                log.warning("what a drafter learnt from %d tokens is not taken: %s", arrived.version, error)
-        if self.is_due:
-            learnt = await self._generator.in_thread(self._learner.learnt)
-            self._handing_out = asyncio.create_task(self._hand_out(learnt))
-        if self._told_weights_version != self._engine.weights_version:
-            await self._tell()
+        self._announced = newest.version
+        try:
+            tensors = await self._thread.in_thread(self._weights.get, newest.weights)
+        except (RLHFSpecError, OSError) as error:
+            log.warning("what a drafter learnt from %d tokens is not taken: %s", newest.version, error)
+        else:
+            self.arrived = Learnt(version=newest.version, tensors=tensors)
+
+    def take(self) -> None:
+        """Let the drafter go on from what arrived."""
+        arrived, self.arrived = self.arrived, None
+        if arrived is None:
+            return
+        try:
+            if self.learner.take(arrived):
+                log.info("the drafter goes on from what was learnt from %d tokens", arrived.version)
+        except RLHFSpecError as error:
+            log.warning("what a drafter learnt from %d tokens is not taken: %s", arrived.version, error)
+
+    # -- what goes ------------------------------------------------------------------------------------------
 
     @property
     def is_due(self) -> bool:
-        """It has learnt enough to hand that out, and is not handing out, nor has just done so."""
-        if self._learner is None or time.monotonic() < self._not_before:
+        """Return whether the drafter has learnt enough to hand that out, and is not doing so, nor has just done so."""
+        is_busy = self._handing_out is not None and not self._handing_out.done()
+        if is_busy or time.monotonic() < self._not_before:
             return False
-        stagger = 1 + min(self._generator.worker, _STAGGERED) / _STAGGERED
-        more = self._report.version - self._announced
-        is_idle = self._handing_out is None or self._handing_out.done()
-        return is_idle and more > 0 and more >= stagger * min(_MORE * self._announced, _MUCH_MORE)
+        stagger = 1 + min(self._bus.worker, _STAGGERED) / _STAGGERED
+        more = self.learner.report.version - self._announced
+        return more > 0 and more >= stagger * min(_MORE * self._announced, _MUCH_MORE)
 
-    async def leave(self) -> None:
-        """Hand out the last of it."""
-        if self._learner is None:
-            return
+    @property
+    def has_more(self) -> bool:
+        """Return whether the drafter has learnt from more tokens than anything that was handed out."""
+        return self.learner.report.version > self._announced
+
+    def begin_handing_out(self, learnt: Learnt) -> None:
+        """Hand it out beside what the engine does."""
+        self._handing_out = asyncio.create_task(self._hand_out(learnt))
+
+    async def handed_out(self) -> None:
         if self._handing_out is not None:
             await self._handing_out
-        if self._report.version > self._announced:
-            learnt = await self._generator.in_thread(self._learner.learnt)
-            await self._hand_out(learnt)
-        await self._tell()
 
     def cancel(self) -> None:
         if self._handing_out is not None:
             self._handing_out.cancel()
 
-    @property
-    def _report(self) -> LearningReport:
-        return LearningReport() if self._learner is None else self._learner.report
+    def close(self) -> None:
+        self._thread.close()
 
-    async def _fetch(self, record: DraftWeights) -> None:
+    async def note_cost(self, *, is_last: bool = False) -> None:
+        """Write down what learning cost and brought under the last version of the policy's weights."""
+        version = self._noted_weights_version
+        if version == self._engine.weights_version and not is_last:
+            return
+        report, noted = self.learner.report, self._noted
+        self._noted_weights_version = self._engine.weights_version
+        if report == noted:
+            return
+        self._noted = report
+        before = (*noted.num_accepted, *[0] * len(report.num_accepted))
+        line = LearntLine(
+            generator=self._name,
+            unix_seconds=time.time(),
+            weights_version=version,
+            version=report.version,
+            num_tokens=report.num_tokens - noted.num_tokens,
+            seconds=report.seconds - noted.seconds,
+            saved_seconds=report.saved_seconds - noted.saved_seconds,
+            num_accepted=tuple(now - then for now, then in zip(report.num_accepted, before, strict=False)),
+        )
         try:
-            tensors = await self._thread.in_thread(self._weights.get, record.weights)
-        except (RLHFSpecError, OSError) as error:
-            log.warning("what a drafter learnt from %d tokens is not taken: %s", record.version, error)
-        else:
-            self._arrived = Learnt(version=record.version, tensors=tensors)
-            self._news.set()
+            await self._thread.in_thread(append_learnt_line, self._folder, line)
+        except OSError as error:
+            log.warning("what the drafter cost is not written down: %s", error)
 
     async def _hand_out(self, learnt: Learnt) -> None:
-        """First into the folder, then to others. Where that fails, the next one may succeed."""
+        """Write it into the folder first, then to others. Where that fails, the next one may succeed."""
         began = time.monotonic()
         self._announced = learnt.version
         num_bytes = sum(tensor.nbytes for tensor in learnt.tensors.values())
@@ -163,31 +175,7 @@ class LearntSharing:
         self._not_before = now + _REST * (now - began)
 
     def _put(self, learnt: Learnt) -> DraftWeights:
-        if self._folder is not None:
-            write_learnt(self._folder / LEARNT, learnt.version, learnt.tensors, by=self._name)
+        write_learnt(self._folder / LEARNT, learnt.version, learnt.tensors, by=self._name)
         put = self._weights.put(self._job, "drafter", learnt.version, learnt.tensors)
         id = f"{put.id}/{self._name}/{self._start}"
         return DraftWeights(id=id, job=self._job, version=put.version, uri=put.uri, digest=put.digest)
-
-    async def _tell(self) -> None:
-        """Write down what learning cost and brought under the last version of the policy's weights."""
-        report, told = self._report, self._told
-        version, self._told_weights_version = self._told_weights_version, self._engine.weights_version
-        if self._folder is None or report == told:
-            return
-        self._told = report
-        before = (*told.num_accepted, *[0] * len(report.num_accepted))
-        line = LearntLine(
-            generator=self._name,
-            unix_seconds=time.time(),
-            weights_version=version,
-            version=report.version,
-            num_tokens=report.num_tokens - told.num_tokens,
-            seconds=report.seconds - told.seconds,
-            saved_seconds=report.saved_seconds - told.saved_seconds,
-            num_accepted=tuple(now - then for now, then in zip(report.num_accepted, before, strict=False)),
-        )
-        try:
-            await self._thread.in_thread(append_learnt_line, self._folder, line)
-        except OSError as error:
-            log.warning("what the drafter cost is not written down: %s", error)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 
 from google.protobuf.message import DecodeError
 
+from rlhfspec.engine.base import MovableByTokens
 from rlhfspec.errors import MalformedRecord
-from rlhfspec.messages.records import Move, Moved, WorkerInfo
+from rlhfspec.generator.load import LoadMeter
+from rlhfspec.generator.state import GeneratorState
+from rlhfspec.messages.records import Move, Moved, Prompt, WorkerInfo
 from rlhfspec.messages.wire import records_pb2
+from rlhfspec.messages.wire.codec import encode
 from rlhfspec.messages.wire.fields import read, write
 from rlhfspec.moves.migration.base import Peer
 from rlhfspec.moves.migration.mover import Mover
-from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import Inbox, StageBus
-from rlhfspec.stage.tasks import together
+from rlhfspec.telemetry.base import SampleProgress
 
 _LEAVE_SECONDS = 3.5  # for all that runs here to go on elsewhere
 _AGAIN_SECONDS = 0.02  # then one that had no place for it is asked again
@@ -54,60 +57,85 @@ class MovedPrompt:
         return moved
 
 
-class Moving:
-    """Follows the rebalancer's advice; knows the other generators by what they say of themselves."""
+class PromptCustody:
+    """Implements `moves.migration.base.Custody` by the samples that run. `inbox`: where prompts come from."""
 
-    def __init__(self, generator: Service, bus: StageBus, mover: Mover, job: str) -> None:
+    def __init__(self, state: GeneratorState, inbox: Inbox[Prompt], meter: LoadMeter) -> None:
+        self._state = state
+        self._inbox = inbox
+        self._meter = meter
+
+    def prompt_of(self, sample_id: str) -> tuple[bytes, str] | None:
+        running = self._state.running.get(sample_id)
+        if running is None:
+            return None
+        delivery, seconds = running.delivery, self._state.seconds_of(sample_id)
+        moved = MovedPrompt(encode(delivery.record), delivery.headers, seconds)
+        return moved.to_bytes(), delivery.held.token
+
+    async def taken(self, sample_id: str, prompt: bytes, token: str) -> None:
+        moved = MovedPrompt.read(prompt)
+        delivery = await self._inbox.adopt(moved.record, sample_id, token, moved.headers)
+        self._state.begin(delivery, moved.seconds)
+        self._meter.submitted(delivery.record.step)
+
+    def arrived(self, sample_id: str, progress: SampleProgress) -> None:
+        delivery = self._state.running[sample_id].delivery
+        self._inbox.arrived(delivery, progress._replace(seconds=self._state.seconds_of(sample_id)))
+
+    def given(self, sample_id: str, progress: SampleProgress | None) -> None:
+        delivery, seconds = self._state.end(sample_id)
+        delivery.held.leave(progress and progress._replace(seconds=seconds))
+
+    forgotten = given  # nothing ends it: if need be it is delivered again
+
+
+class OwnMoves:
+    """Moves of samples from one generator, and what it knows of the others: what they say of themselves."""
+
+    def __init__(self, bus: StageBus, mover: Mover, news: asyncio.Event, *, job: str) -> None:
         self.mover = mover
-        self._generator = generator
         self._bus = bus
+        self._news = news
         self._job = job
         self._peers: dict[int, Peer] = {}
         self._moves: set[asyncio.Task[Moved]] = set()
         self._numbers = count()
-        self._error: BaseException | None = None  # of a move: one that was not foreseen ends this worker
-        self._failed = asyncio.Event()  # there is one
 
-    async def run(self) -> None:
-        async with await self._bus.subscribe(Move) as advice, await self._bus.subscribe(WorkerInfo) as infos:
-            await together(self._follow(advice), self._meet(infos))
+    def meet(self, info: WorkerInfo) -> None:
+        """Know another generator by its latest process."""
+        if info.stage == self._bus.stage.name and info.worker != self._bus.worker:
+            name = f"{info.stage}-{info.worker}"
+            self._peers[info.worker] = Peer(name=name, address=info.moves_address or info.id, incarnation=info.id)
 
-    async def leave(self, begun: Callable[[], Awaitable[list[str]]]) -> None:
-        """What has begun here goes on elsewhere, as far as others take it and the time lasts. One that leaves too, or
-        says nothing, is asked once: when a whole run ends no worker waits for another."""
+    def follow(self, move: Move) -> None:
+        """Begin a move that the rebalancer advises, if it is from here."""
+        is_ours = move.source == self._bus.worker and move.destination in self._peers
+        if is_ours and len(self._moves) < MOST_ADVICE:
+            self._begin(move)
+
+    def settle(self) -> None:
+        """Forget the moves that are over. Raise what ended one and was not foreseen: it ends this worker."""
+        for task in [task for task in self._moves if task.done()]:
+            self._moves.discard(task)
+            if not task.cancelled():
+                task.result()
+
+    async def leave(self) -> None:
+        """Move what has begun here to others, as far as they take it and the time lasts. One that leaves too, or says
+        nothing, is asked once: when a whole run ends no worker waits for another."""
         await self.mover.refuse()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_SECONDS):
                 turn = 0
-                while ((samples := await begun()) and self._peers) or self._moves:
+                while ((samples := await self.mover.begun()) and self._peers) or self._moves:
                     workers = sorted(self._peers)
                     going = enumerate(samples if workers else (), turn)
                     await asyncio.gather(*(self._away(each, workers[n % len(workers)]) for n, each in going))
                     await asyncio.sleep(_AGAIN_SECONDS)
+                    self.settle()
                     turn += 1
         await self.mover.close()
-
-    async def _follow(self, inbox: Inbox[Move]) -> None:
-        while not self._generator.stopping.is_set():
-            if self._error is not None:
-                raise self._error
-            pulling = inbox.pull(max_records=256, timeout_seconds=PULL_SECONDS)
-            for delivery in await self._generator.unless_stopped(pulling, self._failed):
-                move = delivery.record
-                is_ours = move.source == self._bus.worker and move.destination in self._peers
-                if is_ours and len(self._moves) < MOST_ADVICE:
-                    self._begin(move)
-
-    async def _meet(self, inbox: Inbox[WorkerInfo]) -> None:
-        while not self._generator.stopping.is_set():
-            pulling = inbox.pull(max_records=256, timeout_seconds=PULL_SECONDS)
-            for delivery in await self._generator.unless_stopped(pulling):
-                info = delivery.record
-                if info.stage == self._bus.stage.name and info.worker != self._bus.worker:
-                    name = f"{info.stage}-{info.worker}"
-                    self._peers[info.worker] = Peer(
-                        name=name, address=info.moves_address or info.id, incarnation=info.id
-                    )
 
     async def _away(self, sample: str, worker: int) -> None:
         if (peer := self._peers.get(worker)) is None:
@@ -128,17 +156,21 @@ class Moving:
     def _begin(self, move: Move, *, must_go: bool = False) -> asyncio.Task[Moved]:
         task = asyncio.create_task(self._move(move, must_go))
         self._moves.add(task)
-        task.add_done_callback(self._ended)
         return task
 
-    def _ended(self, task: asyncio.Task[Moved]) -> None:
-        self._moves.discard(task)
-        if not task.cancelled():
-            self._error = self._error or task.exception()
-            if self._error is not None:
-                self._failed.set()
-
     async def _move(self, move: Move, must_go: bool) -> Moved:
-        moved = await self.mover.move(move, self._peers[move.destination], must_go=must_go)
-        await self._bus.publish(moved)
+        try:
+            moved = await self.mover.move(move, self._peers[move.destination], must_go=must_go)
+            await self._bus.publish(moved)
+        finally:
+            self._news.set()
         return moved
+
+
+def assert_empty(engine: MovableByTokens) -> None:
+    """Raise AssertionError if, without what still runs, any row, block or lease of a move is left in an engine."""
+    for each in engine.sequences():
+        engine.cancel(each.id)
+    engine.check_integrity()
+    stats = engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks, f"{stats.num_blocks - stats.num_free_blocks} blocks leaked"

@@ -4,227 +4,300 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from rlhfspec.engine.base import Completion, EngineProtocol
-from rlhfspec.generator.dry import IdleScoring
-from rlhfspec.generator.engine_loop import EngineLoop, sampling_params
-from rlhfspec.generator.history import Histories
 from rlhfspec.generator.learnt import LearntSharing
-from rlhfspec.generator.leases import PromptLeases
 from rlhfspec.generator.load import LoadMeter
-from rlhfspec.generator.moving import Moving
-from rlhfspec.generator.publishing import Made, SamplePublisher
-from rlhfspec.generator.queue import PromptQueue
-from rlhfspec.generator.seconds import SharedSeconds
+from rlhfspec.generator.moving import OwnMoves, PromptCustody, assert_empty
+from rlhfspec.generator.samples import Histories, request_of, sample_of, sampling_params
+from rlhfspec.generator.state import GeneratorState
 from rlhfspec.job import RLHFJob
-from rlhfspec.messages.records import Prompt, Weights
+from rlhfspec.messages.records import DraftWeights, Load, Move, Plan, Prompt, Record, Sample, Weights, WorkerInfo
 from rlhfspec.moves.migration.engine_calls import EngineCalls
 from rlhfspec.stage.base import PULL_SECONDS, Service
-from rlhfspec.stage.bus import Inbox, StageBus, give_back
-from rlhfspec.stage.guest import HostedScoring
-from rlhfspec.stage.new_weights import NewWeights
+from rlhfspec.stage.bus import Delivery, Inbox, give_back
+from rlhfspec.stage.context import GeneratorContext
+from rlhfspec.stage.new_weights import load_newest
 from rlhfspec.stage.tasks import together
-from rlhfspec.stage.vitals import Vitals
-from rlhfspec.training.weights import WeightStore
-from rlhfspec.worker.ends import MoveEndpoint
 
 log = logging.getLogger("rlhfspec.stage")
-_IDLE_SECONDS = 0.5
+BURST_SECONDS = 0.05  # so long the engine steps between two looks at what came; a finished sample ends it sooner
 ON_THE_WAY_SECONDS = 0.05
+_REPORT_SECONDS = 0.5
+_R = TypeVar("_R", bound=Record)
 
 
 class GeneratorService(Service):
     """Consumes Prompt, Weights; produces Sample, Load; waits for prompts, and room in the KV cache; unblocked by
     prompts, trainer. A prompt is acknowledged once its sample is published, so a lost generator loses no sample.
 
-    It pulls what its engine can run, and a few prompts more; all others stay where the first with room takes them.
-    Samples go to other generators and come from them while they run (`moving`). Asked to stop, it hands what runs to
-    the others, and back what is left.
+    What comes is put into `state`; `_work` is the loop that acts on it. Samples go to other generators and come from
+    them while they run. Asked to stop, it hands what runs to the others, and back what is left.
     """
 
-    def __init__(
-        self,
-        worker: int,
-        vitals: Vitals,
-        bus: StageBus,
-        *,
-        job: RLHFJob,
-        engine: EngineProtocol,
-        weights: WeightStore,
-        move_endpoint: MoveEndpoint | None = None,
-        hosted_scoring: HostedScoring | None = None,
-        run_folder: Path | None = None,
-    ) -> None:
-        super().__init__("generator", worker, vitals)
-        spec = job.spec
-        self._bus = bus
+    def __init__(self, job: RLHFJob, context: GeneratorContext, engine: EngineProtocol) -> None:
+        super().__init__("generator", context.worker, context.vitals)
+        spec, name = job.spec, f"generator-{context.worker}"
         self._job = job
+        self._context = context
+        self._bus = context.bus
         self._engine = engine
         self._deadline = spec.roles.generator.deadline_seconds
-        self._new_weights = NewWeights(self, weights, self._load, deadline_seconds=self._deadline, clock=bus.clock)
-        self._announced: list[Weights] = []  # newer than the engine's
-        self._news = asyncio.Event()  # prompts or weights came, or the worker is asked to stop
-        self._queue = PromptQueue(self, prefetch=spec.prefetch, piece=spec.pulled_at_a_time)
-        self._publisher = SamplePublisher(bus)
-        incarnation = move_endpoint.incarnation if move_endpoint is not None else ""
-        name = f"generator-{worker}"
-        movable = engine.abilities.moves_tokens if spec.has_movable_samples else None  # None: they stay here
-        sequences = movable.sequences if movable is not None else tuple
+        self.state = GeneratorState(worker=self.worker, prefetch=spec.prefetch, piece=spec.pulled_at_a_time)
+        self._params, self._histories = (
+            sampling_params(spec.generation),
+            Histories(keep=spec.algorithm.samples_per_prompt),
+        )
+        self._movable = engine.abilities.moves_tokens if spec.has_movable_samples else None
+        self._calls = EngineCalls(self.state.news.set)
+        self._moves: OwnMoves | None = None  # while it runs, where samples can move
         self._meter = LoadMeter(
-            job.metadata.name, name, engine, worker=worker, incarnation=incarnation, sequences=sequences
-        )
-        self._seconds = SharedSeconds()
-        self._leases = PromptLeases(self._seconds, self._meter.submitted)
-        self._calls = EngineCalls(self._news.set)
-        histories, params = Histories(keep=spec.algorithm.samples_per_prompt), sampling_params(spec.generation)
-        self._loop = EngineLoop(
-            engine, sequences, params, self._meter, self._calls, histories=histories, has_news=self._news.is_set
+            job.metadata.name, name, engine, worker=self.worker,
+            incarnation=context.move_endpoint.incarnation if context.move_endpoint else "",
+            sequences=self._movable.sequences if self._movable else tuple,
         )  # fmt: skip
-        self._learnt = LearntSharing(self, bus, engine, weights, run_folder, self._news, job.metadata.name)
-        self._idle_scoring = IdleScoring(
-            self, bus, hosted_scoring, engine.abilities.learning, lambda: self._learnt.is_due, self._news
-        )
-        self._moving: Moving | None = None
-        if move_endpoint is not None and movable is not None:
-            link = spec.roles.generator.link
-            mover = move_endpoint.mover(movable, self._calls, self._leases, bus.clock, name=name, link=link)
-            self._moving = Moving(self, bus, mover, job.metadata.name)
-            self._loop.prefill_took = partial(mover.costs.learn_prefill, 1)
+        self._learnt: LearntSharing | None = None
+        if (learner := engine.abilities.learning) is not None:
+            self._learnt = LearntSharing(
+                engine, learner, self._bus, context.weights, context.run.folder, job=job.metadata.name, name=name
+            )
+            self.leaving.callback(self._learnt.close)
+        if context.hosted_scoring is not None:
+            self.leaving.callback(context.hosted_scoring.close)
+        self._publishing: asyncio.Task[None] | None = None  # the samples of the last burst
 
     async def run(self) -> None:
-        async with await self._bus.subscribe(Prompt) as prompts, await self._bus.subscribe(Weights) as weights:
-            self._leases.inbox = prompts
-            self._queue.look_for_room(self._engine.stats())
-            with self.vitals.working("reading what the drafter learnt", deadline_seconds=self._deadline):
-                await self._learnt.restore()
-            parts = [
-                self._queue.pull(prompts, self._news.set),
-                self._follow(weights),
-                self._idle_scoring.follow(),
-                self._learnt.follow(),
-                self._work(),
-            ]
-            if self._moving is not None:
-                parts += [self._moving.run(), self._say_idle()]
+        state, learnt = self.state, self._learnt
+        async with await self._bus.subscribe(Prompt) as prompts:
+            self._moves = self._moves_by(prompts)
+            state.look_for_room(self._engine.stats())
+            if learnt is not None:
+                with self.vitals.working("reading what the drafter learnt", deadline_seconds=self._deadline):
+                    await learnt.restore()
+            parts = [self._pull(prompts), self._hear(Weights, state.announced), self._work()]
+            if self._context.hosted_scoring is not None:
+                parts.append(self._hear(Plan, state.planned))
+            if learnt is not None:
+                parts.append(self._fetch_learnt(learnt))
+            if (moves := self._moves) is not None:
+                parts += [self._hear(WorkerInfo, moves.meet), self._hear(Move, moves.follow), self._report_idle()]
             try:
                 await together(*parts)
                 await self._leave()
-                await self._publisher.done()
-                with self.vitals.working("handing out what the drafter learnt", deadline_seconds=self._deadline):
-                    await self._learnt.leave()
             finally:
-                self._learnt.cancel()
                 self._calls.close()
-                self._publisher.cancel()
-
-    async def _leave(self) -> None:
-        """What runs goes on elsewhere where it can; the rest is handed back."""
-        num_running = len(self._leases)
-        if self._moving is not None:
-            with self.vitals.working("handing over what runs", deadline_seconds=self._deadline):
-                leaving = asyncio.create_task(self._moving.leave(self._loop.begun))
-                leaving.add_done_callback(lambda _: self._news.set())
-                while not leaving.done():
-                    await self._news.wait()
-                    self._news.clear()
-                    while self._calls.waiting:
-                        await self.in_thread(self._calls.run)
-                await leaving
-                self._meter.is_leaving = True
-                await self._bus.publish(self._meter.now())
-                await self.in_thread(self._loop.check_nothing_leaked)
-        left = len(self._leases)
-        log.info(
-            "left: of %d running samples %d go on elsewhere, %d are handed back", num_running, num_running - left, left
-        )
-        await give_back([delivery.held for delivery in (*self._queue, *self._leases)])
+                for part in (self._publishing, learnt):
+                    if part is not None:
+                        part.cancel()
 
     async def stop(self) -> None:
         await super().stop()
-        self._news.set()
-        self._queue.wake()
+        self.state.news.set()
+        self.state.has_room.set()
 
-    # -- what comes, while the engine works -----------------------------------------------------------------
-
-    async def _follow(self, inbox: Inbox[Weights]) -> None:
-        while not self.stopping.is_set():
-            pulling = inbox.pull(max_records=1024, timeout_seconds=PULL_SECONDS)
-            arrived = [delivery.record for delivery in await self.unless_stopped(pulling)]
-            if policies := [record for record in arrived if record.role == "policy"]:
-                self._announced.extend(policies)
-                self._news.set()
-
-    # -- the engine -----------------------------------------------------------------------------------------
+    # -- the loop -------------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
+        """Take what came, step the engine, and hand out what it finished."""
         while not self.stopping.is_set():
-            self._news.clear()
-            await self._take_weights()
-            await self._learnt.between_steps()
+            self.state.news.clear()
+            if self._moves is not None:
+                self._moves.settle()
+            await self._load_weights()
+            await self._exchange_learnt()
             self._submit_ready()
-            self._queue.look_for_room(self._engine.stats())
+            self.state.look_for_room(self._engine.stats())
             if self._engine.has_work:
-                await self._generate()
+                await self._hand_out(await self._step())
             elif self._calls.waiting:
                 await self.in_thread(self._calls.run)
             else:
                 await self._wait()
 
-    async def _wait(self) -> None:
-        with self.vitals.waiting("room to publish samples"):
-            await self._publisher.done()
-        if not self._on_the_way.isdisjoint(self._queue.ids):
-            with self.vitals.waiting("what is on its way from or to another generator"):
-                return await self._bus.clock.sleep(ON_THE_WAY_SECONDS)
-        early = self._queue.earliest_version
-        with self.vitals.waiting("prompts" if early is None else f"weights version {early}"):
-            await self._idle_scoring.until_news()
-
-    async def _say_idle(self) -> None:
-        """Says so when it has nothing to do, so that others may move samples here."""
-        while not self.stopping.is_set():
-            if not self._leases and (load := self._meter.idle()) is not None:
-                await self._bus.publish(load)
-            await self.unless_stopped(self._idle_for_a_while())
-
-    async def _idle_for_a_while(self) -> list[None]:
-        await self._bus.clock.sleep(_IDLE_SECONDS)
-        return []
-
-    async def _take_weights(self) -> None:
-        """Between two steps of the engine. What runs goes on under the new version, and says so token by token."""
-        newer = [record for record in self._announced if record.version > self._engine.weights_version]
-        self._announced.clear()
+    async def _load_weights(self) -> None:
+        """Load the newest version that was announced. What runs goes on under it, and says so token by token."""
+        newer = [record for record in self.state.wanted if record.version > self._engine.weights_version]
+        self.state.wanted.clear()
         if newer:
-            await self._new_weights.take(newer)
+            await load_newest(
+                self, self._context.weights, newer, self._load, deadline_seconds=self._deadline, clock=self._bus.clock
+            )
 
     def _load(self, tensors: dict[str, Any], version: int) -> None:
         self._engine.load_weights(tensors, version=version)
 
+    async def _exchange_learnt(self) -> None:
+        """Take what another generator's drafter learnt, and hand out what this one's did."""
+        if (learnt := self._learnt) is None:
+            return
+        if learnt.arrived is not None:
+            await self.in_thread(learnt.take)
+        if learnt.is_due:
+            learnt.begin_handing_out(await self.in_thread(learnt.learner.learnt))
+        await learnt.note_cost()
+
     def _submit_ready(self) -> None:
-        """What may be sampled now; the rest stays until its weights are here."""
-        for delivery in self._queue.take_ready(self._engine.weights_version, self._on_the_way):
-            if delivery.record.id not in self._leases:  # else a redelivery of what already runs here
-                self._loop.submit(delivery.record)
-            self._leases.begin(delivery)
+        """Give the engine the prompts that may be sampled now."""
+        for delivery in self.state.take_ready(self._engine.weights_version, self._moving):
+            prompt = delivery.record
+            if prompt.id not in self.state.running:  # else a redelivery of what already runs here
+                self._engine.submit(request_of(prompt, self._params, self._histories.of(prompt.token_ids)))
+                self._meter.submitted(prompt.step)
+            self.state.begin(delivery)
+
+    async def _step(self) -> list[Completion]:
+        running = self.state.running
+        what = f"generating {len(running)} samples, the first {next(iter(running), 'gone')}"
+        with self.vitals.working(what, deadline_seconds=self._deadline) as worked:
+            finished = await self.in_thread(self._burst)
+        self.state.worked(worked.seconds)
+        return finished
+
+    def _burst(self) -> list[Completion]:
+        """Step until something is finished, so that scoring begins with the first sample, or something came."""
+        end = time.monotonic() + BURST_SECONDS
+        finished: list[Completion] = []
+        self._calls.run()
+        while self._engine.has_work and not finished and time.monotonic() < end:
+            report = self._engine.step()
+            self._meter.stepped(report)
+            if report.num_prefill_tokens and self._moves is not None:
+                self._moves.mover.costs.learn_prefill(1, self._meter.prefill_seconds)
+            finished.extend(report.finished)
+            self._calls.run()
+            if self.state.news.is_set():
+                break
+        return finished
+
+    async def _hand_out(self, finished: Sequence[Completion]) -> None:
+        """Publish what is finished while the engine goes on: never more than one burst is on its way."""
+        await self._published()
+        made = [self._made(completion) for completion in finished]
+        self._publishing = asyncio.create_task(self._publish(self._meter.load(), made))
+
+    def _made(self, completion: Completion) -> tuple[Delivery[Prompt], Sample]:
+        """Return a finished sample, and the prompt that it answers. Its response is kept for later drafts."""
+        delivery, seconds = self.state.end(completion.id)
+        self._histories.add(completion.prompt_token_ids, completion.token_ids)
+        experts = self._meter.experts()
+        return delivery, sample_of(delivery.record, completion, self._meter.name, seconds=seconds, experts=experts)
+
+    async def _published(self) -> None:
+        if self._publishing is not None:
+            await self._publishing
+            self._publishing = None
+
+    async def _publish(self, load: Load | None, made: Sequence[tuple[Delivery[Prompt], Sample]]) -> None:
+        if load is not None:
+            await self._bus.publish(load)
+        await asyncio.gather(*(self._answer(delivery, sample) for delivery, sample in made))
+
+    async def _answer(self, delivery: Delivery[Prompt], sample: Sample) -> None:
+        await self._bus.publish(sample)
+        await delivery.ack()
+
+    # -- without work ---------------------------------------------------------------------------------------
+
+    async def _wait(self) -> None:
+        with self.vitals.waiting("room to publish samples"):
+            await self._published()
+        if any(delivery.record.id in self._moving for delivery in self.state.queued):
+            with self.vitals.waiting("what is on its way from or to another generator"):
+                return await self._bus.clock.sleep(ON_THE_WAY_SECONDS)
+        with self.vitals.waiting(self.state.waits_for):
+            await self._score_or_learn()
+
+    async def _score_or_learn(self) -> None:
+        """Score until there is news, where the plan says so, or learn; then wait. What is at hand is still done."""
+        news = asyncio.create_task(self.state.news.wait())
+        scoring, learnt = self._context.hosted_scoring, self._learnt
+        try:
+            if scoring is not None and self.state.is_to_score:
+                await scoring.score_while(news)
+                return
+            while learnt is not None and not news.done() and await self.in_thread(learnt.learner.learn_while_idle):
+                if learnt.is_due:
+                    return
+            await news
+        finally:
+            news.cancel()
+
+    async def _report_idle(self) -> None:
+        """Say so when there is nothing to do, so that others may move samples here."""
+        while not self.stopping.is_set():
+            if not self.state.running and (load := self._meter.idle()) is not None:
+                await self._bus.publish(load)
+            await self.unless_stopped(self._bus.clock.sleep(_REPORT_SECONDS))
+
+    # -- what comes, while the engine works -----------------------------------------------------------------
+
+    async def _pull(self, inbox: Inbox[Prompt]) -> None:
+        """Pull prompts as long as there is room for them."""
+        while not self.stopping.is_set():
+            await self.state.has_room.wait()
+            pulling = inbox.pull(max_records=self._job.spec.pulled_at_a_time, timeout_seconds=PULL_SECONDS)
+            if arrived := await self.unless_stopped(pulling):
+                self.state.pulled(arrived)
+
+    async def _hear(self, record_type: type[_R], take: Callable[[_R], None]) -> None:
+        async with await self._bus.subscribe(record_type) as inbox:
+            async for arrived in self.arrivals(inbox):
+                for delivery in arrived:
+                    take(delivery.record)
+
+    async def _fetch_learnt(self, learnt: LearntSharing) -> None:
+        async with await self._bus.subscribe(DraftWeights) as inbox:
+            async for arrived in self.arrivals(inbox):
+                await learnt.fetch([delivery.record for delivery in arrived])
+                self.state.news.set()
+
+    # -- samples that move ----------------------------------------------------------------------------------
+
+    def _moves_by(self, prompts: Inbox[Prompt]) -> OwnMoves | None:
+        endpoint = self._context.move_endpoint
+        if endpoint is None or self._movable is None:
+            return None
+        custody, link = PromptCustody(self.state, prompts, self._meter), self._job.spec.roles.generator.link
+        mover = endpoint.mover(self._movable, self._calls, custody, self._bus.clock, name=self._meter.name, link=link)
+        return OwnMoves(self._bus, mover, self.state.news, job=self._job.metadata.name)
 
     @property
-    def _on_the_way(self) -> frozenset[str]:
-        return self._moving.mover.moving if self._moving is not None else frozenset()
+    def _moving(self) -> frozenset[str]:
+        return self._moves.mover.moving if self._moves is not None else frozenset()
 
-    async def _generate(self) -> None:
-        what = f"generating {len(self._leases)} samples, the first {next(iter(self._leases.ids), 'gone')}"
-        with self.vitals.working(what, deadline_seconds=self._deadline) as worked:
-            finished = await self.in_thread(self._loop.burst)
-        self._seconds.worked(worked.seconds, num_running=len(self._leases))
-        await self._publisher.done()
-        made = [self._finished(completion) for completion in finished]
-        load = self._meter.load()
-        self._publisher.begin(load, made)
+    async def _leave(self) -> None:
+        """Move what runs to others where it can go, hand back the rest, and hand out the last of what was learnt."""
+        num_running = len(self.state.running)
+        if self._moves is not None:
+            with self.vitals.working("handing over what runs", deadline_seconds=self._deadline):
+                await self._move_away(self._moves)
+        left = len(self.state.running)
+        log.info(
+            "left: of %d running samples %d go on elsewhere, %d are handed back", num_running, num_running - left, left
+        )
+        await give_back(self.state.held())
+        await self._published()
+        if (learnt := self._learnt) is not None:
+            with self.vitals.working("handing out what the drafter learnt", deadline_seconds=self._deadline):
+                await learnt.handed_out()
+                if learnt.has_more:
+                    learnt.begin_handing_out(await self.in_thread(learnt.learner.learnt))
+                    await learnt.handed_out()
+                await learnt.note_cost(is_last=True)
 
-    def _finished(self, completion: Completion) -> Made:
-        delivery, seconds = self._leases.end(completion.id)
-        return delivery, self._loop.sample(delivery.record, completion, seconds=seconds)
+    async def _move_away(self, moves: OwnMoves) -> None:
+        """Make the engine's calls until all moves are over."""
+        leaving = asyncio.create_task(moves.leave())
+        leaving.add_done_callback(lambda _: self.state.news.set())
+        while not leaving.done():
+            await self.state.news.wait()
+            self.state.news.clear()
+            while self._calls.waiting:
+                await self.in_thread(self._calls.run)
+        await leaving
+        self._meter.is_leaving = True
+        await self._bus.publish(self._meter.now())
+        await self.in_thread(assert_empty, moves.mover.engine)

@@ -16,7 +16,6 @@ from stages import FakeEngine, Stages, ends, until
 
 from rlhfspec.engine.base import EngineStep
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.generator.service import GeneratorService
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.loop import workers_of
 from rlhfspec.messages.records import Plan, Prompt, Sample, Score
@@ -28,7 +27,7 @@ from rlhfspec.stage.scoring import TokenScoringService
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.trainer.collector import example_sample
 from rlhfspec.training.weights import MemoryWeightStore
-from rlhfspec.worker.hosting import with_guest
+from rlhfspec.worker.hosting import guest_of
 
 WORKERS = {"prompts": 1, "generator": 2, "reference": 1, "trainer": 1, "rebalancer": 1}
 
@@ -89,10 +88,7 @@ class Place:
         self.loaded.set()
         self.num_made = 0
         self.engine: Any = Engine(self.scorer)
-        self.service = GeneratorService(
-            1, stages.vitals, stages.bus.of("generator", 1), job=stages.job, engine=self.engine,
-            weights=stages.weights, hosted_scoring=HostedScoring("reference", self._make),
-        )  # fmt: skip
+        self.service = stages.generator(1, self.engine, hosted_scoring=HostedScoring("reference", self._make))
         self.task = asyncio.create_task(self.service.run())
 
     @classmethod
@@ -243,10 +239,7 @@ def test_who_cannot_help_says_so_once_and_waits(caplog: pytest.LogCaptureFixture
     async def main() -> None:
         stages = await Stages.open(a_job(), **WORKERS)
         engine: Any = Engine()
-        service = GeneratorService(
-            1, stages.vitals, stages.bus.of("generator", 1), job=stages.job, engine=engine, weights=stages.weights,
-            hosted_scoring=HostedScoring("reference", make),
-        )  # fmt: skip
+        service = stages.generator(1, engine, hosted_scoring=HostedScoring("reference", make))
         task = asyncio.create_task(service.run())
         await reads_plans(stages)
         await stages.publish("rebalancer", a_plan(g1="score"))
@@ -300,7 +293,7 @@ def assert_guests(job: RLHFJob, wanted: dict[str, str | None]) -> None:
             worker=0, bus=bus.of(stage), weights=MemoryWeightStore(keep=1), vitals=Vitals(),
             run=Run(uid="run", base_folder=Path(), folder=Path()), say=print,
         )  # fmt: skip
-        guest = with_guest(job, context, connect).hosted_scoring
+        guest = guest_of(job, context, connect)
         assert (guest and guest.stage) == helped
 
 

@@ -75,11 +75,7 @@ class Place:
         self.running: list[tuple[asyncio.Task[None], GeneratorService]] = []
 
     def start(self, worker: int, engine: Learner) -> Learner:
-        service = GeneratorService(
-            worker, self.stages.vitals, self.stages.bus.of("generator", worker), job=self.stages.job,
-            engine=engine,  # type: ignore[arg-type]
-            weights=self.stages.weights, run_folder=self.folder,
-        )  # fmt: skip
+        service = self.stages.generator(worker, engine, folder=self.folder)
         self.running.append((asyncio.create_task(service.run()), service))
         return engine
 
@@ -218,9 +214,9 @@ def test_killed_while_it_hands_out_nothing_is_lost_but_the_last(
         elif at == "write":
             monkeypatch.setattr(sharing, "write_learnt", dies)
         else:
-            monkeypatch.setattr(service._learnt._bus, "publish", hangs)
+            monkeypatch.setattr(service._bus, "publish", hangs)
         engine.left = 5
-        service._news.set()
+        service.state.news.set()
         await reached.wait()
         await killed(task, service)
         monkeypatch.undo()
@@ -236,10 +232,10 @@ def test_what_it_cost_and_brought_is_written_down(tmp_path: Path) -> None:
         engine = place.start(0, Learner(left=3))
         await until(lambda: not engine.left, "it has learnt")
         engine.weights_version = 1
-        place.running[0][1]._news.set()
+        place.running[0][1].state.news.set()
         await until(lambda: list(learnt_lines(tmp_path)), "a line")
         engine.left = 1
-        place.running[0][1]._news.set()
+        place.running[0][1].state.news.set()
         await until(lambda: not engine.left, "it has learnt again")
 
     run(tmp_path, act)

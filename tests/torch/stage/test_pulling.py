@@ -19,7 +19,6 @@ from stages import FakeEngine, FakeSources, Stages, ends, prompts_for, until
 from rlhfspec.critic.service import CriticService
 from rlhfspec.engine.base import EngineStep
 from rlhfspec.errors import InvalidRequest, NumericalError, WeightsVersionError
-from rlhfspec.generator.service import GeneratorService
 from rlhfspec.messages.loop import workers_of
 from rlhfspec.messages.records import DatasetInfo, Prompt, Sample, Score
 from rlhfspec.messages.transport.clock import FakeClock, SystemClock
@@ -49,11 +48,6 @@ class LongEngine(FakeEngine):
         )  # fmt: skip
 
 
-def generator(stages: Stages, worker: int, engine: Any) -> GeneratorService:
-    bus = stages.bus.of("generator", worker)
-    return GeneratorService(worker, stages.vitals, bus, job=stages.job, engine=engine, weights=stages.weights)
-
-
 def prompts_in(stages: Stages, num_prompts: int = NUM_PROMPTS) -> list[Prompt]:
     wanted = stages.job.model_copy(deep=True)
     return prompts_of(wanted, prompts_for(stages.job), 1, 0, None)[:num_prompts]
@@ -73,7 +67,7 @@ def test_a_generator_holds_what_runs_and_its_look_ahead_and_one_that_joins_takes
         stages = await Stages.open(a_big_job(prefetch), prompts=1, generator=2, trainer=1)
         await stages.publish("prompts", *prompts_in(stages))
         first, second = LongEngine(8), LongEngine(64)
-        services = [generator(stages, 0, first), generator(stages, 1, second)]
+        services = [stages.generator(0, first), stages.generator(1, second)]
         tasks = [asyncio.create_task(services[0].run())]
         at_least = 8 + prefetch - max(prefetch, 1) + 1  # it asks for a whole piece or for none
         await until(lambda: len(first.submitted) >= at_least, "its rows and its look-ahead are full")
@@ -122,7 +116,7 @@ def test_a_generator_whose_samples_may_move_takes_whole_groups() -> None:
         )
         stages = await Stages.open(job, prompts=1, generator=2, trainer=1)
         first, second = LongEngine(7), LongEngine(64)
-        services = [generator(stages, 0, first), generator(stages, 1, second)]
+        services = [stages.generator(0, first), stages.generator(1, second)]
         await stages.publish("prompts", *prompts_in(stages, 30))
         tasks = [asyncio.create_task(services[0].run())]
         await until(lambda: len(first.submitted) >= 10, "two groups: as long as one more has room")
@@ -141,7 +135,7 @@ def test_what_a_stopped_generator_has_not_answered_goes_to_another_though_no_tim
         stages = await Stages.open(a_big_job(4), prompts=1, generator=2, trainer=1)
         await stages.publish("prompts", *prompts_in(stages))
         leaving, staying = LongEngine(64), LongEngine(64)
-        first, second = generator(stages, 0, leaving), generator(stages, 1, staying)
+        first, second = stages.generator(0, leaving), stages.generator(1, staying)
         task = asyncio.create_task(first.run())
         await until(lambda: len(leaving.submitted) == NUM_PROMPTS, "it has them all")
         other = asyncio.create_task(second.run())
@@ -159,7 +153,7 @@ def test_prompts_whose_weights_are_not_here_yet_are_handed_back_too() -> None:
         stages = await Stages.open(a_big_job(4), prompts=1, generator=1, trainer=1)
         early = [replace(prompt, weights_version=1) for prompt in prompts_in(stages, 3)]
         await stages.publish("prompts", *early)
-        service = generator(stages, 0, LongEngine(8))
+        service = stages.generator(0, LongEngine(8))
         task = asyncio.create_task(service.run())
         await until(lambda: service.vitals.state().what == "weights version 1", "it says what it waits for")
         await ends(task, service)
@@ -199,7 +193,7 @@ class Values:
 
 def _generator_of(stages: Stages, absent: Any) -> Any:
     stages.weights = absent
-    return generator(stages, 0, LongEngine(8))
+    return stages.generator(0, LongEngine(8))
 
 
 def _critic_of(stages: Stages, absent: Any) -> Any:

@@ -48,7 +48,7 @@ class Mover:
         custody: Custody,
         clock: Clock | None = None,
     ) -> None:
-        self.name, self.incarnation = name, incarnation
+        self.name, self.incarnation, self.engine = name, incarnation, engine
         self.costs = Costs()
         self._clock = clock or SystemClock()
         self._taking = Taking(incarnation, engine, calls, links, custody, self._clock)
@@ -85,6 +85,11 @@ class Mover:
         )  # fmt: skip
         giving = self._giving[move.sample_id] = Giving(move, peer, machine, self._place, must_go=must_go)
         return await asyncio.shield(_kept_in(self._tasks, self._run(giving, move)))
+
+    async def begun(self) -> list[str]:
+        """Return the samples here that are worth more than their prompts."""
+        views = await self._place.calls.call(self.engine.sequences)
+        return [each.id for each in views if each.num_generated or not each.is_waiting]
 
     async def answer(self, data: bytes) -> bytes:
         """To what a source tells. Raises MalformedRecord for what is no message of a move."""

@@ -30,7 +30,7 @@ from rlhfspec.runs.view.view import View
 from rlhfspec.runs.view.watch import WatchService
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.bus import Bus
-from rlhfspec.stage.context import Context, Run, kept_versions
+from rlhfspec.stage.context import Context, GeneratorContext, Run, kept_versions
 from rlhfspec.stage.dead_letters import DeadLetterWatch
 from rlhfspec.stage.supervisor import GRACE_SECONDS, STALL_SECONDS, Supervisor
 from rlhfspec.stage.vitals import Vitals
@@ -71,8 +71,10 @@ class LocalRun(JobRun):
                     vitals=self._vitals,
                     run=self._run,
                     say=say,
-                    move_endpoint=self._move_endpoint(worker) if stage == "generator" and num_workers > 1 else None,
                 )
+                if stage == "generator":
+                    endpoint = self._move_endpoint(worker) if num_workers > 1 else None
+                    context = GeneratorContext.of(context, move_endpoint=endpoint)
                 service = make(self._job, context)
                 self._services.append(service)
                 self._leaving.callback(service.close)
