@@ -11,15 +11,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rlhfspec.moves.migration.links import nixl
-from rlhfspec.moves.migration.links.opening import WaysIn, make_landing, open_sending
+from rlhfspec.moves.migration.links.opening import make_landing, open_sending
 
 NO_NIXL = pytest.mark.skipif(nixl._package() is None, reason="the package nixl is not installed")
-NIXL = [pytest.param(name, marks=NO_NIXL) for name in ("nixl by read", "nixl by write")]
+NIXL = [pytest.param("nixl", marks=NO_NIXL)]
 
 SOURCE = """
 import sys
@@ -39,8 +38,7 @@ sending.close()
 DESTINATION = """
 import sys
 from rlhfspec.moves.migration.links.opening import make_landing
-kind, _, by = sys.argv[1].partition(" by ")
-landing = make_landing(kind, **({"nixl_by": by} if by else {}))
+landing = make_landing(sys.argv[1])
 print(landing.offer, flush=True)
 for line in sys.stdin:
     key, num_bytes = line.split()
@@ -48,13 +46,6 @@ for line in sys.stdin:
     landing.done(key)
 landing.close()
 """
-
-
-def landing_of(kind: str, **settings: Any) -> WaysIn:
-    kind, _, by = kind.partition(" by ")
-    landing = make_landing(kind, **settings, **({"nixl_by": by} if by else {}))
-    assert isinstance(landing, WaysIn)
-    return landing
 
 
 class Other:
@@ -115,7 +106,7 @@ def _held() -> Counter[str]:
 
 def warm(kind: str) -> None:
     """What is there once a process, after the first use of a library."""
-    landing = landing_of(kind)
+    landing = make_landing(kind)
     sending = open_sending(landing.offer)
     sending.room(1)
     sending.send("m/0", 1)

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from rlhfspec.moves.migration import destination as theirs
 from rlhfspec.moves.migration import messages
 from rlhfspec.moves.migration import source as ours
-from rlhfspec.moves.migration.destination import Destination
+from rlhfspec.moves.migration.destination import Destination, Judgement
 from rlhfspec.moves.migration.source import MoveSource
 
 MESSAGE_SECONDS = 25.0  # no message comes later than that
@@ -53,7 +52,7 @@ class Node:
     moves: dict[str, MoveSource] = field(default_factory=dict)  # by sample
     steps: dict[str, deque[ours.Action]] = field(default_factory=dict)  # of those, what is to be done next
     waits: dict[str, float] = field(default_factory=dict)
-    work: list[theirs.Action] = field(default_factory=list)  # of the engine, for what arrives
+    work: list[messages.Told] = field(default_factory=list)  # of the engine, for what arrives
     targets: dict[str, int] = field(default_factory=dict)
     epochs: dict[str, int] = field(default_factory=dict)  # what the present attempt began with
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -162,48 +161,47 @@ class World:
             return
         until, to, back, message = self.told[at % len(self.told)]
         node = self.nodes[to]
-        if any(getattr(work, "message", None) and work.message.sample == message.sample for work in node.work):
+        if any(work.sample == message.sample for work in node.work):
             return  # messages of one sample come one after the other
         if not keep:
             self.told.remove((until, to, back, message))
-        self.act(node, node.destination.on(theirs.Arrived(message), self.now), back)
+        if not self.act(node, node.destination.arrived(message, self.now), back):
+            node.work.append(message)
+            if isinstance(message, messages.HandOver):  # kept in progress before it runs
+                node.has_own |= {message.sample} & node.keeps
+                node.keeps.add(message.sample)
 
-    def act(self, node: Node, actions: list[theirs.Action], back: int) -> None:
-        for action in actions:
-            match action:
-                case theirs.SendReply(reply):
-                    self.replies.append((self.now + MESSAGE_SECONDS, back, reply))
-                case theirs.Free(sample, has_kv):
-                    if has_kv:
-                        assert sample in node.engine.arriving, "only what is kept is freed"
-                        node.engine.cancel(sample)
-                case _:
-                    node.work.append(action)
-                    if isinstance(action, theirs.Take):  # kept in progress before it runs
-                        sample = action.message.sample
-                        node.has_own |= {sample} & node.keeps
-                        node.keeps.add(sample)
+    def act(self, node: Node, judgement: Judgement, back: int) -> bool:
+        """Return whether there was a reply."""
+        self.free(node, judgement.freed)
+        if judgement.reply is not None:
+            self.replies.append((self.now + MESSAGE_SECONDS, back, judgement.reply))
+        return judgement.reply is not None
+
+    def free(self, node: Node, samples: list[str]) -> None:
+        for sample in samples:
+            assert sample in node.engine.arriving, "only what is kept is freed"
+            node.engine.cancel(sample)
 
     def work(self, index: int) -> None:
         """The engine of a node does one thing of those that it is asked."""
         node = self.nodes[index]
         if not node.work:
             return
-        action, engine = node.work.pop(0), node.engine
-        assert not isinstance(action, theirs.SendReply | theirs.Free)
-        message, sample = action.message, action.message.sample
+        message, engine = node.work.pop(0), node.engine
+        sample = message.sample
         refusal: tuple[str, str] | None = None
-        match action:
-            case theirs.Keep():
+        match message:
+            case messages.Reserve():
                 if engine.knows(sample):
                     refusal = ("id", "known")
                 elif message.has_kv and message.weights_version != engine.version:
                     refusal = ("weights_version", "")
                 elif message.has_kv:
                     engine.arriving.add(sample)
-            case theirs.Copy() if sample in engine.dropped:
+            case messages.Range() if sample in engine.dropped:
                 refusal = ("reservation", "")
-            case theirs.Take():
+            case messages.HandOver():
                 has_own = sample in node.has_own
                 node.has_own.discard(sample)
                 if has_own:
@@ -213,7 +211,7 @@ class World:
                     engine.running.add(sample)
                     engine.epochs[sample] = engine.epochs.get(sample, 0) + 1
         back = next((other.index for other in self.nodes if other.incarnation == message.source), 0)
-        self.act(node, node.destination.on(theirs.Done(message, refusal), self.now), back)
+        assert self.act(node, node.destination.done(message, self.now, refusal), back)
 
     def reply(self, at: int, *, keep: bool = False) -> None:
         if not self.replies:
@@ -264,7 +262,7 @@ class World:
         self.told = [each for each in self.told if each[0] > self.now]
         self.replies = [each for each in self.replies if each[0] > self.now]
         for node in self.nodes:
-            self.act(node, node.destination.on(theirs.DestinationTick(), self.now), 0)
+            self.free(node, node.destination.expire(self.now))
             for sample in [sample for sample, until in node.waits.items() if until <= self.now]:
                 del node.waits[sample]
                 self.say(node, sample, ours.SourceTick())

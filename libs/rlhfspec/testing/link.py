@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from rlhfspec.errors import LinkError
-from rlhfspec.moves.migration.links.base import Landing, Sending
+from rlhfspec.moves.migration.links.base import Sending
+from rlhfspec.moves.migration.links.inbox import Landing
 from rlhfspec.moves.migration.links.opening import open_sending
 
 

@@ -19,12 +19,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from link_checks import DESTINATION, NIXL, SOURCE, landing_of, nothing_left, other, shared_names, warm
+from link_checks import DESTINATION, NIXL, SOURCE, nothing_left, other, shared_names, warm
 
 from rlhfspec.errors import LinkError
 from rlhfspec.messages.servers.credentials.certificates import client_tls, create_credentials, server_tls
 from rlhfspec.moves.migration.links import frames
-from rlhfspec.moves.migration.links.opening import WaysIn, open_sending
+from rlhfspec.moves.migration.links.inbox import Landing
+from rlhfspec.moves.migration.links.opening import make_landing, open_sending
 from rlhfspec.moves.migration.links.torch_link import TorchSending
 from rlhfspec.testing.link import pattern
 
@@ -52,7 +53,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def test_ranges_of_any_sizes_arrive_whole_from_another_process(kind: str) -> None:
-    landing = landing_of(kind)
+    landing = make_landing(kind)
     counter = iter(range(1 << 30))
     with other(SOURCE) as source:
         source.say(landing.offer)
@@ -74,7 +75,7 @@ def test_ranges_of_any_sizes_arrive_whole_from_another_process(kind: str) -> Non
 
 
 def test_what_a_killed_source_sent_is_whole_and_then_gone(kind: str) -> None:
-    landing = landing_of(kind)
+    landing = make_landing(kind)
     with other(SOURCE) as source:
         source.say(landing.offer)
         source.say("m/0 100000 3")
@@ -83,7 +84,7 @@ def test_what_a_killed_source_sent_is_whole_and_then_gone(kind: str) -> None:
     landing.done("m/0")
     with pytest.raises(LinkError, match="did not come"):
         landing.take("m/1", 1, timeout=0.01)
-    assert landing.inbox.num_bytes == 0
+    assert landing.num_bytes == 0
     del view
     landing.close()
 
@@ -115,7 +116,7 @@ def test_a_destination_that_stands_still_is_given_up(kind: str) -> None:
 
 
 def test_nobody_there_any_more(kind: str) -> None:
-    landing = landing_of(kind)
+    landing = make_landing(kind)
     landing.close()
     with pytest.raises(LinkError, match="cannot connect"):
         open_sending(landing.offer, seconds=1)
@@ -155,7 +156,7 @@ sys.stdin.readline()
 # --- hostile ends -----------------------------------------------------------------------------------------------------
 
 
-def let_in(landing: WaysIn) -> socket.socket:
+def let_in(landing: Landing) -> socket.socket:
     """A connection that knows the token, and then says what it wants."""
     offer = json.loads(landing.offer)
     (way,) = offer["ways"]
@@ -181,7 +182,7 @@ def assert_thrown_out(connection: socket.socket) -> None:
     connection.close()
 
 
-def assert_works(landing: WaysIn, key: str) -> None:
+def assert_works(landing: Landing, key: str) -> None:
     sending = open_sending(landing.offer)
     sending.room(3)[:] = b"abc"
     sending.send(key, 3)
@@ -206,18 +207,18 @@ def assert_works(landing: WaysIn, key: str) -> None:
     ],
 )
 def test_a_hostile_header_ends_its_connection_and_nothing_else(kind: str, said: bytes) -> None:
-    landing = landing_of(kind)
+    landing = make_landing(kind)
     connection = let_in(landing)
     connection.sendall(said)
     assert_thrown_out(connection)
-    assert landing.inbox.num_bytes == landing.inbox.num_keys == 0
+    assert landing.num_bytes == landing.num_keys == 0
     assert_works(landing, "m/1")
     landing.close()
 
 
 @pytest.mark.parametrize("kind", BY_SOCKET)
 def test_who_stops_in_the_middle_is_given_up(kind: str) -> None:
-    landing = landing_of(kind, seconds=0.2)
+    landing = make_landing(kind, seconds=0.2)
     connection = let_in(landing)
     connection.sendall(header()[:9])
     assert_thrown_out(connection)
@@ -225,7 +226,7 @@ def test_who_stops_in_the_middle_is_given_up(kind: str) -> None:
 
 
 def test_a_range_that_is_cut_off_is_told_to_who_waits_for_it() -> None:
-    landing = landing_of("tcp")
+    landing = make_landing("tcp")
     connection = let_in(landing)
     connection.sendall(header(size=1 << 20) + b"a" * 1000)
     with ThreadPoolExecutor(1) as beside:
@@ -233,12 +234,12 @@ def test_a_range_that_is_cut_off_is_told_to_who_waits_for_it() -> None:
         connection.close()
         with pytest.raises(LinkError, match="m/0: did not arrive whole"):
             waiting.result()
-    assert landing.inbox.num_bytes == 0
+    assert landing.num_bytes == 0
     landing.close()
 
 
 def test_a_key_twice_ends_the_connection_and_the_first_stays() -> None:
-    landing = landing_of("tcp")
+    landing = make_landing("tcp")
     connection = let_in(landing)
     connection.sendall(header() + b"abc" + header() + b"xyz")
     assert_thrown_out(connection)
@@ -250,7 +251,7 @@ def test_a_key_twice_ends_the_connection_and_the_first_stays() -> None:
 @pytest.mark.parametrize("kind", BY_SOCKET)
 @pytest.mark.parametrize("what", ["foreign/0", "unwanted/0"])
 def test_what_nobody_takes_is_forgotten_and_what_nobody_wants_any_more_never_kept(kind: str, what: str) -> None:
-    landing = landing_of(kind, kept_seconds=0.0 if what == "foreign/0" else 60.0)
+    landing = make_landing(kind, kept_seconds=0.0 if what == "foreign/0" else 60.0)
     sending = open_sending(landing.offer)
     if what == "unwanted/0":
         landing.done(what)  # given up before it came
@@ -258,16 +259,16 @@ def test_what_nobody_takes_is_forgotten_and_what_nobody_wants_any_more_never_kep
         sending.room(5000)[:] = pattern(5000)
         sending.send(key, 5000)
     assert landing.take("m/0", 5000, timeout=120) == pattern(5000)
-    assert landing.inbox.num_keys == 1
+    assert landing.num_keys == 1
     landing.done("m/0")
-    assert landing.inbox.num_bytes == 0
+    assert landing.num_bytes == 0
     sending.close()
     landing.close()
 
 
 @pytest.mark.parametrize("kind", BY_SOCKET)
 def test_who_does_not_know_the_token_is_refused(kind: str) -> None:
-    landing = landing_of(kind)
+    landing = make_landing(kind)
     offer = json.loads(landing.offer)
     stranger = json.dumps(offer | {"token": "00" * 32})
     with pytest.raises(LinkError, match=r"closed|token|broke"):
@@ -278,7 +279,7 @@ def test_who_does_not_know_the_token_is_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BY_SOCKET)
 def test_a_false_proof_is_answered_with_nothing(kind: str) -> None:
-    landing = landing_of(kind)
+    landing = make_landing(kind)
     (way,) = json.loads(landing.offer)["ways"]
     stranger = socket.socket(socket.AF_UNIX if kind == "shm" else socket.AF_INET)
     stranger.connect(f"\0{way['name']}" if kind == "shm" else (way["host"], way["port"]))
@@ -290,7 +291,7 @@ def test_a_false_proof_is_answered_with_nothing(kind: str) -> None:
 
 def test_a_source_tells_its_secret_to_nobody() -> None:
     """Another program may have the port by now: it learns nothing, and is believed nothing."""
-    landing = landing_of("tcp")
+    landing = make_landing("tcp")
     offer = json.loads(landing.offer)
     landing.close()
     heard = bytearray()
@@ -313,7 +314,7 @@ def test_a_source_tells_its_secret_to_nobody() -> None:
 
 @pytest.mark.parametrize("kind", BY_SOCKET)
 def test_strangers_are_few_at_a_time_and_in_nobodys_way(kind: str) -> None:
-    landing = landing_of(kind, seconds=2)
+    landing = make_landing(kind, seconds=2)
     sending = open_sending(landing.offer)
     (way,) = json.loads(landing.offer)["ways"]
     strangers = []
@@ -340,7 +341,7 @@ def test_strangers_are_few_at_a_time_and_in_nobodys_way(kind: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.booleans(), st.sampled_from(BY_SOCKET), st.lists(st.binary(max_size=60), max_size=4))
 def test_whatever_is_said_the_landing_stays_whole(is_let_in: bool, kind: str, said: list[bytes]) -> None:
-    landing = landing_of(kind, seconds=5)
+    landing = make_landing(kind, seconds=5)
     connection = let_in(landing)
     with suppress(OSError):  # thrown out already
         for each in said:
@@ -348,7 +349,7 @@ def test_whatever_is_said_the_landing_stays_whole(is_let_in: bool, kind: str, sa
     connection.close()
     assert_works(landing, "last")
     landing.close()
-    assert landing.inbox.num_bytes == 0
+    assert landing.num_bytes == 0
 
 
 # --- shared memory ----------------------------------------------------------------------------------------------------
@@ -374,7 +375,7 @@ def a_pipe() -> int:
 
 @pytest.mark.parametrize("make", [unsealed, a_file, a_pipe])
 def test_memory_that_could_shrink_under_the_reader_is_refused(make: Callable[[], int]) -> None:
-    landing = landing_of("shm")
+    landing = make_landing("shm")
     connection, file = let_in(landing), make()
     said = header()
     socket.send_fds(connection, [said[:1]], [file])
@@ -387,7 +388,7 @@ def test_memory_that_could_shrink_under_the_reader_is_refused(make: Callable[[],
 
 
 def test_a_place_that_was_never_handed_over_is_refused() -> None:
-    landing = landing_of("shm")
+    landing = make_landing("shm")
     connection = let_in(landing)
     connection.sendall(header(place=7))
     with pytest.raises(LinkError, match="is none that was handed over"):
@@ -438,7 +439,7 @@ class Relay:
 
 
 def test_a_slow_link_is_slow_and_right() -> None:
-    landing = landing_of("tcp")
+    landing = make_landing("tcp")
     relay = Relay(landing.offer, lambda _: not time.sleep(0.0005), piece=4096)
     sending = open_sending(relay.offer)
     content = pattern(500_001)
@@ -452,7 +453,7 @@ def test_a_slow_link_is_slow_and_right() -> None:
 
 
 def test_a_cable_that_is_cut_in_mid_range() -> None:
-    landing = landing_of("tcp")
+    landing = make_landing("tcp")
     relay = Relay(landing.offer, lambda total: total < 8 << 20)
     sending = open_sending(relay.offer, seconds=10)
     sending.room(64 << 20)
@@ -460,7 +461,7 @@ def test_a_cable_that_is_cut_in_mid_range() -> None:
         sending.send("m/0", 64 << 20)
     with pytest.raises(LinkError, match="did not arrive whole"):
         landing.take("m/0", 64 << 20, timeout=120)
-    assert landing.inbox.num_bytes == 0
+    assert landing.num_bytes == 0
     sending.close()
     relay.close()
     landing.close()
@@ -468,7 +469,7 @@ def test_a_cable_that_is_cut_in_mid_range() -> None:
 
 def test_a_range_that_trickles_is_given_up_at_its_deadline() -> None:
     """However steadily: else a hostile source could hold memory for ever."""
-    landing = landing_of("tcp", seconds=0.3)
+    landing = make_landing("tcp", seconds=0.3)
     stop = threading.Event()
     relay = Relay(landing.offer, lambda total: not stop.wait(0.05) or total < 1000, piece=1000)
     sending = open_sending(relay.offer, seconds=10)
@@ -496,7 +497,7 @@ def credentials(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_with_credentials_bytes_travel_encrypted_and_whole(credentials: tuple[Path, Path]) -> None:
     ours, _ = credentials
-    landing = landing_of("tcp", tls=server_tls(ours, "generator"))
+    landing = make_landing("tcp", tls=server_tls(ours, "generator"))
     sending = open_sending(landing.offer, tls=client_tls(ours, "generator"))
     content = pattern(3_000_001)
     for number in range(2):
@@ -510,7 +511,7 @@ def test_with_credentials_bytes_travel_encrypted_and_whole(credentials: tuple[Pa
 
 def test_credentials_of_another_run_are_refused(credentials: tuple[Path, Path]) -> None:
     ours, theirs = credentials
-    landing = landing_of("tcp", tls=server_tls(ours, "generator"))
+    landing = make_landing("tcp", tls=server_tls(ours, "generator"))
     with pytest.raises(LinkError, match="no TLS"):
         open_sending(landing.offer, tls=client_tls(theirs, "generator"), seconds=5)
     with pytest.raises(LinkError, match="one end has credentials"):
@@ -520,7 +521,7 @@ def test_credentials_of_another_run_are_refused(credentials: tuple[Path, Path]) 
 
 def test_who_shows_no_certificate_is_refused(credentials: tuple[Path, Path]) -> None:
     ours, _ = credentials
-    landing = landing_of("tcp", tls=server_tls(ours, "generator"))
+    landing = make_landing("tcp", tls=server_tls(ours, "generator"))
     bare = ssl.create_default_context(cafile=str(ours / "ca.pem"))
     with pytest.raises(LinkError):
         open_sending(landing.offer, tls=bare, seconds=5)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from link_checks import NIXL, landing_of, nothing_left, warm
+from link_checks import NIXL, nothing_left, warm
 
 from rlhfspec.errors import InvalidRequest, LinkError
-from rlhfspec.moves.migration.links.base import Landing
+from rlhfspec.moves.migration.links.inbox import Landing
 from rlhfspec.moves.migration.links.opening import make_landing, open_sending
 from rlhfspec.testing.link import LinkContract
 
@@ -33,7 +33,7 @@ class TestLinks(LinkContract):
         self.kind = str(request.param)
 
     def landing(self, **settings: Any) -> Landing:
-        return landing_of(self.kind, **settings)
+        return make_landing(self.kind, **settings)
 
 
 def test_the_first_way_that_both_share_is_taken() -> None:

@@ -14,7 +14,8 @@ from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.kv.state_bytes import checksum_of
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.messages.records import Role, Weights
-from rlhfspec.moves.migration.links.base import Landing, Sending
+from rlhfspec.moves.migration.links.base import Sending
+from rlhfspec.moves.migration.links.inbox import Landing
 from rlhfspec.moves.migration.links.opening import make_landing, open_sending
 from rlhfspec.testing.engine import EngineContract, reference
 from rlhfspec.testing.link import LinkContract

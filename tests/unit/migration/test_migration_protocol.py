@@ -99,27 +99,27 @@ TestMoves.settings = settings(max_examples=60, stateful_step_count=60, deadline=
 
 
 class NoTombstone(Destination):
-    def _told(self, message: Any, now: float) -> Any:
-        actions = super()._told(message, now)
+    def _judge(self, message: Any, now: float) -> Any:
+        judged = super()._judge(message, now)
         if isinstance(message, messages.Ask):
             self._source(message.source).fates.pop(message.number, None)
-        return actions
+        return judged
 
 
 class ForgetsWhatItTook(Destination):
-    def _say_taken(self, message: Any) -> Any:
+    def _taken(self, message: Any) -> Any:
         self._source(message.source).settle(message.number, "refused")
-        return super()._say_taken(message)
+        return super()._taken(message)
 
 
 class TakesWithoutALease(Destination):
-    def _told(self, message: Any, now: float) -> Any:
+    def _judge(self, message: Any, now: float) -> Any:
         source, is_free = self._source(message.source), message.sample not in self._leases
         if isinstance(message, messages.HandOver) and is_free and source.fate(message.number) != "taken":
             source.settle(message.number, "open")
             reserve = messages.Reserve(**message.head(), manifest=b"", weights_version=0, has_kv=False)
             self._leases[message.sample] = theirs._Lease(reserve, now)
-        return super()._told(message, now)
+        return super()._judge(message, now)
 
 
 class PassesOnAtOnce(Destination):
@@ -285,7 +285,7 @@ def test_a_header_that_lies_is_refused_or_harmless(data: st.DataObject) -> None:
         return
     end = Destination("d")
     if isinstance(message, messages.Told):
-        assert end.on(theirs.Arrived(message), 0.0)
+        assert end.arrived(message, 0.0)
 
 
 @pytest.mark.parametrize("header", [[], None, "x", {"message": "Message"}, {"message": "__class__"}, {"message": []}])
@@ -301,28 +301,24 @@ def test_two_that_arrive_at_once_and_one_too_many() -> None:
     end = Destination("d")
     for index in range(theirs.MOST_LEASES):
         message = dataclasses.replace(RESERVE, sample=f"x{index}", number=index + 1)
-        assert end.on(theirs.Arrived(message), 0.0) == [theirs.Keep(message)]
-        end.on(theirs.Done(message, None, b"mark"), 0.0)
+        assert end.arrived(message, 0.0) == ([], None), "it is to be carried out"
+        end.done(message, 0.0, mark=b"mark")
     late = dataclasses.replace(RESERVE, number=99)
-    [answer] = end.on(theirs.Arrived(late), 1.0)
-    assert isinstance(answer, theirs.SendReply)
-    assert isinstance(answer.reply, messages.Refused)
-    freed = end.on(theirs.DestinationTick(), LEASE_SECONDS)
-    assert len(freed) == theirs.MOST_LEASES
+    assert isinstance(end.arrived(late, 1.0).reply, messages.Refused)
+    assert len(end.expire(LEASE_SECONDS)) == theirs.MOST_LEASES
     assert not end.arriving
-    [again] = end.on(theirs.Arrived(late), LEASE_SECONDS)
-    assert isinstance(again, theirs.SendReply), "its number is used up"
+    assert end.arrived(late, LEASE_SECONDS).reply is not None, "its number is used up"
 
 
 def test_what_was_long_ago_is_unknown_and_never_refused() -> None:
     end = Destination("d")
-    end.on(theirs.Arrived(RESERVE), 0.0)
-    end.on(theirs.Done(RESERVE), 0.0)
-    end.on(theirs.Arrived(HAND_OVER), 0.0)
-    assert isinstance(end.on(theirs.Done(HAND_OVER), 0.0)[0], theirs.SendReply)
+    end.arrived(RESERVE, 0.0)
+    end.done(RESERVE, 0.0)
+    end.arrived(HAND_OVER, 0.0)
+    assert isinstance(end.done(HAND_OVER, 0.0).reply, messages.Taken)
     for number in range(2, theirs.MOST_REMEMBERED + 2):
-        end.on(theirs.Arrived(messages.Abort(**HEAD | {"number": number})), 0.0)
-    assert end.on(theirs.Arrived(messages.Ask(**HEAD)), 0.0) == [theirs.SendReply(messages.Unknown(**HEAD))]
+        end.arrived(messages.Abort(**HEAD | {"number": number}), 0.0)
+    assert end.arrived(messages.Ask(**HEAD), 0.0).reply == messages.Unknown(**HEAD)
 
 
 def test_a_machine_that_is_over_does_nothing() -> None:

@@ -1,6 +1,6 @@
 """The destination's half of the protocol: what may be taken, and what never again. Pure: no clock, no engine, no bytes.
 
-    arrived --on--> actions --done--> Done --on--> the reply
+    arrived(message) -> a reply, or none: do what the message asks, and then done(message) -> the reply
 
 Messages of one sample come one after the other (`Taking` sees to it); nothing else is asked of the network. Two rules
 carry all of it:
@@ -14,7 +14,7 @@ carry all of it:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rlhfspec.moves.migration import messages
 from rlhfspec.moves.migration.messages import MoveMessage, Reply, Told
@@ -29,70 +29,11 @@ MOST_LEASES = 8  # at once
 Fate = Literal["open", "refused", "taken"]
 
 
-# ---- what happens ---------------------------------------------------------------------------------------------------
+class Judgement(NamedTuple):
+    """`freed`: samples whose reserved memory is to be freed first."""
 
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    message: Told
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """What the engine said to an action. `refusal`: (field, reason), or None when it went well."""
-
-    message: Told
-    refusal: tuple[str, str] | None = None
-    mark: bytes = b""
-    num_recomputed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DestinationTick:
-    """Time went by."""
-
-
-Event = Arrived | Done | DestinationTick
-
-
-# ---- what is to be done ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SendReply:
-    reply: Reply
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """A row and blocks; then Done."""
-
-    message: messages.Reserve
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """KV from the link into what is kept; then Done."""
-
-    message: messages.Range
-
-
-@dataclass(frozen=True, slots=True)
-class Take:
-    """The sequence, with or without KV: it runs from the next step on; then Done."""
-
-    message: messages.HandOver
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """What was kept for this sample."""
-
-    sample: str
-    has_kv: bool
-
-
-Action = SendReply | Keep | Copy | Take | Free
+    freed: list[str]
+    reply: Reply | None  # None: the message is to be carried out
 
 
 @dataclass(slots=True)
@@ -143,104 +84,105 @@ class Destination:
         """May what came be passed on?"""
         return sample not in self._unsettled or now >= self._unsettled[sample][2]
 
-    def close(self) -> list[Action]:
-        """Nothing new is taken, and what is kept is freed; what the engine is at goes on."""
+    def close(self) -> list[str]:
+        """Take nothing new. Return the samples whose memory is to be freed; what the engine is at goes on."""
         self.is_closed = True
         idle = [lease for lease in self._leases.values() if not lease.is_busy]
-        return [action for lease in idle for action in self._end(lease, "refused")]
+        return [sample for lease in idle for sample in self._end(lease, "refused")]
 
-    def on(self, event: Event, now: float) -> list[Action]:
-        freed = self._expire(now)
-        match event:
-            case Arrived(message) if message.destination != self.incarnation:
-                return [*freed, SendReply(messages.Gone(**message.head(), here=self.incarnation))]
-            case Arrived(message):
-                return [*freed, *self._told(message, now)]
-            case Done():
-                return [*freed, *self._done(event, now)]
-            case DestinationTick():
-                return freed
-
-    def _expire(self, now: float) -> list[Action]:
+    def expire(self, now: float) -> list[str]:
+        """Return the samples whose leases ran out, so that their memory is to be freed."""
         over = [lease for lease in self._leases.values() if not lease.is_busy and now >= lease.until]
         for sample in [sample for sample, (_, _, until) in self._unsettled.items() if now >= until]:
             del self._unsettled[sample]
-        return [action for lease in over for action in self._end(lease, "refused")]
+        return [sample for lease in over for sample in self._end(lease, "refused")]
 
-    def _told(self, message: Told, now: float) -> list[Action]:
+    def arrived(self, message: Told, now: float) -> Judgement:
+        expired = self.expire(now)
+        if message.destination != self.incarnation:
+            return Judgement(expired, messages.Gone(**message.head(), here=self.incarnation))
+        freed, reply = self._judge(message, now)
+        return Judgement(expired + freed, reply)
+
+    def done(
+        self,
+        message: Told,
+        now: float,
+        refusal: tuple[str, str] | None = None,
+        *,
+        mark: bytes = b"",
+        num_recomputed: int = 0,
+    ) -> Judgement:
+        """Take note that a message was carried out, or refused: (field, reason)."""
+        freed, lease = self.expire(now), self._lease_of(message)
+        assert lease is not None, "it was busy, so it was not ended"
+        lease.is_busy, lease.until = False, now + LEASE_SECONDS
+        if refusal is not None:
+            ended = self._end(lease, "refused")
+            has_kept = not isinstance(message, messages.Reserve)
+            return Judgement(freed + ended if has_kept else freed, _refused(message, *refusal))
+        match message:
+            case messages.Reserve():
+                lease.mark = mark
+                return Judgement(freed, self._reserved(lease))
+            case messages.Range(key=key):
+                return Judgement(freed, messages.Copied(**message.head(), key=key))
+            case _:
+                self._end(lease, "taken")
+                self._source(message.source).recomputed[message.number] = num_recomputed
+                self._unsettled[message.sample] = (message.source, message.number, now + SETTLED_SECONDS)
+                return Judgement(freed, self._taken(message))
+
+    def _judge(self, message: Told, now: float) -> Judgement:
         source = self._source(message.source)
         lease = self._lease_of(message)
         match source.fate(message.number):
             case "taken":
-                return self._say_taken(message)
+                return Judgement([], self._taken(message))
             case "unknown":
-                return [SendReply(messages.Unknown(**message.head()))]
+                return Judgement([], messages.Unknown(**message.head()))
             case "new" if isinstance(message, messages.Reserve):
                 return self._reserve(message, now)
             case "new" | "refused":
                 source.settle(message.number, "refused")
-                return [_refused(message, "lease", "none, or it ran out")]
+                return Judgement([], _refused(message, "lease", "none, or it ran out"))
         assert lease is not None, "an open attempt has a lease"
         lease.until = now + LEASE_SECONDS
         match message:
             case messages.Reserve():
-                return [SendReply(self._reserved(lease))]
-            case messages.Range():
+                return Judgement([], self._reserved(lease))
+            case messages.Range() | messages.HandOver():
                 lease.is_busy = True
-                return [Copy(message)]
-            case messages.HandOver():
-                lease.is_busy = True
-                return [Take(message)]
+                return Judgement([], None)
             case _:
-                return [*self._end(lease, "refused"), _refused(message, "attempt", "given up")]
+                return Judgement(self._end(lease, "refused"), _refused(message, "attempt", "given up"))
 
-    def _reserve(self, message: messages.Reserve, now: float) -> list[Action]:
+    def _reserve(self, message: messages.Reserve, now: float) -> Judgement:
         source = self._source(message.source)
         before = self._leases.get(message.sample)
-        freed: list[Action] = []
+        freed: list[str] = []
         if before is not None and before.attempt.source == message.source and before.attempt.number < message.number:
             freed = self._end(before, "refused")  # its source began again
         elif before is not None:
             source.settle(message.number, "refused")
-            return [_refused(message, "sample", "is arriving from another one")]
+            return Judgement([], _refused(message, "sample", "is arriving from another one"))
         if self.is_closed or len(self._leases) >= MOST_LEASES:
             source.settle(message.number, "refused")
             why = ("leaving", "takes nothing more") if self.is_closed else ("busy", "others are arriving")
-            return [*freed, _refused(message, *why)]
+            return Judgement(freed, _refused(message, *why))
         source.settle(message.number, "open")
         self._leases[message.sample] = _Lease(message, now + LEASE_SECONDS)
-        return [*freed, Keep(message)]
+        return Judgement(freed, None)
 
-    def _done(self, done: Done, now: float) -> list[Action]:
-        message = done.message
-        lease = self._lease_of(message)
-        assert lease is not None, "it was busy, so it was not ended"
-        lease.is_busy, lease.until = False, now + LEASE_SECONDS
-        if done.refusal is not None:
-            nothing_kept = isinstance(message, messages.Reserve)
-            ended = self._end(lease, "refused")
-            return [*([] if nothing_kept else ended), _refused(message, *done.refusal)]
-        match message:
-            case messages.Reserve():
-                lease.mark = done.mark
-                return [SendReply(self._reserved(lease))]
-            case messages.Range(key=key):
-                return [SendReply(messages.Copied(**message.head(), key=key))]
-            case _:
-                self._end(lease, "taken")
-                self._source(message.source).recomputed[message.number] = done.num_recomputed
-                self._unsettled[message.sample] = (message.source, message.number, now + SETTLED_SECONDS)
-                return self._say_taken(message)
-
-    def _say_taken(self, message: Told) -> list[Action]:
+    def _taken(self, message: Told) -> messages.Taken:
         if isinstance(message, messages.Settled):
             unsettled = self._unsettled.get(message.sample)
             if unsettled is not None and unsettled[:2] == (message.source, message.number):
                 del self._unsettled[message.sample]
         recomputed = self._source(message.source).recomputed.get(message.number, 0)
-        return [SendReply(messages.Taken(**message.head(), num_recomputed=recomputed))]
+        return messages.Taken(**message.head(), num_recomputed=recomputed)
 
-    def _reserved(self, lease: _Lease) -> Reply:
+    def _reserved(self, lease: _Lease) -> messages.Reserved:
         return messages.Reserved(**lease.attempt.head(), mark=lease.mark, offer=self.offer)
 
     def _lease_of(self, message: MoveMessage) -> _Lease | None:
@@ -248,10 +190,11 @@ class Destination:
         same = lease is not None and (lease.attempt.source, lease.attempt.number) == (message.source, message.number)
         return lease if same else None
 
-    def _end(self, lease: _Lease, fate: Fate) -> list[Action]:
+    def _end(self, lease: _Lease, fate: Fate) -> list[str]:
+        """End a lease. Return its sample if memory is kept for it."""
         del self._leases[lease.attempt.sample]
         self._source(lease.attempt.source).settle(lease.attempt.number, fate)
-        return [Free(lease.attempt.sample, lease.attempt.has_kv)]
+        return [lease.attempt.sample] if lease.attempt.has_kv else []
 
     def _source(self, incarnation: str) -> _SourceAttempts:
         found = self._sources.pop(incarnation, None) or _SourceAttempts()
@@ -261,5 +204,5 @@ class Destination:
         return found
 
 
-def _refused(message: MoveMessage, field: str, reason: str) -> SendReply:
-    return SendReply(messages.Refused(**message.head(), field=field, reason=reason))
+def _refused(message: MoveMessage, field: str, reason: str) -> messages.Refused:
+    return messages.Refused(**message.head(), field=field, reason=reason)

@@ -18,18 +18,7 @@ from rlhfspec.errors import InvalidRequest, LinkError, MalformedRecord, RLHFSpec
 from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.moves.migration import messages
 from rlhfspec.moves.migration.base import Custody
-from rlhfspec.moves.migration.destination import (
-    Action,
-    Arrived,
-    Copy,
-    Destination,
-    DestinationTick,
-    Done,
-    Free,
-    Keep,
-    SendReply,
-    Take,
-)
+from rlhfspec.moves.migration.destination import Destination, Judgement
 from rlhfspec.moves.migration.engine_calls import EngineCalls
 from rlhfspec.moves.migration.links.opening import Links
 from rlhfspec.telemetry.base import SampleProgress
@@ -73,15 +62,16 @@ class Taking:
         self._ticking = self._ticking or asyncio.create_task(self._tick())
         self._part(message)
         async with self._in_line(message.sample):
-            actions = self.machine.on(Arrived(message), self._clock.now())
-            while True:
-                freed = self._free(actions)
-                last = actions[-1]
-                if isinstance(last, SendReply):
-                    await freed
-                    return self._said(last.reply)
-                assert not isinstance(last, Free), "every message has an answer"
-                actions = self.machine.on(await self._do(last), self._clock.now())
+            freed, reply = self.machine.arrived(message, self._clock.now())
+            freeing = self._free(freed)
+            if reply is None:
+                freed, reply = await self._do(message)
+                assert reply is not None, "what was carried out is answered"
+                freeing = asyncio.gather(freeing, self._free(freed))
+            await freeing
+            if isinstance(reply, messages.Refused):
+                self.refused[reply.field] += 1
+            return messages.to_bytes(reply)
 
     async def refuse(self) -> None:
         """Nothing more is taken; what was kept is freed."""
@@ -95,24 +85,26 @@ class Taking:
 
     # -- what the machine says ------------------------------------------------------------------------------
 
-    async def _do(self, action: Keep | Copy | Take) -> Done:
+    async def _do(self, message: messages.Told) -> Judgement:
+        mark, num_recomputed, refusal = b"", 0, None
         try:
-            match action:
-                case Keep(message):
-                    return Done(message, mark=await self._keep(message))
-                case Copy(message):
+            match message:
+                case messages.Reserve():
+                    mark = await self._keep(message)
+                case messages.Range():
                     await self._copy(message)
-                    return Done(message)
-                case Take(message):
-                    return Done(message, num_recomputed=await self._take(message))
+                case messages.HandOver():
+                    num_recomputed = await self._take(message)
         except (SequenceStateError, InvalidRequest) as error:
-            return Done(action.message, (error.field, str(error)[:500]))
+            refusal = (error.field, str(error)[:500])
         except LinkError as error:
-            return Done(action.message, ("link", str(error)[:500]))
+            refusal = ("link", str(error)[:500])
         except MalformedRecord as error:
-            return Done(action.message, ("bytes", str(error)[:500]))
+            refusal = ("bytes", str(error)[:500])
         except RLHFSpecError as error:
-            return Done(action.message, (type(error).__name__, str(error)[:500]))
+            refusal = (type(error).__name__, str(error)[:500])
+        now = self._clock.now()
+        return self.machine.done(message, now, refusal, mark=mark, num_recomputed=num_recomputed)
 
     async def _keep(self, message: messages.Reserve) -> bytes:
         manifest = from_bytes(message.manifest)
@@ -208,9 +200,8 @@ class Taking:
         if is_next or (isinstance(message, messages.Abort) and message.number == waiting.number):
             given_up.set()
 
-    def _free(self, actions: list[Action]) -> asyncio.Future[list[Any]]:
+    def _free(self, samples: list[str]) -> asyncio.Future[list[Any]]:
         """In line at once, so that what is asked of the engine afterwards finds it free."""
-        samples = [action.sample for action in actions if isinstance(action, Free) and action.has_kv]
         freed = {sample: self._calls.call(partial(self._engine.cancel, sample)) for sample in samples}
         self._freeing |= freed
         for sample in samples:
@@ -221,15 +212,10 @@ class Taking:
         if self._freeing.get(sample) is call:
             del self._freeing[sample]
 
-    def _said(self, reply: messages.Reply) -> bytes:
-        if isinstance(reply, messages.Refused):
-            self.refused[reply.field] += 1
-        return messages.to_bytes(reply)
-
     async def _tick(self) -> None:
         while True:
             await self._clock.sleep(_TICK_SECONDS)
-            await self._free(self.machine.on(DestinationTick(), self._clock.now()))
+            await self._free(self.machine.expire(self._clock.now()))
 
     @asynccontextmanager
     async def _in_line(self, sample: str) -> AsyncIterator[None]:

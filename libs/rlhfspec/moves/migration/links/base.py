@@ -19,7 +19,7 @@ import json
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from rlhfspec.errors import LinkError
 
@@ -30,7 +30,7 @@ MOST_KEY_BYTES = 512
 
 
 class LandingWay(Protocol):
-    """One kind of link into a landing. `way`: where sources find it."""
+    """One kind of link into a `Landing`. `way`: where sources find it."""
 
     way: Mapping[str, Any]
 
@@ -45,32 +45,6 @@ class LandingAddress:
     port: int = 0  # 0: any that is free
     tls: ssl.SSLContext | None = None
     seconds: float = SECONDS
-    nixl_by: Literal["read", "write"] = "read"
-
-
-class Landing(Protocol):
-    """The destination's end: one for all that send here."""
-
-    @property
-    def offer(self) -> str:
-        """How to send here. It holds a secret: let it travel over connections that are trusted only."""
-        ...
-
-    def take(self, key: str, num_bytes: int, *, timeout: float) -> memoryview:
-        """Waits for these bytes. They are yours until `done`."""
-        ...
-
-    def has(self, key: str) -> bool:
-        """It has landed: `take` returns at once."""
-        ...
-
-    def done(self, key: str) -> None:
-        """The memory may be used again; of a key that has not come: it is dropped when it comes."""
-        ...
-
-    def close(self) -> None:
-        """Ends every connection and thread. What was taken may not be in use."""
-        ...
 
 
 class Sending(Protocol):

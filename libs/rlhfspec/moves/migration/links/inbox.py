@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from rlhfspec.errors import LinkError
-from rlhfspec.moves.migration.links.base import KEPT_SECONDS, MOST_LANDED_BYTES
+from rlhfspec.moves.migration.links.base import KEPT_SECONDS, MOST_LANDED_BYTES, LandingAddress, LandingWay, Offer
 
 _REMEMBERED = 1024  # keys that failed, or that are not wanted
 _LEAST_BUFFER = 1 << 16
@@ -99,9 +100,11 @@ class KVInbox:
     # --- for the reader ----------------------------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
+        """Return whether it has landed, so that `take` returns at once."""
         return key in self._landed
 
     def take(self, key: str, num_bytes: int, *, timeout: float) -> memoryview:
+        """Wait for these bytes. They are the caller's until `done`."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while key not in self._landed:
@@ -115,6 +118,7 @@ class KVInbox:
             return landed.view
 
     def done(self, key: str) -> None:
+        """Let the memory be used again. What has not come is dropped when it comes."""
         with self._changed:
             landed = self._landed.pop(key, None)
             if landed is None and self._failed.pop(key, None) is None and not self._is_closed:
@@ -149,6 +153,32 @@ class KVInbox:
         old = [key for key, each in self._landed.items() if each.at < before and not each.is_taken]
         for key in old:
             self._landed.pop(key).release()
+
+
+class Landing(KVInbox):
+    """The destination's end of all links that lead here: what arrives, by whatever way, is in one inbox.
+
+    `offer`: how to send here. It holds a secret: let it travel over connections that are trusted only.
+    """
+
+    def __init__(
+        self,
+        make_ways: Iterable[Callable[[KVInbox, str, LandingAddress], LandingWay]],
+        at: LandingAddress,
+        *,
+        most_bytes: int,
+        kept_seconds: float,
+    ) -> None:
+        super().__init__(most_bytes, kept_seconds=kept_seconds)
+        token = secrets.token_hex(32)
+        self._ways = [make(self, token, at) for make in make_ways]
+        self.offer = Offer(token=token, ways=[each.way for each in self._ways]).to_json()
+
+    def close(self) -> None:
+        """End every connection and thread. What was taken may not be in use."""
+        super().close()  # nothing waits for room any more
+        for way in self._ways:
+            way.close()
 
 
 class _Buffers:

@@ -17,7 +17,7 @@ _inboxes: dict[str, KVInbox] = {}  # of the landings of this process, by token
 class MemoryWay:
     """The destination's part."""
 
-    def __init__(self, inbox: KVInbox, token: str) -> None:
+    def __init__(self, inbox: KVInbox, token: str, at: LandingAddress) -> None:
         self._token = token
         _inboxes[token] = inbox
         self.way: Mapping[str, Any] = {"kind": "memory", "process": os.getpid()}
@@ -60,10 +60,6 @@ class MemorySending:
         room, self._room = self._room, None
         if room is not None:
             self._inbox.give_back(room)
-
-
-def listen(inbox: KVInbox, token: str, at: LandingAddress) -> MemoryWay:
-    return MemoryWay(inbox, token)
 
 
 def connect(way: Mapping[str, Any], token: str, *, tls: ssl.SSLContext | None, seconds: float) -> MemorySending | None:

@@ -1,9 +1,9 @@
 """By NIXL over UCX: one-sided, by RDMA where there is one, else through shared memory or TCP (`UCX_TLS` says which).
 
-"read": the destination reads the source's room; "write": the source writes into memory that the destination names. A
-TCP connection beside it, as of the `tcp` link, proves the token and says what is where and when it is done. Without
-RDMA the passive end has to help; it does so while it waits for the other, for NIXL's own progress thread would keep a
-core busy for ever. Memory of a transfer that failed is not used again before the end: bytes may still arrive there.
+The destination reads the source's room. A TCP connection beside it, as of the `tcp` link, proves the token and says
+what is where and when it is done. Without RDMA the source has to help; it does so while it waits for the destination,
+for NIXL's own progress thread would keep a core busy for ever. Memory of a transfer that failed is not used again
+before the end: bytes may still arrive there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +32,10 @@ from rlhfspec.moves.migration.links.base import MOST_LANDED_BYTES, SECONDS, Land
 from rlhfspec.moves.migration.links.frames import FrameHeader, greet, read_exactly, refuse_dead, send_all
 from rlhfspec.moves.migration.links.inbox import KVInbox
 
-By = Literal["read", "write"]
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")  # the first picks by torch's CUDA, and knows no other
 _AGENT, _RANGE = 0, 1  # what a header's place says here
 _MOST_AGENT_BYTES = 1 << 20
 _ADDRESS = struct.Struct("!Q")
-_GRANT = struct.Struct("!QI")  # address, bytes of what follows of the agent
 _DONE = b"+"
 
 
@@ -94,12 +92,13 @@ class _Agent:
         with self._guarded():
             self._nixl.get_new_notifs()
 
-    def transfer(self, by: By, ours: int, theirs: int, num_bytes: int, name: str, deadline: float) -> None:
+    def read(self, ours: int, theirs: int, num_bytes: int, name: str, deadline: float) -> None:
+        """Read memory of another agent into memory of this one."""
         if num_bytes == 0:
             return
         with self._guarded():
             here, there = (self._nixl.get_xfer_descs([(each, num_bytes, 0)], "DRAM") for each in (ours, theirs))
-            handle = self._nixl.initialize_xfer(by.upper(), here, there, name)
+            handle = self._nixl.initialize_xfer("READ", here, there, name)
             state = self._nixl.transfer(handle)
         while state == "PROC" and time.monotonic() < deadline:
             os.sched_yield()
@@ -108,7 +107,7 @@ class _Agent:
         with self._guarded():
             handle.release()
         if state != "DONE":
-            raise LinkError("nixl", f"the {by} did not end in time" if state == "PROC" else f"the {by} failed")
+            raise LinkError("nixl", "the read did not end in time" if state == "PROC" else "the read failed")
 
     def close(self) -> None:
         with self._lock:
@@ -165,30 +164,19 @@ class _Agent:
 class NixlWay:
     """The destination's part."""
 
-    def __init__(
-        self,
-        inbox: KVInbox,
-        token: str,
-        *,
-        host: str,
-        port: int = 0,
-        by: By = "read",
-        tls: ssl.SSLContext | None = None,
-        seconds: float = SECONDS,
-    ) -> None:
+    def __init__(self, inbox: KVInbox, token: str, at: LandingAddress) -> None:
         self._inbox = inbox
-        self._by: By = by
-        self._seconds = seconds
+        self._seconds = at.seconds
         self._agent = _Agent(inbox.most_bytes)
-        self.door = tcp.open_door(host, token, self._serve, port=port, tls=tls, seconds=seconds)
-        self.way: Mapping[str, Any] = {"kind": "nixl", "by": by, **tcp.place_of(self.door, host, tls)}
+        self.door = tcp.open_door(at, token, self._serve)
+        self.way: Mapping[str, Any] = {"kind": "nixl", **tcp.place_of(self.door, at)}
 
     def close(self) -> None:
         self.door.close()
         self._agent.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        source = _NixlSource(connection, self._agent, self._inbox, self._by, self._seconds)
+        source = _NixlSource(connection, self._agent, self._inbox, self._seconds)
         try:
             while True:
                 first = read_exactly(connection, 1, None)
@@ -201,14 +189,12 @@ class NixlWay:
 class _NixlSource:
     """One of them, as the destination sees it."""
 
-    def __init__(self, connection: socket.socket, agent: _Agent, inbox: KVInbox, by: By, seconds: float) -> None:
+    def __init__(self, connection: socket.socket, agent: _Agent, inbox: KVInbox, seconds: float) -> None:
         self.name = ""
         self._connection = connection
         self._agent = agent
         self._inbox = inbox
-        self._by: By = by
         self._seconds = seconds
-        self._told = b""  # of our memory
 
     def next(self, first: bytes) -> None:
         deadline = time.monotonic() + self._seconds
@@ -227,27 +213,18 @@ class _NixlSource:
     def _receive(self, header: FrameHeader, deadline: float) -> None:
         (theirs,) = _ADDRESS.unpack(read_exactly(self._connection, _ADDRESS.size, deadline))
         region = self._agent.take(header.num_bytes, deadline)  # not given back where the transfer failed
-        if self._by == "read":
-            self._agent.transfer("read", region.address, theirs, header.num_bytes, self.name, deadline)
-        else:
-            described = self._agent.describe()
-            news, self._told = (b"" if described == self._told else described), described
-            send_all(self._connection, [_GRANT.pack(region.address, len(news)), news], deadline)
-            _wait_for_done(self._connection, self._agent.help, deadline)
+        self._agent.read(region.address, theirs, header.num_bytes, self.name, deadline)
         view = memoryview(region.array.data)[: header.num_bytes]
         self._inbox.land(header.key, view, lambda: self._agent.give(region))
-        if self._by == "read":
-            send_all(self._connection, [_DONE], deadline)
+        send_all(self._connection, [_DONE], deadline)
 
 
 class NixlSending:
     def __init__(
         self, way: Mapping[str, Any], token: str, *, tls: ssl.SSLContext | None = None, seconds: float = SECONDS
     ) -> None:
-        self._by: By = "write" if way.get("by") == "write" else "read"
         self._seconds = seconds
         self._region: _Region | None = None
-        self._other = ""
         self._connection = tcp.connected(way, tls=tls, seconds=seconds)
         self._agent = _Agent(MOST_LANDED_BYTES)
         try:
@@ -274,16 +251,7 @@ class NixlSending:
         assert self._region is not None, "nothing was packed"
         deadline, ours = time.monotonic() + self._seconds, self._region.address
         send_all(self._connection, [FrameHeader(key, num_bytes, _RANGE).to_bytes(), _ADDRESS.pack(ours)], deadline)
-        if self._by == "read":
-            _wait_for_done(self._connection, self._agent.help, deadline)
-            return
-        theirs, length = _GRANT.unpack(read_exactly(self._connection, _GRANT.size, deadline))
-        if length > _MOST_AGENT_BYTES:
-            raise LinkError("agent", f"has {length} bytes")
-        if length:
-            self._other = self._agent.meet(read_exactly(self._connection, length, deadline))
-        self._agent.transfer("write", ours, theirs, num_bytes, self._other, deadline)
-        send_all(self._connection, [_DONE], deadline)
+        _wait_for_done(self._connection, self._agent.help, deadline)
 
     def close(self) -> None:
         self._connection.close()
@@ -299,11 +267,3 @@ def _wait_for_done(connection: socket.socket, help_on: Callable[[], None], deadl
         os.sched_yield()
     if read_exactly(connection, len(_DONE), deadline) != _DONE:
         raise LinkError("connection", "said what is no answer")
-
-
-def listen(inbox: KVInbox, token: str, at: LandingAddress) -> NixlWay:
-    return NixlWay(inbox, token, host=at.host, port=at.port, by=at.nixl_by, tls=at.tls, seconds=at.seconds)
-
-
-def connect(way: Mapping[str, Any], token: str, *, tls: ssl.SSLContext | None, seconds: float) -> NixlSending:
-    return NixlSending(way, token, tls=tls, seconds=seconds)

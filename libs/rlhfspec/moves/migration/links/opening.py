@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from rlhfspec.errors import InvalidRequest, LinkError, did_you_mean
 from rlhfspec.job.choices.links import AUTO, LINKS
@@ -16,44 +15,15 @@ from rlhfspec.moves.migration.links.base import (
     KEPT_SECONDS,
     MOST_LANDED_BYTES,
     SECONDS,
-    Landing,
     LandingAddress,
-    LandingWay,
     Offer,
     QuickSending,
     Sending,
 )
-from rlhfspec.moves.migration.links.inbox import KVInbox
+from rlhfspec.moves.migration.links.inbox import Landing
 
 _NUM_THREADS = 8  # that wait in links: neither the event loop nor the engine ever does
 T = TypeVar("T")
-
-
-class WaysIn:
-    """A landing: all that arrives, by whatever kind, is in one inbox."""
-
-    def __init__(self, inbox: KVInbox, token: str, ways: Sequence[LandingWay]) -> None:
-        self.inbox = inbox
-        self._ways = ways
-        self._offer = Offer(token=token, ways=[each.way for each in ways]).to_json()
-
-    @property
-    def offer(self) -> str:
-        return self._offer
-
-    def take(self, key: str, num_bytes: int, *, timeout: float) -> memoryview:
-        return self.inbox.take(key, num_bytes, timeout=timeout)
-
-    def has(self, key: str) -> bool:
-        return self.inbox.has(key)
-
-    def done(self, key: str) -> None:
-        self.inbox.done(key)
-
-    def close(self) -> None:
-        self.inbox.close()  # nothing waits for room any more
-        for way in self._ways:
-            way.close()
 
 
 def make_landing(
@@ -65,7 +35,6 @@ def make_landing(
     most_bytes: int = MOST_LANDED_BYTES,
     seconds: float = SECONDS,
     kept_seconds: float = KEPT_SECONDS,
-    nixl_by: Literal["read", "write"] = "read",
 ) -> Landing:
     """`host`, `port`: to listen at, and where others find it. `tls`: of a server, for ways between hosts.
 
@@ -83,11 +52,9 @@ def make_landing(
     if kind not in (AUTO, *LINKS):
         problem = f"must be one of {', '.join((AUTO, *LINKS))}{did_you_mean(kind, LINKS)}"
         raise InvalidRequest("link", kind, problem)
-    token, inbox = secrets.token_hex(32), KVInbox(most_bytes, kept_seconds=kept_seconds)
-    at = LandingAddress(host=host, port=port, tls=tls, seconds=seconds, nixl_by=nixl_by)
+    at = LandingAddress(host=host, port=port, tls=tls, seconds=seconds)
     offered = [each for each in LINKS.values() if each.in_auto and each.is_possible] if kind == AUTO else [LINKS[kind]]
-    ways: list[LandingWay] = [each.load()(inbox, token, at) for each in offered]
-    return WaysIn(inbox, token, ways)
+    return Landing([each.load() for each in offered], at, most_bytes=most_bytes, kept_seconds=kept_seconds)
 
 
 def open_sending(offer: str, *, tls: ssl.SSLContext | None = None, seconds: float = SECONDS) -> Sending:

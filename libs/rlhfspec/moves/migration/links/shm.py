@@ -43,14 +43,14 @@ def this_host() -> str:
 class ShmWay:
     """The destination's part."""
 
-    def __init__(self, inbox: KVInbox, token: str, *, seconds: float = SECONDS) -> None:
+    def __init__(self, inbox: KVInbox, token: str, at: LandingAddress) -> None:
         self._inbox = inbox
-        self._seconds = seconds
+        self._seconds = at.seconds
         name = f"rlhfspec-link-{secrets.token_hex(8)}"
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(f"\0{name}")
         listening.listen()
-        self.door = Door(listening, token, self._serve, seconds=seconds)
+        self.door = Door(listening, token, self._serve, seconds=at.seconds)
         self.way: Mapping[str, Any] = {"kind": "shm", "host": this_host(), "name": name}
 
     def close(self) -> None:
@@ -215,10 +215,6 @@ def _mapped(file: int, most_bytes: int) -> mmap.mmap:
 def _tell(connection: socket.socket, place: int) -> None:
     with suppress(OSError):  # the source is gone; so is the connection
         connection.send(_PLACE.pack(place), socket.MSG_DONTWAIT)
-
-
-def listen(inbox: KVInbox, token: str, at: LandingAddress) -> ShmWay:
-    return ShmWay(inbox, token, seconds=at.seconds)
 
 
 def connect(way: Mapping[str, Any], token: str, *, tls: ssl.SSLContext | None, seconds: float) -> ShmSending | None:

@@ -27,22 +27,13 @@ from rlhfspec.moves.migration.links.inbox import KVInbox
 
 
 class TcpWay:
-    """The destination's part. `host`: to listen at, and where sources find it."""
+    """The destination's part."""
 
-    def __init__(
-        self,
-        inbox: KVInbox,
-        token: str,
-        *,
-        host: str,
-        port: int = 0,
-        tls: ssl.SSLContext | None = None,
-        seconds: float = SECONDS,
-    ) -> None:
+    def __init__(self, inbox: KVInbox, token: str, at: LandingAddress) -> None:
         self._inbox = inbox
-        self._seconds = seconds
-        self.door = open_door(host, token, self._serve, port=port, tls=tls, seconds=seconds)
-        self.way: Mapping[str, Any] = {"kind": "tcp", **place_of(self.door, host, tls)}
+        self._seconds = at.seconds
+        self.door = open_door(at, token, self._serve)
+        self.way: Mapping[str, Any] = {"kind": "tcp", **place_of(self.door, at)}
 
     def close(self) -> None:
         self.door.close()
@@ -122,25 +113,18 @@ class TcpSending(SocketSending):
             raise LinkError("connection", f"broke ({error.strerror or error})") from error
 
 
-def open_door(
-    host: str,
-    token: str,
-    serve: Callable[[socket.socket], None],
-    *,
-    port: int = 0,
-    tls: ssl.SSLContext | None,
-    seconds: float,
-) -> Door:
+def open_door(at: LandingAddress, token: str, serve: Callable[[socket.socket], None]) -> Door:
+    family = socket.AF_INET6 if ":" in at.host else socket.AF_INET
     try:
-        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listening = socket.create_server((at.host, at.port), family=family)
     except OSError as error:
-        raise LinkError("tcp", f"cannot listen at {host}: {error.strerror or error}") from error
-    return Door(listening, token, serve, tls=tls, seconds=seconds)
+        raise LinkError("tcp", f"cannot listen at {at.host}: {error.strerror or error}") from error
+    return Door(listening, token, serve, tls=at.tls, seconds=at.seconds)
 
 
-def place_of(door: Door, host: str, tls: ssl.SSLContext | None) -> Mapping[str, Any]:
-    """For `connected`."""
-    return {"host": host, "port": door.port, "tls": tls is not None}
+def place_of(door: Door, at: LandingAddress) -> Mapping[str, Any]:
+    """Return the address of a door, for `connected`."""
+    return {"host": at.host, "port": door.port, "tls": at.tls is not None}
 
 
 def connected(way: Mapping[str, Any], *, tls: ssl.SSLContext | None, seconds: float) -> socket.socket:
@@ -170,11 +154,3 @@ def keep_alive(connection: socket.socket, seconds: float) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
-
-
-def listen(inbox: KVInbox, token: str, at: LandingAddress) -> TcpWay:
-    return TcpWay(inbox, token, host=at.host, port=at.port, tls=at.tls, seconds=at.seconds)
-
-
-def connect(way: Mapping[str, Any], token: str, *, tls: ssl.SSLContext | None, seconds: float) -> TcpSending:
-    return TcpSending(way, token, tls=tls, seconds=seconds)

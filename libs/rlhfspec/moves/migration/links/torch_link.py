@@ -44,26 +44,16 @@ def _close_all() -> None:
 class TorchWay:
     """The destination's part."""
 
-    def __init__(
-        self,
-        inbox: KVInbox,
-        token: str,
-        *,
-        host: str,
-        port: int = 0,
-        tls: ssl.SSLContext | None = None,
-        seconds: float = SECONDS,
-    ) -> None:
+    def __init__(self, inbox: KVInbox, token: str, at: LandingAddress) -> None:
         self._inbox = inbox
-        self._seconds = seconds
+        self._seconds = at.seconds
         self._numbers = itertools.count()
         with _named():
             self._store: Store | None = TCPStore(
-                host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds)
+                at.host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=at.seconds)
             )
-        self.door = tcp.open_door(host, token, self._serve, port=port, tls=tls, seconds=seconds)
-        place = tcp.place_of(self.door, host, tls)
-        self.way: Mapping[str, Any] = {"kind": "torch", "store": self._store.port, **place}
+        self.door = tcp.open_door(at, token, self._serve)
+        self.way: Mapping[str, Any] = {"kind": "torch", "store": self._store.port, **tcp.place_of(self.door, at)}
         _open.add(self)
 
     def close(self) -> None:
@@ -141,11 +131,3 @@ def _named() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise LinkError("torch", str(error).splitlines()[0][:200] if str(error) else type(error).__name__) from error
-
-
-def listen(inbox: KVInbox, token: str, at: LandingAddress) -> TorchWay:
-    return TorchWay(inbox, token, host=at.host, port=at.port, tls=at.tls, seconds=at.seconds)
-
-
-def connect(way: Mapping[str, Any], token: str, *, tls: ssl.SSLContext | None, seconds: float) -> TorchSending:
-    return TorchSending(way, token, tls=tls, seconds=seconds)
