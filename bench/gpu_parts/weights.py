@@ -12,7 +12,7 @@ import torch
 
 from gpu_parts.measure import Day
 from rlhfspec.training.weights.group.plan import bucket_digest, buckets, described, fill
-from rlhfspec.training.weights.group.sender import GroupSender
+from rlhfspec.training.weights.group.sender import GroupSender, SendingRanks
 
 HOST = "127.0.0.1"
 
@@ -49,19 +49,19 @@ def between_gpus(day: Day, state: dict[str, torch.Tensor], num_bytes: int) -> No
     server.start()
     other = context.Process(target=receive, args=(f"{HOST}:{port}",), daemon=True)
     other.start()
-    sender.kept_as = lambda _: lambda _: torch.bfloat16
+    ranks = SendingRanks(kept_as=lambda _: lambda _: torch.bfloat16)
     while not sender.members:
         time.sleep(0.05)
     for version in range(1, 4):
         began = time.perf_counter()
-        sending = sender.begin("policy", version, state)
+        sending = sender.begin("policy", version, state, ranks)
         problem = "nobody is in" if sending is None else sending.end("ab" * 32)
         seconds = time.perf_counter() - began
         day.tell("weights", f"version {version} by NCCL: {problem or 'came'}", int(not problem), "", "= 1")
     day.tell("weights", "a version by NCCL, digests and all", num_bytes / seconds / 1e9, "GB/s", ">= 20")
     other.kill()
     began = time.perf_counter()
-    sending = sender.begin("policy", 4, state)
+    sending = sender.begin("policy", 4, state, ranks)
     is_given_up = sending is None or bool(sending.end("ab" * 32))
     day.tell("weights", "a group whose receiver is gone is given up", int(is_given_up), "", "= 1")
     day.tell("weights", "which takes", time.perf_counter() - began, "s", "<= 40")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.stage.bus import StageBus
@@ -18,6 +18,7 @@ from rlhfspec.stage.vitals import Vitals
 
 if TYPE_CHECKING:
     from rlhfspec.training.weights import WeightStore
+    from rlhfspec.training.weights.group.sender import GroupSender
     from rlhfspec.worker.ends import MoveEndpoint
     from rlhfspec.worker.mirror import Mirror
 
@@ -49,7 +50,6 @@ class Context:
     vitals: Vitals
     run: Run
     say: Callable[[str], None]  # a line for the person at the terminal
-    at_end: ExitStack | None = None  # of a process of its own: told what ended it, once the service is closed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +59,10 @@ class GeneratorContext(Context):
     move_endpoint: MoveEndpoint | None = None  # None: sequences stay
     hosted_scoring: HostedScoring | None = None  # None: there is no stage that it can help
 
-    @classmethod
-    def of(
-        cls, context: Context, *, move_endpoint: MoveEndpoint | None, hosted_scoring: HostedScoring | None = None
-    ) -> Self:
-        common = {field.name: getattr(context, field.name) for field in fields(Context)}
-        return cls(**common, move_endpoint=move_endpoint, hosted_scoring=hosted_scoring)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerContext(Context):
+    """Context of a trainer in a process of its own."""
+
+    at_end: ExitStack  # told what ended the process, once the service is closed
+    group_sender: GroupSender | None = None  # None: weights go by the store alone

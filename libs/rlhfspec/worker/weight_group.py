@@ -1,13 +1,11 @@
-"""What a process of a run does of a group by which weights travel: the trainer sends, a generator receives."""
+"""Weight stores whose policies also travel by a process group: the trainer sends, a generator receives."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,101 +16,109 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.records import Role, Weights
 from rlhfspec.messages.servers.credentials.certificates import channel_credentials
+from rlhfspec.training.weights import StateDict, WeightStore
 from rlhfspec.training.weights.group.messages import Wish
 from rlhfspec.training.weights.group.plan import KeptAs
 from rlhfspec.training.weights.group.receiver import GroupReceiver
-from rlhfspec.training.weights.group.sender import GroupSender
+from rlhfspec.training.weights.group.sender import GroupSender, SendingRanks
 from rlhfspec.training.weights.group.ways import Ways
 from rlhfspec.worker.health import Health
 
-if TYPE_CHECKING:
-    from rlhfspec.training.weights import StateDict
 
-log = logging.getLogger(__name__)
-Get = Callable[[Weights], dict[str, Tensor]]
+class SendingStore:
+    """The trainer's store: versions of the policy go to the generators of its group while they are put."""
 
-
-class WeightGroup:
-    """A generator has a receiver, the trainer a sender."""
-
-    def __init__(self, sender: GroupSender | None, receiver: GroupReceiver | None, ways: Ways) -> None:
+    def __init__(self, store: WeightStore, sender: GroupSender, ranks: SendingRanks) -> None:
+        self._store = store
         self._sender = sender
+        self._ranks = ranks
+
+    def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
+        sending = self._sender.begin(role, version, state_dict, self._ranks) if role == "policy" else None
+        if sending is None:
+            return self._store.put(job, role, version, state_dict)
+        try:
+            record = self._store.put(job, role, version, state_dict)
+            sending.end(record.digest)
+        finally:
+            sending.give_up_unless_ended()
+        return record
+
+    def get(self, record: Weights) -> dict[str, Tensor]:
+        return self._store.get(record)
+
+
+class ReceivingStore:
+    """A generator's store: what came by the group already is taken from there."""
+
+    def __init__(self, store: WeightStore, receiver: GroupReceiver, ways: Ways) -> None:
+        self._store = store
         self._receiver = receiver
         self._ways = ways
 
-    @classmethod
-    def of(
-        cls,
-        connections: Connections,
-        job: RLHFJob,
-        stage: str,
-        health: Health,
-        trainer_address: Callable[[], str | None],
-        told: Callable[[str, float], None],
-    ) -> WeightGroup | None:
-        """Before the server of `health` starts; None where the job has weights go by the store."""
-        spec, transfer = job.spec, job.spec.roles.generator.weights
-        device = device_of(spec)
-        if transfer == "store" or (transfer == "auto" and device == "cpu"):
-            return None
-        ways, folder = Ways(transfer, told), connections.credentials
-        if stage == "trainer":
-            host = health.grpc_address.rpartition(":")[0]
-            askers = ("generator",) if folder else None
-            sender = GroupSender(job.metadata.name, host=host, device=device, askers=askers)
-            sender.add_to(health.server)
-            return cls(sender, None, ways)
-        is_own = spec.generation.engine.name == "own"
-        narrow = is_own and settled(spec, device).generation.dtype == "bfloat16"
-        on = "cpu" if spec.share_gpus else device  # NCCL takes no two processes on one GPU
-        receiver = GroupReceiver(
-            Wish(wants=True, dtype="bfloat16" if narrow else "", device=on),
-            ways,
-            address=health.grpc_address,
-            trainer_address=trainer_address,
-            credentials=channel_credentials(folder, stage) if folder else None,
-            server_name=connections.worker_host,
-        )
-        return cls(None, receiver, ways)
+    def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
+        return self._store.put(job, role, version, state_dict)
 
-    def sent_by(self, num_ranks: int, send: Callable[[Any], list[list[str]]] | None, policy: Any) -> None:
-        """`training.weights.base.SentByRanks`, before the first version."""
-        assert self._sender is not None, "it is the trainer's"
-        self._sender.kept_as = partial(_kept_as, policy)
-        if send is not None:
-            self._sender.num_senders = num_ranks
-            self._sender.send = lambda told, _: send(told)
-
-    @contextmanager
-    def sending(self, role: Role, version: int, weights: StateDict) -> Iterator[Callable[[Weights], Any]]:
-        """Beside what is done within; then what is given is told the record."""
-        sending = None if self._sender is None else self._sender.begin(role, version, weights)
-        if sending is None:
-            yield lambda _: None
-            return
-        try:
-            yield lambda record: sending.end(record.digest)
-        finally:
-            sending.give_up_unless_ended()
-
-    def get(self, record: Weights, from_store: Get) -> dict[str, Tensor]:
-        """What came by the group already; else by the store, and how long that takes."""
-        if self._receiver is not None and (tensors := self._receiver.take(record)) is not None:
+    def get(self, record: Weights) -> dict[str, Tensor]:
+        if (tensors := self._receiver.take(record)) is not None:
             return tensors
         began = time.monotonic()
-        tensors = from_store(record)
+        tensors = self._store.get(record)
         self._ways.took("store", time.monotonic() - began)
         return tensors
 
     def close(self) -> None:
-        if self._receiver is not None:
-            self._receiver.close()
-        if self._sender is not None:
-            self._sender.close()
+        self._receiver.close()
+
+
+def travel_by_group(job: RLHFJob) -> bool:
+    """Return whether weights may go to generators by a group."""
+    transfer = job.spec.roles.generator.weights
+    return transfer == "group" or (transfer == "auto" and device_of(job.spec) != "cpu")
+
+
+def group_sender(connections: Connections, job: RLHFJob, health: Health) -> GroupSender:
+    """Return the trainer's sender. Make it before the server of `health` starts."""
+    host = health.grpc_address.rpartition(":")[0]
+    askers = ("generator",) if connections.credentials else None
+    sender = GroupSender(job.metadata.name, host=host, device=device_of(job.spec), askers=askers)
+    sender.add_to(health.server)
+    return sender
+
+
+def receiving(
+    store: WeightStore,
+    connections: Connections,
+    job: RLHFJob,
+    *,
+    address: str,
+    trainer_address: Callable[[], str | None],
+    told: Callable[[str, float], None],
+) -> ReceivingStore:
+    """Return a generator's store. `address`: of its gRPC server. `told`: called with a way and its seconds."""
+    spec, folder, device = job.spec, connections.credentials, device_of(job.spec)
+    is_own = spec.generation.engine.name == "own"
+    narrow = is_own and settled(spec, device).generation.dtype == "bfloat16"
+    on = "cpu" if spec.share_gpus else device  # NCCL takes no two processes on one GPU
+    ways = Ways(spec.roles.generator.weights, told)
+    receiver = GroupReceiver(
+        Wish(wants=True, dtype="bfloat16" if narrow else "", device=on),
+        ways,
+        address=address,
+        trainer_address=trainer_address,
+        credentials=channel_credentials(folder, "generator") if folder else None,
+        server_name=connections.worker_host,
+    )
+    return ReceivingStore(store, receiver, ways)
+
+
+def kept_as(policy: Any) -> Callable[[str], KeptAs]:
+    """Return, by the type that an engine keeps weights in, the types of this model's parameters there. Buffers have
+    none."""
+    return partial(_kept_as, policy)
 
 
 def _kept_as(policy: Any, dtype: str) -> KeptAs:
-    """For an engine that keeps weights in `dtype`: its parameters, and no buffers."""
     if dtype != "bfloat16":
         return lambda _: None
     precision = precision_of(policy, torch.bfloat16)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from rlhfspec.common.awake_clock import AwakeClock
 from rlhfspec.errors import InvalidRequest, TransportUnavailable
@@ -25,7 +26,7 @@ from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.messages.transport.nats import NatsTransport
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.bus import Bus
-from rlhfspec.stage.context import Context, GeneratorContext, Run
+from rlhfspec.stage.context import Context, GeneratorContext, Run, TrainerContext
 from rlhfspec.stage.supervisor import GRACE_SECONDS, Supervisor
 from rlhfspec.stage.threads import ComputeThread
 from rlhfspec.stage.vitals import Vitals, WorkerVitals
@@ -35,10 +36,15 @@ from rlhfspec.worker import exits
 from rlhfspec.worker.activity import ActivityFile
 from rlhfspec.worker.health import BEAT_SECONDS, LOOPBACK, Health
 from rlhfspec.worker.heartbeats import Heartbeats
-from rlhfspec.worker.hosting import Connect, guest_of
+from rlhfspec.worker.hosting import guest_of
 from rlhfspec.worker.last_words import leaves_at_once
 from rlhfspec.worker.mirror import Mirror, Mirroring
 from rlhfspec.worker.worker_weights import WorkerWeights
+
+if TYPE_CHECKING:
+    from rlhfspec.training.weights import WeightStore
+    from rlhfspec.training.weights.group.sender import GroupSender
+    from rlhfspec.worker.ends import MoveEndpoint
 
 _HOST = "RLHFSPEC_HOST"  # in the environment: the address to listen at, and where the other workers find this one
 LEAVING_SECONDS = 15.0  # for a server that is away, where this worker was asked to leave: it may be gone for good
@@ -83,8 +89,8 @@ class StageWorker:
                 asyncio.get_running_loop().add_signal_handler(number, self._asked_to_leave, health)
             connect = partial(self._connect, vitals.clock, watched.watcher)
             bus = await connect(stage, worker)
-            took_weights = partial(watched.meters.took_weights, stage, worker)
-            weights = WorkerWeights(connections, self._job, bus.of(stage, worker), health, told=took_weights)
+            weights = WorkerWeights(connections, self._job, bus.of(stage, worker), health)
+            sender = self._group_sender(health, leaving)
             leaving.enter_context(health)
             leaving.callback(asyncio.create_task(_beat(health)).cancel)
             with vitals.worker(stage, worker).waiting("the run to be opened"):  # it may start at the same time
@@ -92,12 +98,19 @@ class StageWorker:
             at_end = leaving.enter_context(ExitStack())
             await leaving.enter_async_context(weights)
             say = _Saying()
-            context = Context(
-                worker=worker, bus=bus.of(stage, worker), weights=weights, vitals=vitals, run=self._run(), say=say,
-                at_end=at_end,
-            )  # fmt: skip
-            if stage == "generator":
-                context = self._generator_context(context, connect, at_end)
+            common: dict[str, Any] = {
+                "worker": worker, "bus": bus.of(stage, worker), "weights": weights, "vitals": vitals,
+                "run": self._run(), "say": say,
+            }  # fmt: skip
+            context = Context(**common)
+            if stage == "trainer":
+                context = TrainerContext(**common, at_end=at_end, group_sender=sender)
+            elif stage == "generator":
+                took = partial(watched.meters.took_weights, stage, worker)
+                common["weights"] = self._receiving(weights, health, took, at_end)
+                endpoint = self._move_endpoint(at_end)
+                guest = guest_of(self._job, context, connect)
+                context = GeneratorContext(**common, move_endpoint=endpoint, hosted_scoring=guest)
             service = await self._built(bus, context, say)
             await bus.publish(self._info(service, health, context))
             health.ready()
@@ -154,7 +167,7 @@ class StageWorker:
             mirror=self._mirror,
         )
 
-    def _generator_context(self, context: Context, connect: Connect, at_end: ExitStack) -> GeneratorContext:
+    def _move_endpoint(self, at_end: ExitStack) -> MoveEndpoint:
         from rlhfspec.worker.ends import MoveEndpoint
 
         connections = self._connections
@@ -163,8 +176,34 @@ class StageWorker:
             link_port=connections.link_port, worker_host=connections.worker_host,
         )  # fmt: skip
         at_end.callback(endpoint.close)
-        guest = guest_of(self._job, context, connect)
-        return GeneratorContext.of(context, move_endpoint=endpoint, hosted_scoring=guest)
+        return endpoint
+
+    def _group_sender(self, health: Health, leaving: AsyncExitStack) -> GroupSender | None:
+        if self._stage != "trainer" or self._job.spec.roles.generator.weights == "store":
+            return None
+        from rlhfspec.worker.weight_group import group_sender, travel_by_group
+
+        if not travel_by_group(self._job):
+            return None
+        sender = group_sender(self._connections, self._job, health)
+        leaving.callback(sender.close)
+        return sender
+
+    def _receiving(
+        self, weights: WorkerWeights, health: Health, told: Callable[[str, float], None], at_end: ExitStack
+    ) -> WeightStore:
+        if self._job.spec.roles.generator.weights == "store":
+            return weights
+        from rlhfspec.worker.weight_group import receiving, travel_by_group
+
+        if not travel_by_group(self._job):
+            return weights
+        store = receiving(
+            weights, self._connections, self._job,
+            address=health.grpc_address, trainer_address=weights.trainer_address, told=told,
+        )  # fmt: skip
+        at_end.callback(store.close)
+        return store
 
     # -- its service ----------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from rlhfspec.job import RLHFJob
@@ -21,25 +20,16 @@ if TYPE_CHECKING:
 
     from rlhfspec.training.weights import StateDict, WeightStore
     from rlhfspec.training.weights.grpc import GrpcWeightStore
-    from rlhfspec.worker.weight_group import WeightGroup
 
 READERS = ("generator", "critic")
 
 
 class WorkerWeights:
-    """Implements rlhfspec.training.weights.WeightStore by the one that the run names (`choices.weight_stores`), and
-    SentByRanks. Stores which serve versions to each other are known by what each worker says of itself."""
+    """Implements rlhfspec.training.weights.WeightStore by the one that the run names (`choices.weight_stores`). Stores
+    which serve versions to each other are known by what each worker says of itself."""
 
-    def __init__(
-        self,
-        connections: Connections,
-        job: RLHFJob,
-        bus: StageBus,
-        health: Health,
-        *,
-        told: Callable[[str, float], None] = lambda *_: None,
-    ) -> None:
-        """Make it before the gRPC server of `health` starts. `told`: called with a version's way, and its seconds."""
+    def __init__(self, connections: Connections, job: RLHFJob, bus: StageBus, health: Health) -> None:
+        """Make it before the gRPC server of `health` starts."""
         self._stage = bus.stage.name
         self._connections = connections
         self._keep = kept_versions(job, self._stage)
@@ -52,31 +42,20 @@ class WorkerWeights:
         if WEIGHT_STORES[connections.weights].is_served and self._stage in ("trainer", *READERS):
             self._store = self._served = self._make()
             self._served.add_to(health.server)
-        self.group: WeightGroup | None = None
-        if self._stage in ("trainer", "generator") and job.spec.roles.generator.weights != "store":
-            from rlhfspec.worker.weight_group import WeightGroup
-
-            self.group = WeightGroup.of(connections, job, self._stage, health, self._trainer_address, told)
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
-        if self.group is None or role != "policy":
-            return self._made().put(job, role, version, state_dict)
-        with self.group.sending(role, version, state_dict) as announce:
-            record = self._made().put(job, role, version, state_dict)
-            announce(record)
-        return record
+        return self._made().put(job, role, version, state_dict)
 
     def get(self, record: Weights) -> dict[str, torch.Tensor]:
-        if self.group is None:
-            return self._made().get(record)
-        return self.group.get(record, self._made().get)
+        return self._made().get(record)
 
-    def sent_by(self, num_ranks: int, send: Callable[[Any], list[list[str]]] | None, policy: Any) -> None:
-        if self.group is not None:
-            self.group.sent_by(num_ranks, send, policy)
+    def trainer_address(self) -> str | None:
+        """Return where the trainer's gRPC server is, once it has said so."""
+        trainer = self._infos.get(("trainer", 0))
+        return trainer.grpc_address if trainer else None
 
     async def __aenter__(self) -> Self:
-        if self._served is not None or self.group is not None:
+        if self._stage in READERS:
             self._hearing = asyncio.create_task(self._hear())
         return self
 
@@ -85,8 +64,6 @@ class WorkerWeights:
             self._hearing.cancel()
         if self._served is not None:
             self._served.close()
-        if self.group is not None:
-            self.group.close()
 
     def _made(self) -> WeightStore:
         with self._lock:
@@ -103,16 +80,12 @@ class WorkerWeights:
             folder=connections.weights_folder,
             stage=self._stage,
             readers=READERS,
-            trainer_address=self._trainer_address,
+            trainer_address=self.trainer_address,
             peer_addresses=self._peer_addresses,
             credentials=connections.credentials,
             server_name=connections.worker_host,
         )
         return WEIGHT_STORES[connections.weights].load()(place)
-
-    def _trainer_address(self) -> str | None:
-        trainer = self._infos.get(("trainer", 0))
-        return trainer.grpc_address if trainer else None
 
     def _peer_addresses(self) -> list[str]:
         others = {key: info for key, info in list(self._infos.items()) if key != (self._stage, self._bus.worker)}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.stage.context import Context
+from rlhfspec.stage.context import Context, TrainerContext
 from rlhfspec.worker.worker import host_told
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def build(job: RLHFJob, context: Context) -> TrainerService:
     from rlhfspec.runs.folder.trackers import check_packages
     from rlhfspec.training.leading import Leader
     from rlhfspec.training.learning.learner import Learner
-    from rlhfspec.training.weights.base import SentByRanks
+    from rlhfspec.training.weights.group.sender import SendingRanks
     from rlhfspec.training.weights.group.shares import Shares
 
     check_packages(job)
@@ -38,9 +38,12 @@ def build(job: RLHFJob, context: Context) -> TrainerService:
         learner = Learner.from_spec(job.spec, ranks=ranks, device=device)
         leader = Leader(learner, ranks)
         leaving.callback(leader.close)
-        if isinstance(context.weights, SentByRanks):
+        if isinstance(context, TrainerContext) and context.group_sender is not None:
+            from rlhfspec.worker.weight_group import SendingStore, kept_as
+
             send = partial(leader.send, Shares().send) if leader.num_sharing > 1 else None
-            context.weights.sent_by(leader.num_sharing, send, learner.policy)
+            sending = SendingRanks(num_senders=leader.num_sharing, send=send, kept_as=kept_as(learner.policy))
+            context = replace(context, weights=SendingStore(context.weights, context.group_sender, sending))
         service = _service(job, context, leader, learner.policy, leader.verify)
         if settled(job.spec, device).training.autocast == "bfloat16":
             report = service.models["trainer"]
@@ -88,7 +91,7 @@ def _kept(job: RLHFJob, context: Context, folder: RunFolder) -> KeptFolder | Non
         return None
     from rlhfspec.trainer.keeping import KeptFolder
 
-    assert context.at_end is not None, "it has a process of its own"
+    assert isinstance(context, TrainerContext), "it has a process of its own"
     kept = KeptFolder(job, folder, context.bus, context.run.mirror)
     context.at_end.enter_context(kept)
     return kept

@@ -34,7 +34,7 @@ from rlhfspec.training.weights.group.messages import (
 )
 from rlhfspec.training.weights.group.plan import buckets, described, fill
 from rlhfspec.training.weights.group.receiver import GroupReceiver
-from rlhfspec.training.weights.group.sender import GroupSender, hold_up_seconds
+from rlhfspec.training.weights.group.sender import GroupSender, SendingRanks, hold_up_seconds
 from rlhfspec.training.weights.group.shares import Shares, Told
 from rlhfspec.training.weights.group.ways import Ways
 from rlhfspec.training.weights.grpc_messages import MAX_MESSAGE_BYTES
@@ -84,8 +84,8 @@ def test_weights_are_sent_in_the_type_that_generators_keep_them_in() -> None:
     state = {"kept": torch.randn(40, 3), "weight": torch.randn(40, 300), "index": torch.arange(4)}
     with group_of(2, dtype="bfloat16") as group:
         types = {"bfloat16": torch.bfloat16}
-        group.sender.kept_as = lambda dtype: lambda name: types[dtype] if name == "weight" else None
-        assert group.sent(1, state) == ""
+        ranks = SendingRanks(kept_as=lambda dtype: lambda name: types[dtype] if name == "weight" else None)
+        assert group.sent(1, state, ranks) == ""
         found = group.nodes[1].receiver.take(record_of(1, state))
         assert found is not None
         assert digest(found) == digest(state | {"weight": state["weight"].to(torch.bfloat16)})
@@ -98,15 +98,14 @@ def test_each_rank_sends_its_rows_and_all_of_them_are_the_version(num_ranks: int
         ranks = [Shares() for _ in range(num_ranks)]
         sent: list[list[int]] = [[] for _ in ranks]
 
-        def send(told: Told, weights: Any) -> list[list[str]]:
+        def send(told: Told) -> list[list[str]]:
             for rank in range(num_ranks):
                 sent[rank] = [bucket.num_bytes for bucket in buckets(told.header, rank, num_ranks, told.bucket_bytes)]
             with ThreadPoolExecutor(num_ranks) as pool:
-                return list(pool.map(lambda rank: ranks[rank].send(told, weights, rank), range(num_ranks)))
+                return list(pool.map(lambda rank: ranks[rank].send(told, state, rank), range(num_ranks)))
 
-        group.sender.num_senders, group.sender.send = num_ranks, send
         for version in (1, 2):
-            assert group.sent(version, state) == ""
+            assert group.sent(version, state, SendingRanks(num_senders=num_ranks, send=send)) == ""
             assert all(node.has(version, state) for node in group.nodes)
         total = described("sums", "policy", 1, state).num_bytes
         assert sum(map(sum, sent)) < total + 64 * len(state) * num_ranks, "nobody sends another's"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -45,16 +45,6 @@ class WeightStore(Protocol):
         WeightsVersionError when that version is no longer, or not yet, kept; StorageError when it is not what the
         record's digest says.
         """
-        ...
-
-
-@runtime_checkable
-class SentByRanks(Protocol):
-    """A store to which ranks of a trainer may send their shares themselves."""
-
-    def sent_by(self, num_ranks: int, send: Callable[[Any], list[list[str]]] | None, policy: Any) -> None:
-        """`send`: by all ranks, as they are told; None: from what is put. `policy`: the model, which says in what types
-        its parameters are kept where it generates."""
         ...
 
 

@@ -12,6 +12,7 @@ import socket
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from rlhfspec.cli.running.job_run import JobRun, Say
 from rlhfspec.common.awake_clock import AwakeClock
@@ -64,17 +65,15 @@ class LocalRun(JobRun):
         for stage, num_workers in workers_of(self._job).items():
             make = import_module(f"rlhfspec.{stage}.build").build
             for worker in range(num_workers):
-                context = Context(
-                    worker=worker,
-                    bus=self._bus.of(stage, worker),
-                    weights=self._weights,
-                    vitals=self._vitals,
-                    run=self._run,
-                    say=say,
-                )
+                common: dict[str, Any] = {
+                    "worker": worker, "bus": self._bus.of(stage, worker), "weights": self._weights,
+                    "vitals": self._vitals, "run": self._run, "say": say,
+                }  # fmt: skip
                 if stage == "generator":
                     endpoint = self._move_endpoint(worker) if num_workers > 1 else None
-                    context = GeneratorContext.of(context, move_endpoint=endpoint)
+                    context: Context = GeneratorContext(**common, move_endpoint=endpoint)
+                else:
+                    context = Context(**common)
                 service = make(self._job, context)
                 self._services.append(service)
                 self._leaving.callback(service.close)

@@ -43,7 +43,6 @@ _CALL_SECONDS = 5.0
 SLOWEST = 100e6  # bytes a second; a group that is slower is given up
 MOST_RESTING = 64  # versions
 log = logging.getLogger(__name__)
-Send = Callable[[Told, Mapping[str, Tensor]], list[list[str]]]
 
 
 def hold_up_seconds(num_bytes: int) -> float:
@@ -60,6 +59,19 @@ def _sending_seconds(num_bytes: int) -> float:
     return FORM_SECONDS + BUCKET_SECONDS + num_bytes / SLOWEST
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendingRanks:
+    """How a trainer sends a version. `send`: by all its ranks; None: by this process alone. `kept_as`: for a type that
+    a generator keeps weights in, which of them it does."""
+
+    num_senders: int = 1
+    send: Callable[[Told], list[list[str]]] | None = None
+    kept_as: Callable[[str], KeptAs] = lambda _: lambda _: None
+
+
+ALONE = SendingRanks()
+
+
 @dataclass(frozen=True, slots=True)
 class _Member:
     wish: Wish
@@ -68,8 +80,7 @@ class _Member:
 
 class GroupSender:
     """`host`: where generators reach this process. `askers`: roles, as their certificates name them, that may be in;
-    None: whoever can connect. `kept_as`: for a type that a generator keeps weights in, which of them it does. `send`:
-    by all ranks of the trainer; usually by this one."""
+    None: whoever can connect."""
 
     def __init__(
         self,
@@ -100,9 +111,6 @@ class GroupSender:
             host.strip("[]"), self._listening.getsockname()[1], is_master=True, wait_for_workers=False,
             master_listen_fd=self._listening.detach(),
         )  # fmt: skip
-        self.kept_as: Callable[[str], KeptAs] = lambda _: lambda _: None
-        self.num_senders = 1
-        self.send: Send = lambda told, weights: [self._shares.send(told, weights)]
 
     def add_to(self, server: grpc.Server) -> None:
         method = grpc.unary_unary_rpc_method_handler(self._answer)  # without serializers: bytes as they are
@@ -117,7 +125,9 @@ class GroupSender:
         with self._lock:
             return frozenset(self._still_in())
 
-    def begin(self, role: Role, version: int, weights: Mapping[str, Tensor]) -> VersionUnderWay | None:
+    def begin(
+        self, role: Role, version: int, weights: Mapping[str, Tensor], ranks: SendingRanks = ALONE
+    ) -> VersionUnderWay | None:
         """Sends, in a thread of its own; None where nobody wants it. The tensors must stay as they are until `end`."""
         with self._lock:
             members = dict(self._still_in())
@@ -130,7 +140,7 @@ class GroupSender:
             self._epoch, self._epoch_of = secrets.token_hex(8), frozenset(members)
         wishes = [member.wish for member in members.values()]
         dtypes = {wish.dtype for wish in wishes}
-        kept_as = self.kept_as(dtypes.pop() if len(dtypes) == 1 else "")
+        kept_as = ranks.kept_as(dtypes.pop() if len(dtypes) == 1 else "")
         header = described(self._job, role, version, weights, kept_as)
         on_gpus = self._device.startswith("cuda") and all(wish.device.startswith("cuda") for wish in wishes)
         backend: Backend = "nccl" if on_gpus else "gloo"
@@ -139,10 +149,11 @@ class GroupSender:
             host=self._host, device=self._device if on_gpus else "cpu",
         )  # fmt: skip
         told = Told(
-            place=place, header=header, num_senders=self.num_senders, bucket_bytes=self._bucket_bytes,
+            place=place, header=header, num_senders=ranks.num_senders, bucket_bytes=self._bucket_bytes,
             deadline_seconds=_sending_seconds(header.num_bytes),
         )  # fmt: skip
-        return VersionUnderWay(self, told, weights, sorted(members))
+        send = ranks.send or (lambda told: [self._shares.send(told, weights)])
+        return VersionUnderWay(self, told, send, sorted(members))
 
     def tell_all(self, orders: Mapping[str, GroupOrder], seconds: float) -> None:
         """RuntimeError with the first that does not answer, or says what is wrong."""
@@ -208,7 +219,9 @@ class GroupSender:
 class VersionUnderWay:
     """One version under way. `end` it once its digest is known, or `give_up_unless_ended`."""
 
-    def __init__(self, sender: GroupSender, told: Told, weights: Mapping[str, Tensor], members: list[str]) -> None:
+    def __init__(
+        self, sender: GroupSender, told: Told, send: Callable[[Told], list[list[str]]], members: list[str]
+    ) -> None:
         self._sender = sender
         self._told = told
         self._members = members
@@ -217,7 +230,7 @@ class VersionUnderWay:
         self._digests: list[list[str]] = []
         self._problem = ""
         self._has_ended = False
-        self._thread = threading.Thread(target=self._run, args=(weights,), name="weights-sending", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(send,), name="weights-sending", daemon=True)
         self._thread.start()
 
     def end(self, digest: str) -> str:
@@ -248,10 +261,10 @@ class VersionUnderWay:
             self._thread.join()
             self._sender.failed()
 
-    def _run(self, weights: Mapping[str, Tensor]) -> None:
+    def _run(self, send: Callable[[Told], list[list[str]]]) -> None:
         try:
             self._sender.tell_all(self._beginnings(), _CALL_SECONDS)
-            self._digests = self._sender.send(self._told, weights)
+            self._digests = send(self._told)
         except RuntimeError as error:  # torch's own, also
             self._problem = str(error)
 
