@@ -18,7 +18,7 @@ from rlhfspec.training.modeling.digest import digest
 from rlhfspec.training.weights.base import weights_record
 from rlhfspec.training.weights.group.messages import Wish
 from rlhfspec.training.weights.group.receiver import GroupReceiver
-from rlhfspec.training.weights.group.sender import ALONE, GroupSender, SendingRanks
+from rlhfspec.training.weights.group.sender import ONE_RANK, GroupSender, SendingRanks
 from rlhfspec.training.weights.group.ways import Ways
 
 LOOPBACK = "127.0.0.1"
@@ -88,7 +88,7 @@ class GroupOfNodes:
     def until_members(self, count: int) -> None:
         eventually(lambda: len(self.sender.members) == count)
 
-    def sent(self, version: int, state: dict[str, Tensor], ranks: SendingRanks = ALONE) -> str:
+    def sent(self, version: int, state: dict[str, Tensor], ranks: SendingRanks = ONE_RANK) -> str:
         """What went wrong."""
         sending = self.sender.begin("policy", version, state, ranks)
         assert sending is not None, "nobody wants it"

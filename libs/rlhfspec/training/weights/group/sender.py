@@ -69,7 +69,7 @@ class SendingRanks:
     kept_as: Callable[[str], KeptAs] = lambda _: lambda _: None
 
 
-ALONE = SendingRanks()
+ONE_RANK = SendingRanks()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class GroupSender:
             return frozenset(self._still_in())
 
     def begin(
-        self, role: Role, version: int, weights: Mapping[str, Tensor], ranks: SendingRanks = ALONE
+        self, role: Role, version: int, weights: Mapping[str, Tensor], ranks: SendingRanks = ONE_RANK
     ) -> VersionUnderWay | None:
         """Sends, in a thread of its own; None where nobody wants it. The tensors must stay as they are until `end`."""
         with self._lock:
