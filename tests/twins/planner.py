@@ -9,9 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil, inf
 
-from rlhfspec.moves.rebalancing.fleet import Fleet
+from rlhfspec.moves.rebalancing.fleet import STANDARD, Fleet, PlannerSettings
 from rlhfspec.moves.rebalancing.hosts import engines_to_run
-from rlhfspec.moves.rebalancing.settings import STANDARD, PlannerSettings
 
 _A_LITTLE = 1e-4
 

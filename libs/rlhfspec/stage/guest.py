@@ -4,6 +4,9 @@ The guest is the stage's own service, made by the stage's own builder, so its sc
 stage's workers do, with the stage's own rights, and so takes what none of them has. What it does, its host does: no
 other process sees a worker of it, and a host that dies with it is started again as what it was.
 
+Only a worker with a process of its own has a guest: in one process all stages compute on the same device already, and
+loading beside them would change settings that they share.
+
 Example:
     >>> async def main() -> list[str]:
     ...     from rlhfspec.stage.base import Service

@@ -1,5 +1,8 @@
 """How often to look, or to tell: soon after something happened, less and less often while nothing does.
 
+A worker that has nothing to do beats every two seconds. So silence is no accident: the worker's event loop is dead, it
+is stopped, or the server between is away.
+
 Example:
     >>> pace = Pace(0.5, 5.0)
     >>> [pace.after(news) for news in ("", "", "", "", "", "a sample", "")]
@@ -9,11 +12,25 @@ Example:
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict, replace
 from typing import Any
 
-from rlhfspec.stage.vitals import Vitals
+from rlhfspec.messages.records import Heartbeat
+from rlhfspec.stage.base import Service
+from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.vitals import Vitals, WorkerState
 
 LIVE_BEAT_SECONDS, IDLE_BEAT_SECONDS = 0.25, 2.0
+SILENT_SECONDS = 15.0
+
+
+def is_silent(seconds: float) -> bool:
+    """Return whether a worker that was last heard so many seconds ago is silent.
+
+    >>> is_silent(15.0), is_silent(15.1)
+    (False, True)
+    """
+    return seconds > SILENT_SECONDS
 
 
 class Pace:
@@ -50,3 +67,27 @@ class Beats:
         finally:
             for wait in waits:
                 wait.cancel()
+
+
+class Heartbeats(Service):
+    """consumes: the vitals of this process; produces: Heartbeat; waits for: the next beat; unblocked by: time, and
+    a worker that begins something after a while in which nothing changed."""
+
+    def __init__(self, bus: Bus, vitals: Vitals) -> None:
+        super().__init__("heartbeats", 0, vitals)
+        self._all = vitals
+        self._bus = bus
+
+    async def run(self) -> None:
+        beats = Beats(self._all)
+        while not self.stopping.is_set():
+            states = self._all.snapshot()
+            for state in states:
+                await self._bus.publish(self._beat(state))
+            with self.vitals.waiting("the next beat"):
+                await beats.next([state.without_times() for state in states], self.stopping)
+        for state in self._all.snapshot():  # the last: a worker that exits is not taken for one that died
+            await self._bus.publish(self._beat(replace(state, doing="stopped", what="leaves")))
+
+    def _beat(self, state: WorkerState) -> Heartbeat:
+        return Heartbeat(id=f"{self._bus.job}/{state.stage}/{state.worker}", job=self._bus.job, **asdict(state))

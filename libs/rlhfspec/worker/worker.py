@@ -9,7 +9,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
@@ -20,6 +20,7 @@ from rlhfspec.errors import InvalidRequest, TransportUnavailable
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.access.connecting import connect
 from rlhfspec.messages.access.connections import Connections
+from rlhfspec.messages.access.rights import GUESTS
 from rlhfspec.messages.loop import workers_of
 from rlhfspec.messages.records import WorkerInfo
 from rlhfspec.messages.transport.clock import Clock
@@ -27,6 +28,8 @@ from rlhfspec.messages.transport.nats import NatsTransport
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.context import Context, GeneratorContext, Run, TrainerContext
+from rlhfspec.stage.guest import HostedScoring, HostedVitals
+from rlhfspec.stage.pace import Heartbeats
 from rlhfspec.stage.supervisor import GRACE_SECONDS, Supervisor
 from rlhfspec.stage.threads import ComputeThread
 from rlhfspec.stage.vitals import Vitals, WorkerVitals
@@ -35,8 +38,6 @@ from rlhfspec.telemetry.opening import Observation, watching
 from rlhfspec.worker import exits
 from rlhfspec.worker.activity import ActivityFile
 from rlhfspec.worker.health import BEAT_SECONDS, LOOPBACK, Health
-from rlhfspec.worker.heartbeats import Heartbeats
-from rlhfspec.worker.hosting import guest_of
 from rlhfspec.worker.last_words import leaves_at_once
 from rlhfspec.worker.mirror import Mirror, Mirroring
 from rlhfspec.worker.worker_weights import WorkerWeights
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 _HOST = "RLHFSPEC_HOST"  # in the environment: the address to listen at, and where the other workers find this one
 LEAVING_SECONDS = 15.0  # for a server that is away, where this worker was asked to leave: it may be gone for good
 OPENING_SECONDS = 300.0  # for `control`, or the supervisor, to open the run
+Connect = Callable[[str, int], Awaitable[Bus]]  # as this worker of this stage, with its rights
 log = logging.getLogger("rlhfspec.stage")
 
 
@@ -244,6 +246,41 @@ class StageWorker:
             moves_address=endpoint.address if endpoint else "",
             models=service.models,
         )
+
+
+def guest_of(job: RLHFJob, host: Context, connect: Connect) -> HostedScoring | None:
+    """Return the guest of a worker that a plan may find without work; None where it can help no scoring stage.
+
+    The guest is a worker beyond those that the job says the stage has, as one that is started by hand.
+    """
+    running = workers_of(job)
+    stage = next((stage for stage in GUESTS.get(host.bus.stage.name, ()) if stage in running), None)
+    if stage is None or "rebalancer" not in running:
+        return None
+    return HostedScoring(stage, partial(_make, job, stage, running[stage] + host.worker, host, connect))
+
+
+async def _make(job: RLHFJob, stage: str, worker: int, host: Context, connect: Connect) -> Service:
+    """Build the guest in a thread of its own, so that the event loop goes on."""
+    vitals = HostedVitals(host.vitals, host.bus.stage.name, host.worker)
+    deadline = getattr(job.spec.roles, stage).deadline_seconds
+    thread = ComputeThread(f"{stage}-build")
+    try:
+        with vitals.worker(stage, worker).working(f"making ready to help {stage}", deadline_seconds=deadline):
+            bus = await connect(stage, worker)
+            context = Context(
+                worker=worker,
+                bus=bus.of(stage, worker),
+                weights=host.weights,
+                vitals=vitals,
+                run=host.run,
+                say=lambda text: log.info("%s, to help %s", text, stage),
+            )
+            build = import_module(f"rlhfspec.{stage}.build").build
+            service: Service = await thread.in_thread(build, job, context)
+            return service
+    finally:
+        thread.close()
 
 
 def host_told(environment: Mapping[str, str]) -> str:

@@ -18,7 +18,7 @@ from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.runs.live.run_state import KnownRun, ProcessNews, RunWorker, WorkerKey
 from rlhfspec.runs.view.roster import process_states
-from rlhfspec.stage.silence import is_silent
+from rlhfspec.stage.pace import is_silent
 from rlhfspec.stage.supervisor import STAGE_NAMES, STALL_SECONDS, is_overdue
 
 AWAY_SECONDS = 3.5  # the broker is asked every second

@@ -14,7 +14,7 @@ from rlhfspec.cluster.report import Trouble
 from rlhfspec.messages.loop import BY_NAME
 from rlhfspec.runs.view.roster import ProcessState
 from rlhfspec.stage.logs import without_secrets
-from rlhfspec.stage.silence import SILENT_SECONDS
+from rlhfspec.stage.pace import SILENT_SECONDS
 from rlhfspec.stage.supervisor import is_overdue
 from rlhfspec.stage.vitals import WorkerState
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,14 +17,12 @@ import numpy as np
 from rlhfspec.common.arrays import Floats
 from rlhfspec.messages.records import Load, Move, Moved, Sample
 from rlhfspec.moves.rebalancing.curve import LearnedCurve
-from rlhfspec.moves.rebalancing.elastic import Elastic, Wanted
+from rlhfspec.moves.rebalancing.elastic import Elastic, StageOutlook, Wanted
 from rlhfspec.moves.rebalancing.factors import Factors
-from rlhfspec.moves.rebalancing.fleet import Fleet
+from rlhfspec.moves.rebalancing.fleet import STANDARD, Fleet
 from rlhfspec.moves.rebalancing.plan import plan
 from rlhfspec.moves.rebalancing.planned import PlannedMoves
 from rlhfspec.moves.rebalancing.residual import Residual
-from rlhfspec.moves.rebalancing.settings import STANDARD
-from rlhfspec.rebalancer.stage_work import StageWork
 
 QUIET_SECONDS = 2.0  # a generator that says nothing for longer is left out
 MOVE_SECONDS = 5.0  # a move that is not told of by then is over for all we know
@@ -66,6 +64,49 @@ class Advice:
     planned: PlannedMoves
     seen: SeenFleet
     moves: tuple[Move, ...]
+
+
+class StageWork:
+    """How much of a step is still to be generated: by generators that say so, and by the samples that none has yet.
+
+    samples_per_step: that a step begins with. rows: sequences that one generator runs at once."""
+
+    def __init__(self, *, samples_per_step: int, max_tokens: int, rows: int) -> None:
+        self.step = 0
+        self._samples_per_step, self._rows = samples_per_step, rows
+        self._finished: set[str] = set()
+        self._usual_longest = self._longest = max_tokens  # of the step before, and of this one; at first, of any
+
+    def loaded(self, load: Load) -> None:
+        if load.step > self.step:
+            if self._finished:
+                self._usual_longest = self._longest
+            self.step, self._finished, self._longest = load.step, set(), 0
+
+    def finished(self, sample: Sample) -> None:
+        """A sample that is told of twice counts once."""
+        if sample.purpose == "training" and sample.step == self.step:
+            self._finished.add(sample.id)
+            self._longest = max(self._longest, len(sample.token_ids))
+
+    def num_to_come(self, there: Iterable[str]) -> int:
+        """Samples of the step that no generator says that it has: prompts are pulled as there is room."""
+        known = self._finished | {id for id in there if id.split("/")[1] == str(self.step)}
+        return max(self._samples_per_step - len(known), 0)
+
+    def outlook(self, fleet: Fleet, there: Iterable[str], usual_tokens: float) -> StageOutlook:
+        """usual_tokens: expected of a sample that has not begun."""
+        num_to_come = self.num_to_come(there)
+        begun = self._usual_longest - int(fleet.generated.min(initial=self._usual_longest))
+        longest = max(float(fleet.remaining.max(initial=0.0)), float(self._usual_longest if num_to_come else begun))
+        return StageOutlook(
+            step_seconds=float(np.median(fleet.step_seconds)),
+            sequence_seconds=float(np.median(fleet.sequence_seconds)),
+            tokens=float(fleet.remaining.sum()) + num_to_come * usual_tokens,
+            longest=longest,
+            rows=self._rows,
+            prefill_seconds=float(fleet.prefill_owed.sum()),
+        )
 
 
 class FleetKnowledge:

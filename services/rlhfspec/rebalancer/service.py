@@ -9,8 +9,7 @@ from rlhfspec.job import RLHFJob, Spec
 from rlhfspec.job.choices.drafters import OFF
 from rlhfspec.messages.records import Load, Moved, Plan, PlannedMove, Sample
 from rlhfspec.moves.rebalancing.elastic import Elastic, Wanted
-from rlhfspec.rebalancer.knowledge import Advice, FleetKnowledge
-from rlhfspec.rebalancer.stage_work import StageWork
+from rlhfspec.rebalancer.knowledge import Advice, FleetKnowledge, StageWork
 from rlhfspec.runs.folder.moves import MovesFile
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.bus import Inbox, StageBus

@@ -25,7 +25,7 @@ from rlhfspec.runs.live.run_state import HeldNews, KnownRun, ProcessNews, Worker
 from rlhfspec.runs.view.roster import ProcessState, process_states
 from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import Bus
-from rlhfspec.stage.silence import is_silent
+from rlhfspec.stage.pace import is_silent
 from rlhfspec.stage.supervisor import GRACE_SECONDS, STAGE_NAMES, is_overdue, raise_if_all_wait
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.supervisor import by_hand

@@ -26,7 +26,7 @@ from rlhfspec.messages.transport.memory import MemoryTransport
 from rlhfspec.runs.live.run_state import HeldNews, KnownRun, ProcessNews
 from rlhfspec.runs.view.roster import ProcessState, process_states
 from rlhfspec.stage.bus import Bus
-from rlhfspec.stage.silence import SILENT_SECONDS
+from rlhfspec.stage.pace import SILENT_SECONDS
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.supervisor import by_hand
 from rlhfspec.supervisor.child import Child, Interpreters, Process

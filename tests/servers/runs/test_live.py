@@ -31,7 +31,7 @@ from rlhfspec.runs.live import live
 from rlhfspec.runs.live.live import LiveBeats, LiveState, LiveView, RecentLines, read_live
 from rlhfspec.runs.live.run_state import KnownRun, News, ProcessNews
 from rlhfspec.runs.view.roster import process_states
-from rlhfspec.stage.silence import SILENT_SECONDS
+from rlhfspec.stage.pace import SILENT_SECONDS
 from rlhfspec.stage.vitals import Vitals
 
 UID = "3f2a"

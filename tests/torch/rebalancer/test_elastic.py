@@ -27,9 +27,8 @@ from rlhfspec.moves.rebalancing.elastic import (
     worth,
 )
 from rlhfspec.moves.rebalancing.fleet import Fleet
-from rlhfspec.rebalancer.knowledge import FleetKnowledge
+from rlhfspec.rebalancer.knowledge import FleetKnowledge, StageWork
 from rlhfspec.rebalancer.service import elastic_of, work_of
-from rlhfspec.rebalancer.stage_work import StageWork
 from rlhfspec.runs.folder.run_folder import example_job
 from rlhfspec.simulator.simulator import PRESETS, Scenario, simulate, workload
 from rlhfspec.trainer.collector import example_sample

@@ -24,7 +24,7 @@ from rlhfspec.messages.records import DatasetInfo, Heartbeat, Load, Plan, StepRe
 from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.runs.folder.run_folder import example_job
-from rlhfspec.stage.silence import SILENT_SECONDS
+from rlhfspec.stage.pace import SILENT_SECONDS
 from rlhfspec.telemetry.spans import Span
 
 NOON = datetime(2026, 7, 1, 12, 0, 7, tzinfo=UTC)

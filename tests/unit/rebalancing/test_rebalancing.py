@@ -11,10 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from twins.planner import plan_slowly
 
-from rlhfspec.moves.rebalancing.fleet import Fleet
+from rlhfspec.moves.rebalancing.fleet import Fleet, PlannerSettings
 from rlhfspec.moves.rebalancing.plan import plan
 from rlhfspec.moves.rebalancing.planned import PlannedMoves
-from rlhfspec.moves.rebalancing.settings import PlannerSettings
 
 NOW = 100.0
 PROMPT = PlannerSettings(pause_seconds=0.001)

@@ -26,7 +26,7 @@ from rlhfspec.runs.live.run_state import (
     without_gone,
     worker_state,
 )
-from rlhfspec.stage.silence import SILENT_SECONDS
+from rlhfspec.stage.pace import SILENT_SECONDS
 
 NEAR = st.integers(0, 2)
 STAGES = st.sampled_from([*BY_NAME, "view"])

@@ -19,7 +19,7 @@ from rlhfspec.runs.folder.run_folder import example_job
 from rlhfspec.runs.live.live import LiveView
 from rlhfspec.runs.live.run_state import KnownRun
 from rlhfspec.runs.view.roster import process_states
-from rlhfspec.stage.silence import SILENT_SECONDS
+from rlhfspec.stage.pace import SILENT_SECONDS
 
 INFO = WorkerInfo(id="w", job="sums", stage="reward", worker=0, host="h", pid=1, grpc_address="", http_address="")
 

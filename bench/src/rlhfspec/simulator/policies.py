@@ -21,10 +21,9 @@ import numpy as np
 
 from rlhfspec.common.arrays import BoolArray
 from rlhfspec.errors import InvalidRequest, did_you_mean
-from rlhfspec.moves.rebalancing.fleet import MUCH, Fleet
+from rlhfspec.moves.rebalancing.fleet import MUCH, STANDARD, Fleet, PlannerSettings
 from rlhfspec.moves.rebalancing.plan import plan
 from rlhfspec.moves.rebalancing.residual import Residual
-from rlhfspec.moves.rebalancing.settings import STANDARD, PlannerSettings
 from rlhfspec.simulator.lengths import Ints, Workload
 from rlhfspec.simulator.scenario import FleetSnapshot, Policy
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec.moves.rebalancing.settings import STANDARD, PlannerSettings
+from rlhfspec.moves.rebalancing.fleet import STANDARD, PlannerSettings
 from rlhfspec.simulator.lengths import Workload, workload
 from rlhfspec.simulator.policies import policy_named
 from rlhfspec.simulator.references import clairvoyant_seconds, ideal_sharing_seconds

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfspec.common.arrays import BoolArray, Floats
-from rlhfspec.moves.rebalancing.fleet import Fleet, Ints
-from rlhfspec.moves.rebalancing.settings import PlannerSettings
+from rlhfspec.moves.rebalancing.fleet import Fleet, Ints, PlannerSettings
 
 _ALIKE = 0.97  # alone, an engine that takes this share of its time among others shares nothing worth knowing
 

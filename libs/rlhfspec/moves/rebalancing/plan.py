@@ -25,7 +25,15 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhfspec.common.arrays import BoolArray, Floats
-from rlhfspec.moves.rebalancing.fleet import Fleet, Ints, members_of, segment_maxima, segment_sums
+from rlhfspec.moves.rebalancing.fleet import (
+    STANDARD,
+    Fleet,
+    Ints,
+    PlannerSettings,
+    members_of,
+    segment_maxima,
+    segment_sums,
+)
 from rlhfspec.moves.rebalancing.hosts import engines_to_run
 from rlhfspec.moves.rebalancing.planned import (
     ALIKE,
@@ -39,7 +47,6 @@ from rlhfspec.moves.rebalancing.planned import (
     Notes,
     PlannedMoves,
 )
-from rlhfspec.moves.rebalancing.settings import STANDARD, PlannerSettings
 
 _A_LITTLE = 1e-4  # of an end: less is no gain
 _MOST_HANDED_OVER = 4096  # a plan

@@ -28,7 +28,7 @@ from typing import Literal
 from rlhfspec.messages.loop import BY_NAME
 from rlhfspec.messages.records import Heartbeat, Load, Plan, Record, WorkerInfo
 from rlhfspec.messages.transport.clock import Clock
-from rlhfspec.stage.silence import is_silent
+from rlhfspec.stage.pace import is_silent
 from rlhfspec.stage.vitals import WorkerState
 
 NEVER = float("-inf")

@@ -33,13 +33,13 @@ from rlhfspec.stage.base import Service
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.context import Context, GeneratorContext, Run, kept_versions
 from rlhfspec.stage.dead_letters import DeadLetterWatch
+from rlhfspec.stage.pace import Heartbeats
 from rlhfspec.stage.supervisor import GRACE_SECONDS, STALL_SECONDS, Supervisor
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.telemetry.opening import watching
 from rlhfspec.trainer.service import TrainerService
 from rlhfspec.training.weights.base import StorePlace, WeightStore
 from rlhfspec.worker.ends import MoveEndpoint
-from rlhfspec.worker.heartbeats import Heartbeats
 from rlhfspec.worker.worker import incarnation_of
 
 

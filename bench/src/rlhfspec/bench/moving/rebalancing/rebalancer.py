@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhfspec.messages.records import Load, Move, Moved, Sample
-from rlhfspec.moves.rebalancing.settings import STANDARD
+from rlhfspec.moves.rebalancing.fleet import STANDARD
 from rlhfspec.rebalancer.knowledge import FleetKnowledge
 
 
