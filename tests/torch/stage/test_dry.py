@@ -22,11 +22,12 @@ from rlhfspec.messages.records import Plan, Prompt, Sample, Score
 from rlhfspec.messages.transport.memory import MemoryTransport
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.context import Context, Run
-from rlhfspec.stage.guest import HostedScoring, HostedVitals, guest_of
+from rlhfspec.stage.guest import HostedScoring, HostedVitals
 from rlhfspec.stage.scoring import TokenScoringService
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.trainer.collector import example_sample
 from rlhfspec.training.weights import MemoryWeightStore
+from rlhfspec.worker.worker import guest_of
 
 WORKERS = {"prompts": 1, "generator": 2, "reference": 1, "trainer": 1, "rebalancer": 1}
 
