@@ -19,8 +19,8 @@ _LINKS = "rlhfspec.moves.migration.links"
 
 @dataclass(frozen=True, kw_only=True)
 class LinkEntry(Entry):
-    """`make` is a function `listen(inbox, token, at)` for the destination; `connect` one for the source,
-    `connect(way, token, tls=..., seconds=...)`, which gives None where the way does not lead from here."""
+    """`make(inbox, token, at)` gives the destination's `LandingWay`; `connect(way, token, tls=..., seconds=...)` the
+    source's `Sending`, or None where the way does not lead from here."""
 
     connect: str  # module:name
     between: str  # one line, for the docs

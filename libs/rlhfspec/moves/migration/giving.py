@@ -1,11 +1,16 @@
-"""Does what the source's machine says, for one move from its first word to its end."""
+"""Does what the source's machine says, for one move from its first word to its end.
+
+First it chooses, by what each has cost so far, whether KV goes with the tokens, they go alone, or the sequence stays.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -17,7 +22,6 @@ from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.moves.migration import messages
 from rlhfspec.moves.migration import source as machines
 from rlhfspec.moves.migration.base import TELL_SECONDS, Custody, MoveControl, NoReply, Peer
-from rlhfspec.moves.migration.choice import Costs
 from rlhfspec.moves.migration.engine_calls import EngineCalls
 from rlhfspec.moves.migration.links.opening import Links, SendingWay
 from rlhfspec.moves.migration.source import Action, Detached, Event, Failed, Heard, MoveSource, PackedKV, Silence
@@ -27,6 +31,67 @@ from rlhfspec.telemetry.base import SampleProgress
 _ASK_SECONDS = 2.0  # for an answer that needs no engine
 _LEAVE_SECONDS = 1.5  # for the first answer to one that leaves: another may be quicker
 _NO_KV = 1 << 30  # the position behind which there is none
+LEAST_BYTES = 1 << 18  # of a range that tells of the way's speed
+_NEWEST = 0.3  # the weight of what was measured last
+
+
+@dataclass(frozen=True, slots=True)
+class MoveChoice:
+    how: Literal["kv", "tokens", "stay"]
+    reason: str
+
+
+class Costs:
+    """What moves from one generator have cost so far: over the link to each peer, and by computing tokens again.
+
+    Example:
+        >>> costs = Costs()
+        >>> costs.choose("b", 1000, gain_seconds=1.0).how, costs.choose("b", 1000, gain_seconds=1.0).reason
+        ('kv', 'not measured yet')
+        >>> costs.learn_prefill(1000, 0.5); costs.learn_size(1000, 4_000_000)
+        >>> costs.learn_link("b", num_bytes=4_000_000, seconds=0.004)
+        >>> costs.choose("b", 1000, gain_seconds=1.0)
+        MoveChoice(how='kv', reason='4.0 MB in 4 ms, 1000 tokens again in 500 ms')
+        >>> costs.learn_link("b", num_bytes=400_000, seconds=1.0)  # the way became slow
+        >>> costs.choose("b", 1000, gain_seconds=9.0).how
+        'tokens'
+        >>> costs.choose("b", 1000, gain_seconds=0.1).how
+        'stay'
+    """
+
+    def __init__(self) -> None:
+        self._seconds_a_byte: dict[str, float] = {}
+        self._prefill_seconds: float | None = None  # a token
+        self.bytes_a_token: float | None = None
+
+    def learn_link(self, peer: str, *, num_bytes: int, seconds: float) -> None:
+        """From packing until it was imported there. Small ones say how long the steps of both engines are, and that
+        costs nothing: it decodes on."""
+        if num_bytes >= LEAST_BYTES:
+            known = self._seconds_a_byte.get(peer)
+            self._seconds_a_byte[peer] = _newer(known, seconds / num_bytes)
+
+    def learn_prefill(self, num_tokens: int, seconds: float) -> None:
+        if num_tokens:
+            self._prefill_seconds = _newer(self._prefill_seconds, seconds / num_tokens)
+
+    def learn_size(self, num_tokens: int, num_bytes: int) -> None:
+        if num_tokens and num_bytes:
+            self.bytes_a_token = num_bytes / num_tokens
+
+    def choose(self, peer: str, num_tokens: int, *, gain_seconds: float, must_go: bool = False) -> MoveChoice:
+        """`must_go`: it cannot stay, whatever it costs: its generator is leaving."""
+        speed, size, prefill = self._seconds_a_byte.get(peer), self.bytes_a_token, self._prefill_seconds
+        if speed is None or size is None or prefill is None:
+            return MoveChoice("kv", "not measured yet")
+        num_bytes = num_tokens * size
+        send, again = num_bytes * speed, num_tokens * prefill
+        costs = f"{num_bytes / 1e6:.1f} MB in {send * 1e3:.0f} ms, {num_tokens} tokens again in {again * 1e3:.0f} ms"
+        if send <= again:  # it decodes on meanwhile: what it loses is a pause, which the plan knows
+            return MoveChoice("kv", costs)
+        if again > gain_seconds and not must_go:
+            return MoveChoice("stay", f"{costs}: more than the {gain_seconds * 1e3:.0f} ms that it gains")
+        return MoveChoice("tokens", costs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +104,18 @@ class MoveContext:
     links: Links
     custody: Custody
     clock: Clock
-    costs: Costs
-    part: Callable[[Peer, messages.Told], None]  # tells it in the background
+    costs: Costs = field(default_factory=Costs)
+    parting: set[asyncio.Task[None]] = field(default_factory=set)  # what is told in the background
+
+    def part(self, peer: Peer, message: messages.Told) -> None:
+        """Tell a peer, whose reply is not waited for."""
+        task = asyncio.create_task(self._tell(peer, message))
+        self.parting.add(task)
+        task.add_done_callback(self.parting.discard)
+
+    async def _tell(self, peer: Peer, message: messages.Told) -> None:
+        with suppress(NoReply):  # its lease runs out, or it lets the sequence go on a little later
+            await self.control.ask(peer, messages.to_bytes(message))
 
 
 class Giving:
@@ -292,3 +367,7 @@ class Giving:
 
 def _size(kv: KVRange) -> int:
     return sum(part.nbytes for part in kv.kv)
+
+
+def _newer(known: float | None, measured: float) -> float:
+    return measured if known is None else (1 - _NEWEST) * known + _NEWEST * measured

@@ -14,15 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine
-from typing import Any, TypeVar
 
 from rlhfspec.engine.base import MovableByTokens
 from rlhfspec.messages.records import Move, Moved
 from rlhfspec.messages.transport.clock import Clock, SystemClock
-from rlhfspec.moves.migration import messages
-from rlhfspec.moves.migration.base import Custody, MoveControl, NoReply, Peer
-from rlhfspec.moves.migration.choice import Costs
+from rlhfspec.moves.migration.base import Custody, MoveControl, Peer
 from rlhfspec.moves.migration.engine_calls import EngineCalls, EngineStopped
 from rlhfspec.moves.migration.giving import Giving, MoveContext
 from rlhfspec.moves.migration.links.opening import Links
@@ -31,7 +27,6 @@ from rlhfspec.moves.migration.taking import Taking
 
 _MOST_MOVES = 4  # from here at once; others wait
 _CLOSE_SECONDS = 0.5  # for those that wait for what does not come to be told so
-T = TypeVar("T")
 
 
 class Mover:
@@ -49,18 +44,16 @@ class Mover:
         clock: Clock | None = None,
     ) -> None:
         self.name, self.incarnation, self.engine = name, incarnation, engine
-        self.costs = Costs()
         self._clock = clock or SystemClock()
         self._taking = Taking(incarnation, engine, calls, links, custody, self._clock)
         self._place = MoveContext(
-            engine=engine, calls=calls, control=control, links=links, custody=custody, clock=self._clock,
-            costs=self.costs, part=self._part,
-        )  # fmt: skip
+            engine=engine, calls=calls, control=control, links=links, custody=custody, clock=self._clock
+        )
+        self.costs = self._place.costs
         self._numbers = itertools.count(1)
         self._free = asyncio.Semaphore(_MOST_MOVES)
         self._giving: dict[str, Giving] = {}  # by sample
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._parting: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[Moved]] = set()
         self._is_closed = False
 
     @property
@@ -84,7 +77,10 @@ class Mover:
             must_go=must_go,
         )  # fmt: skip
         giving = self._giving[move.sample_id] = Giving(move, peer, machine, self._place, must_go=must_go)
-        return await asyncio.shield(_kept_in(self._tasks, self._run(giving, move)))
+        task = asyncio.create_task(self._run(giving, move))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
 
     async def begun(self) -> list[str]:
         """Return the samples here that are worth more than their prompts."""
@@ -108,8 +104,8 @@ class Mover:
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._taking.close()
-        if self._parting:
-            _, silent = await asyncio.wait(self._parting, timeout=_CLOSE_SECONDS)
+        if self._place.parting:
+            _, silent = await asyncio.wait(self._place.parting, timeout=_CLOSE_SECONDS)
             for each in silent:
                 each.cancel()
             await asyncio.gather(*silent, return_exceptions=True)
@@ -135,23 +131,6 @@ class Mover:
             return _kept(move, "the engine has stopped")
         finally:
             del self._giving[move.sample_id]
-
-    def _part(self, peer: Peer, message: messages.Told) -> None:
-        async def tell() -> None:
-            try:
-                await self._place.control.ask(peer, messages.to_bytes(message))
-            except NoReply:
-                return  # its lease runs out, or it lets the sequence go on a little later
-
-        _kept_in(self._parting, tell())
-
-
-def _kept_in(tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Until it is done."""
-    task = asyncio.create_task(work)
-    tasks.add(task)
-    task.add_done_callback(tasks.discard)
-    return task
 
 
 def _kept(move: Move, reason: str) -> Moved:
