@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import http.client
-import ipaddress
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -12,12 +10,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rlhfspec.messages.servers.credentials.certificates import channel_credentials
+from rlhfspec.messages.servers.credentials.certificates import channel_credentials, create_credentials
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.worker.health import Health
@@ -144,8 +139,8 @@ def test_nothing_is_left_when_it_closes(clock: FakeClock) -> None:
 
 def test_with_credentials_only_ours_are_heard(tmp_path: Path, clock: FakeClock) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    make_credentials(ours, "reward", "control")
-    make_credentials(theirs, "control")
+    create_credentials(ours, ["reward", "control"])
+    create_credentials(theirs, ["control"])
     with Health("reward", 0, Vitals(clock), ours) as health:
         health.ready()
         assert status(health, role="control", credentials=ours) == SERVING
@@ -158,35 +153,3 @@ def test_with_credentials_only_ours_are_heard(tmp_path: Path, clock: FakeClock) 
             with pytest.raises(grpc.RpcError) as error:
                 refused()
             assert error.value.code() == grpc.StatusCode.UNAVAILABLE
-
-
-def make_credentials(folder: Path, *roles: str) -> None:
-    """An authority of its own, and a certificate of each role by it."""
-    folder.mkdir()
-    authority = ec.generate_private_key(ec.SECP256R1())
-    root = _certificate("authority", authority, authority, "authority")
-    (folder / "ca.pem").write_bytes(root.public_bytes(serialization.Encoding.PEM))
-    for role in roles:
-        key = ec.generate_private_key(ec.SECP256R1())
-        certificate = _certificate(role, key, authority, "authority")
-        (folder / f"{role}.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-        (folder / f"{role}.key").write_bytes(
-            key.private_bytes(
-                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            )
-        )
-
-
-def _certificate(
-    name: str, key: ec.EllipticCurvePrivateKey, by: ec.EllipticCurvePrivateKey, issuer: str
-) -> x509.Certificate:
-    def named(text: str) -> x509.Name:
-        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
-
-    now = datetime.datetime.now(datetime.UTC)
-    builder = x509.CertificateBuilder().subject_name(named(name)).issuer_name(named(issuer))
-    builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
-    builder = builder.not_valid_before(now - datetime.timedelta(hours=1)).not_valid_after(now + datetime.timedelta(1))
-    builder = builder.add_extension(x509.BasicConstraints(ca=name == issuer, path_length=None), critical=True)
-    here = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    return builder.add_extension(here, critical=False).sign(by, hashes.SHA256())
