@@ -69,41 +69,35 @@ def check_bits(made: list[Generator], *, lost: tuple[str, ...] = ()) -> None:
     [(messages.Reserve, {"kept"}), (messages.Range, {"kept"}), (messages.HandOver, {"kv", "kept"}),
      (messages.Settled, {"kv"})],
 )  # fmt: skip
-def test_a_control_that_fails_at_any_message(kind: type[messages.MoveMessage], when: str, how: set[str]) -> None:
-    async def main() -> None:
-        control = Struck(kind, when)
-        async with generators(control=control, **LONG) as made:
-            moved = await one_move(made)
-        assert control.times == 0, "it was struck"
-        assert moved.how in how, moved
-        if kind is messages.HandOver:
-            assert moved.how == ("kept" if when == "there" else "kv"), "the answer to Ask says which"
-            assert moved.pause_seconds > 0.0, "it stood still until then"
-            assert any(isinstance(each, messages.Ask) for each in control.heard)
-        check_bits(made)
-
-    asyncio.run(main())
+async def test_a_control_that_fails_at_any_message(kind: type[messages.MoveMessage], when: str, how: set[str]) -> None:
+    control = Struck(kind, when)
+    async with generators(control=control, **LONG) as made:
+        moved = await one_move(made)
+    assert control.times == 0, "it was struck"
+    assert moved.how in how, moved
+    if kind is messages.HandOver:
+        assert moved.how == ("kept" if when == "there" else "kv"), "the answer to Ask says which"
+        assert moved.pause_seconds > 0.0, "it stood still until then"
+        assert any(isinstance(each, messages.Ask) for each in control.heard)
+    check_bits(made)
 
 
-def test_nobody_says_whether_it_was_taken() -> None:
+async def test_nobody_says_whether_it_was_taken() -> None:
     """The destination has it; its source is cut off, and forgets it when it leaves."""
 
-    async def main() -> None:
-        control = Struck(messages.HandOver | messages.Ask, "back", times=1000)  # type: ignore[arg-type]
-        async with generators(control=control, **LONG) as made:
-            here, there = made
-            await here.submit("x", seed=3, max_tokens=TOKENS)
-            moving = asyncio.create_task(here.move("x", there))
-            await there.until(lambda: "x" in there.custody.prompts)
-            await here.mover.close()
-            moved = await moving
-            assert moved.how == "lost"
-            assert here.custody.lost == ["x"]
-            assert [each.num_moves for each in there.custody.came_with["x"]] == [0]
-            assert "leaving" in (await here.move("x", there)).reason
-        assert all_bits(made) == {"x": alone(3)}
-
-    asyncio.run(main())
+    control = Struck(messages.HandOver | messages.Ask, "back", times=1000)  # type: ignore[arg-type]
+    async with generators(control=control, **LONG) as made:
+        here, there = made
+        await here.submit("x", seed=3, max_tokens=TOKENS)
+        moving = asyncio.create_task(here.move("x", there))
+        await there.until(lambda: "x" in there.custody.prompts)
+        await here.mover.close()
+        moved = await moving
+        assert moved.how == "lost"
+        assert here.custody.lost == ["x"]
+        assert [each.num_moves for each in there.custody.came_with["x"]] == [0]
+        assert "leaving" in (await here.move("x", there)).reason
+    assert all_bits(made) == {"x": alone(3)}
 
 
 class BrokenSending:
@@ -187,38 +181,32 @@ KINDS = [messages.Reserve, messages.Range, messages.HandOver]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strike", [preempted, other_weights_there, other_weights_here, cancelled, other_process])
-def test_what_happens_at_one_end_meanwhile(strike: Strike, kind: type[messages.MoveMessage]) -> None:
-    async def main() -> None:
-        control = Struck(kind, "")
-        async with generators(control=control, **LONG) as made:
-            control.before = lambda: strike(made)
-            moved = await one_move(made)
-        assert control.times == 0
-        finished = all_bits(made)
-        if strike is cancelled:
-            assert finished.keys() == ({"x", "y"} if kind is messages.HandOver else {"y"})
-        elif strike in (preempted, other_process):
-            check_bits(made)
-            assert strike is preempted or moved.how == "kept"
-        else:
-            assert finished.keys() == {"x", "y"}
-            where = made[0] if moved.how == "kept" else made[1]
-            assert set(where.finished["x"].weights_versions) <= {0, 3}
-        if strike is other_weights_there:
-            assert (moved.how, moved.num_recomputed > 0) == ("tokens", True), moved
-        if strike is other_weights_here:
-            assert moved.how == ("kv" if kind is messages.HandOver else "kept"), "newer than there before it stopped"
-
-    asyncio.run(main())
+async def test_what_happens_at_one_end_meanwhile(strike: Strike, kind: type[messages.MoveMessage]) -> None:
+    control = Struck(kind, "")
+    async with generators(control=control, **LONG) as made:
+        control.before = lambda: strike(made)
+        moved = await one_move(made)
+    assert control.times == 0
+    finished = all_bits(made)
+    if strike is cancelled:
+        assert finished.keys() == ({"x", "y"} if kind is messages.HandOver else {"y"})
+    elif strike in (preempted, other_process):
+        check_bits(made)
+        assert strike is preempted or moved.how == "kept"
+    else:
+        assert finished.keys() == {"x", "y"}
+        where = made[0] if moved.how == "kept" else made[1]
+        assert set(where.finished["x"].weights_versions) <= {0, 3}
+    if strike is other_weights_there:
+        assert (moved.how, moved.num_recomputed > 0) == ("tokens", True), moved
+    if strike is other_weights_here:
+        assert moved.how == ("kv" if kind is messages.HandOver else "kept"), "newer than there before it stopped"
 
 
-def test_nobody_there_and_nothing_here() -> None:
-    async def main() -> None:
-        async with generators(**LONG) as made:
-            here, _ = made
-            await here.submit("x", seed=3, max_tokens=TOKENS)
-            nobody = Peer(name="no", address="nowhere", incarnation="no-1")
-            assert "no process there" in (await here.move("x", nobody)).reason
-            assert "not here" in (await here.move("z", nobody)).reason
-
-    asyncio.run(main())
+async def test_nobody_there_and_nothing_here() -> None:
+    async with generators(**LONG) as made:
+        here, _ = made
+        await here.submit("x", seed=3, max_tokens=TOKENS)
+        nobody = Peer(name="no", address="nowhere", incarnation="no-1")
+        assert "no process there" in (await here.move("x", nobody)).reason
+        assert "not here" in (await here.move("z", nobody)).reason

@@ -126,110 +126,95 @@ class Place:
         await ends(self.task, self.service)
 
 
-def test_prompts_wait_for_the_sample_at_hand_and_for_no_other() -> None:
-    async def main() -> None:
-        place = await Place.open()
-        await place.told(g0="score")
-        first, second = await place.samples(0, 1)
-        await asyncio.sleep(0.02)
-        assert not place.num_made, "the plan spoke of another"
-        await place.told(g1="score")
-        await place.scores_in_the_middle_of(first)
-        [state] = [state for state in place.stages.vitals.snapshot() if state.stage == "generator"]
-        assert (state.doing, state.what) == ("working", f"scoring {first}")
-        assert {state.stage for state in place.stages.vitals.snapshot()} == {"generator"}, "nobody sees a worker of it"
-        prompts = await place.prompts(0, 1)
-        await asyncio.sleep(0.02)
-        assert not place.engine.submitted
-        await place.told(g1="wait")  # else it goes on with the second when it is dry again
-        place.scorer.may_go_on.set()
-        await until(lambda: len(place.engine.submitted) == 2, "prompts are generated")
-        assert place.engine.submitted == prompts
-        assert place.scorer.scored == [first]
-        other = await place.stages.bus.of("reference").subscribe(Sample)
-        deliveries = await other.pull(max_records=8, timeout_seconds=0.0)
-        there = {delivery.record.id for delivery in deliveries}
-        assert there - set(prompts) == {second}, "given back at once: no time has passed"
-        for delivery in deliveries:
-            await delivery.ack()
-        await place.ended()
-
-    asyncio.run(main())
+async def test_prompts_wait_for_the_sample_at_hand_and_for_no_other() -> None:
+    place = await Place.open()
+    await place.told(g0="score")
+    first, second = await place.samples(0, 1)
+    await asyncio.sleep(0.02)
+    assert not place.num_made, "the plan spoke of another"
+    await place.told(g1="score")
+    await place.scores_in_the_middle_of(first)
+    [state] = [state for state in place.stages.vitals.snapshot() if state.stage == "generator"]
+    assert (state.doing, state.what) == ("working", f"scoring {first}")
+    assert {state.stage for state in place.stages.vitals.snapshot()} == {"generator"}, "nobody sees a worker of it"
+    prompts = await place.prompts(0, 1)
+    await asyncio.sleep(0.02)
+    assert not place.engine.submitted
+    await place.told(g1="wait")  # else it goes on with the second when it is dry again
+    place.scorer.may_go_on.set()
+    await until(lambda: len(place.engine.submitted) == 2, "prompts are generated")
+    assert place.engine.submitted == prompts
+    assert place.scorer.scored == [first]
+    other = await place.stages.bus.of("reference").subscribe(Sample)
+    deliveries = await other.pull(max_records=8, timeout_seconds=0.0)
+    there = {delivery.record.id for delivery in deliveries}
+    assert there - set(prompts) == {second}, "given back at once: no time has passed"
+    for delivery in deliveries:
+        await delivery.ack()
+    await place.ended()
 
 
-def test_it_scores_again_when_it_is_dry_again_and_loads_once() -> None:
-    async def main() -> None:
-        place = await Place.open()
-        place.scorer.may_go_on.set()
-        await place.told(g1="score")
-        for number in range(3):
-            [sample] = await place.samples(number)
-            await until(lambda sample=sample: sample in place.scorer.scored, "it scores")
-            [prompt] = await place.prompts(number)
-            await until(lambda prompt=prompt: prompt in place.scorer.scored, "it generates, and scores its own too")
-        scores = await place.stages.bus.of("trainer").subscribe(Score)
-        ids: list[str] = []
-        while len(ids) < 6:  # a score is on its way for a moment
-            ids += [delivery.record.id for delivery in await scores.pull(max_records=8, timeout_seconds=10.0)]
-        assert ids == [f"{sample}/reference" for sample in place.scorer.scored]
-        assert place.num_made == 1
-        await place.told(g0="score")
-        await asyncio.sleep(0.02)
-        await place.samples(9)
-        await asyncio.sleep(0.02)
-        assert len(place.scorer.scored) == 6, "the plan says otherwise"
-        await place.ended()
-
-    asyncio.run(main())
+async def test_it_scores_again_when_it_is_dry_again_and_loads_once() -> None:
+    place = await Place.open()
+    place.scorer.may_go_on.set()
+    await place.told(g1="score")
+    for number in range(3):
+        [sample] = await place.samples(number)
+        await until(lambda sample=sample: sample in place.scorer.scored, "it scores")
+        [prompt] = await place.prompts(number)
+        await until(lambda prompt=prompt: prompt in place.scorer.scored, "it generates, and scores its own too")
+    scores = await place.stages.bus.of("trainer").subscribe(Score)
+    ids: list[str] = []
+    while len(ids) < 6:  # a score is on its way for a moment
+        ids += [delivery.record.id for delivery in await scores.pull(max_records=8, timeout_seconds=10.0)]
+    assert ids == [f"{sample}/reference" for sample in place.scorer.scored]
+    assert place.num_made == 1
+    await place.told(g0="score")
+    await asyncio.sleep(0.02)
+    await place.samples(9)
+    await asyncio.sleep(0.02)
+    assert len(place.scorer.scored) == 6, "the plan says otherwise"
+    await place.ended()
 
 
-def test_asked_to_stop_in_the_middle_it_ends_with_that_sample() -> None:
-    async def main() -> None:
-        place = await Place.open()
-        first, second = await place.samples(0, 1)
-        await place.told(g1="score")
-        await place.scores_in_the_middle_of(first)
-        await place.ended()
-        assert place.scorer.scored == [first]
-        assert place.stages.stored()["sample"] == [f"{place.stages.bus.uid}/{id}" for id in (first, second)]
-        assert not place.stages.has_read("reference"), "the second is another's"
-
-    asyncio.run(main())
+async def test_asked_to_stop_in_the_middle_it_ends_with_that_sample() -> None:
+    place = await Place.open()
+    first, second = await place.samples(0, 1)
+    await place.told(g1="score")
+    await place.scores_in_the_middle_of(first)
+    await place.ended()
+    assert place.scorer.scored == [first]
+    assert place.stages.stored()["sample"] == [f"{place.stages.bus.uid}/{id}" for id in (first, second)]
+    assert not place.stages.has_read("reference"), "the second is another's"
 
 
-def test_what_it_held_when_it_died_is_another_s() -> None:
-    async def main() -> None:
-        place = await Place.open()
-        [sample] = await place.samples(0)
-        await place.told(g1="score")
-        await place.scores_in_the_middle_of(sample)
-        place.task.cancel()
-        await asyncio.gather(place.task, return_exceptions=True)
-        await place.stages.redeliver(Sample, "reference")
-        other = await place.stages.bus.of("reference").subscribe(Sample)
-        [delivery] = await other.pull(max_records=8, timeout_seconds=0.0)
-        assert (delivery.record.id, delivery.num_deliveries) == (sample, 2)
-        place.scorer.may_go_on.set()
-
-    asyncio.run(main())
+async def test_what_it_held_when_it_died_is_another_s() -> None:
+    place = await Place.open()
+    [sample] = await place.samples(0)
+    await place.told(g1="score")
+    await place.scores_in_the_middle_of(sample)
+    place.task.cancel()
+    await asyncio.gather(place.task, return_exceptions=True)
+    await place.stages.redeliver(Sample, "reference")
+    other = await place.stages.bus.of("reference").subscribe(Sample)
+    [delivery] = await other.pull(max_records=8, timeout_seconds=0.0)
+    assert (delivery.record.id, delivery.num_deliveries) == (sample, 2)
+    place.scorer.may_go_on.set()
 
 
-def test_nothing_is_generated_while_it_loads() -> None:
+async def test_nothing_is_generated_while_it_loads() -> None:
     """Loading changes settings of the whole process."""
 
-    async def main() -> None:
-        place = await Place.open()
-        place.loaded.clear()
-        await place.told(g1="score")
-        await until(lambda: place.num_made, "it loads")
-        [prompt] = await place.prompts(0)
-        await asyncio.sleep(0.02)
-        assert not place.engine.submitted
-        place.loaded.set()
-        await until(lambda: prompt in place.engine.submitted, "it generates")
-        await place.ended()
-
-    asyncio.run(main())
+    place = await Place.open()
+    place.loaded.clear()
+    await place.told(g1="score")
+    await until(lambda: place.num_made, "it loads")
+    [prompt] = await place.prompts(0)
+    await asyncio.sleep(0.02)
+    assert not place.engine.submitted
+    place.loaded.set()
+    await until(lambda: prompt in place.engine.submitted, "it generates")
+    await place.ended()
 
 
 def test_who_cannot_help_says_so_once_and_waits(caplog: pytest.LogCaptureFixture) -> None:
@@ -256,16 +241,13 @@ def test_who_cannot_help_says_so_once_and_waits(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("dry", [{}, {1: ""}, {1: "scores"}, {1: "wait"}, {0: "score"}, {1 << 63: "score"}])
-def test_a_wrong_plan_is_no_order(dry: dict[int, str]) -> None:
-    async def main() -> None:
-        place = await Place.open()
-        await place.stages.publish("rebalancer", Plan(id=f"{JOB}/plan", job=JOB, dry=dry))
-        await place.samples(0)
-        await asyncio.sleep(0.02)
-        assert not place.num_made
-        await place.ended()
-
-    asyncio.run(main())
+async def test_a_wrong_plan_is_no_order(dry: dict[int, str]) -> None:
+    place = await Place.open()
+    await place.stages.publish("rebalancer", Plan(id=f"{JOB}/plan", job=JOB, dry=dry))
+    await place.samples(0)
+    await asyncio.sleep(0.02)
+    assert not place.num_made
+    await place.ended()
 
 
 JOBS: list[tuple[dict[str, Any], str | None]] = [

@@ -62,24 +62,21 @@ def a_big_job(prefetch: int) -> Any:
 
 
 @pytest.mark.parametrize("prefetch", [0, 3, 4])
-def test_a_generator_holds_what_runs_and_its_look_ahead_and_one_that_joins_takes_the_rest(prefetch: int) -> None:
-    async def main() -> None:
-        stages = await Stages.open(a_big_job(prefetch), prompts=1, generator=2, trainer=1)
-        await stages.publish("prompts", *prompts_in(stages))
-        first, second = LongEngine(8), LongEngine(64)
-        services = [stages.generator(0, first), stages.generator(1, second)]
-        tasks = [asyncio.create_task(services[0].run())]
-        at_least = 8 + prefetch - max(prefetch, 1) + 1  # it asks for a whole piece or for none
-        await until(lambda: len(first.submitted) >= at_least, "its rows and its look-ahead are full")
-        await asyncio.sleep(0.1)  # two bursts
-        assert at_least <= len(first.submitted) <= 8 + prefetch
-        tasks.append(asyncio.create_task(services[1].run()))
-        await until(lambda: len(first.submitted) + len(second.submitted) == NUM_PROMPTS, "the other takes the rest")
-        assert len(first.submitted) <= 8 + prefetch
-        for task, service in zip(tasks, services, strict=True):
-            await ends(task, service)
-
-    asyncio.run(main())
+async def test_a_generator_holds_what_runs_and_its_look_ahead_and_one_that_joins_takes_the_rest(prefetch: int) -> None:
+    stages = await Stages.open(a_big_job(prefetch), prompts=1, generator=2, trainer=1)
+    await stages.publish("prompts", *prompts_in(stages))
+    first, second = LongEngine(8), LongEngine(64)
+    services = [stages.generator(0, first), stages.generator(1, second)]
+    tasks = [asyncio.create_task(services[0].run())]
+    at_least = 8 + prefetch - max(prefetch, 1) + 1  # it asks for a whole piece or for none
+    await until(lambda: len(first.submitted) >= at_least, "its rows and its look-ahead are full")
+    await asyncio.sleep(0.1)  # two bursts
+    assert at_least <= len(first.submitted) <= 8 + prefetch
+    tasks.append(asyncio.create_task(services[1].run()))
+    await until(lambda: len(first.submitted) + len(second.submitted) == NUM_PROMPTS, "the other takes the rest")
+    assert len(first.submitted) <= 8 + prefetch
+    for task, service in zip(tasks, services, strict=True):
+        await ends(task, service)
 
 
 @pytest.mark.parametrize(
@@ -107,60 +104,51 @@ def test_whole_groups_are_pulled_where_samples_move(
     assert ("rebalancer" in workers_of(job)) == job.spec.moves_samples
 
 
-def test_a_generator_whose_samples_may_move_takes_whole_groups() -> None:
-    async def main() -> None:
-        job = a_job(
-            algorithm={"name": "grpo", "samplesPerPrompt": 5, "klCoefficient": 0.0},
-            training={"steps": 1, "promptsPerStep": 6},
-            roles={"generator": {"workers": 2}},
-        )
-        stages = await Stages.open(job, prompts=1, generator=2, trainer=1)
-        first, second = LongEngine(7), LongEngine(64)
-        services = [stages.generator(0, first), stages.generator(1, second)]
-        await stages.publish("prompts", *prompts_in(stages, 30))
-        tasks = [asyncio.create_task(services[0].run())]
-        await until(lambda: len(first.submitted) >= 10, "two groups: as long as one more has room")
-        tasks.append(asyncio.create_task(services[1].run()))
-        await until(lambda: len(first.submitted) + len(second.submitted) == 30, "the other takes the rest")
-        of_groups = [{sample.rpartition("/")[0] for sample in engine.submitted} for engine in (first, second)]
-        assert not of_groups[0] & of_groups[1]
-        for task, service in zip(tasks, services, strict=True):
-            await ends(task, service)
-
-    asyncio.run(main())
-
-
-def test_what_a_stopped_generator_has_not_answered_goes_to_another_though_no_time_passes() -> None:
-    async def main() -> None:
-        stages = await Stages.open(a_big_job(4), prompts=1, generator=2, trainer=1)
-        await stages.publish("prompts", *prompts_in(stages))
-        leaving, staying = LongEngine(64), LongEngine(64)
-        first, second = stages.generator(0, leaving), stages.generator(1, staying)
-        task = asyncio.create_task(first.run())
-        await until(lambda: len(leaving.submitted) == NUM_PROMPTS, "it has them all")
-        other = asyncio.create_task(second.run())
-        await ends(task, first)
-        await until(lambda: len(staying.submitted) == NUM_PROMPTS, "the other has them all")
-        staying.goes_on = True
-        await until(lambda: "prompt" not in stages.stored(), "all are answered")
-        await ends(other, second)
-
-    asyncio.run(main())
-
-
-def test_prompts_whose_weights_are_not_here_yet_are_handed_back_too() -> None:
-    async def main() -> None:
-        stages = await Stages.open(a_big_job(4), prompts=1, generator=1, trainer=1)
-        early = [replace(prompt, weights_version=1) for prompt in prompts_in(stages, 3)]
-        await stages.publish("prompts", *early)
-        service = stages.generator(0, LongEngine(8))
-        task = asyncio.create_task(service.run())
-        await until(lambda: service.vitals.state().what == "weights version 1", "it says what it waits for")
+async def test_a_generator_whose_samples_may_move_takes_whole_groups() -> None:
+    job = a_job(
+        algorithm={"name": "grpo", "samplesPerPrompt": 5, "klCoefficient": 0.0},
+        training={"steps": 1, "promptsPerStep": 6},
+        roles={"generator": {"workers": 2}},
+    )
+    stages = await Stages.open(job, prompts=1, generator=2, trainer=1)
+    first, second = LongEngine(7), LongEngine(64)
+    services = [stages.generator(0, first), stages.generator(1, second)]
+    await stages.publish("prompts", *prompts_in(stages, 30))
+    tasks = [asyncio.create_task(services[0].run())]
+    await until(lambda: len(first.submitted) >= 10, "two groups: as long as one more has room")
+    tasks.append(asyncio.create_task(services[1].run()))
+    await until(lambda: len(first.submitted) + len(second.submitted) == 30, "the other takes the rest")
+    of_groups = [{sample.rpartition("/")[0] for sample in engine.submitted} for engine in (first, second)]
+    assert not of_groups[0] & of_groups[1]
+    for task, service in zip(tasks, services, strict=True):
         await ends(task, service)
-        inbox = await stages.bus.of("generator").subscribe(Prompt)
-        assert len(await inbox.pull(max_records=9, timeout_seconds=0.0)) == 3
 
-    asyncio.run(main())
+
+async def test_what_a_stopped_generator_has_not_answered_goes_to_another_though_no_time_passes() -> None:
+    stages = await Stages.open(a_big_job(4), prompts=1, generator=2, trainer=1)
+    await stages.publish("prompts", *prompts_in(stages))
+    leaving, staying = LongEngine(64), LongEngine(64)
+    first, second = stages.generator(0, leaving), stages.generator(1, staying)
+    task = asyncio.create_task(first.run())
+    await until(lambda: len(leaving.submitted) == NUM_PROMPTS, "it has them all")
+    other = asyncio.create_task(second.run())
+    await ends(task, first)
+    await until(lambda: len(staying.submitted) == NUM_PROMPTS, "the other has them all")
+    staying.goes_on = True
+    await until(lambda: "prompt" not in stages.stored(), "all are answered")
+    await ends(other, second)
+
+
+async def test_prompts_whose_weights_are_not_here_yet_are_handed_back_too() -> None:
+    stages = await Stages.open(a_big_job(4), prompts=1, generator=1, trainer=1)
+    early = [replace(prompt, weights_version=1) for prompt in prompts_in(stages, 3)]
+    await stages.publish("prompts", *early)
+    service = stages.generator(0, LongEngine(8))
+    task = asyncio.create_task(service.run())
+    await until(lambda: service.vitals.state().what == "weights version 1", "it says what it waits for")
+    await ends(task, service)
+    inbox = await stages.bus.of("generator").subscribe(Prompt)
+    assert len(await inbox.pull(max_records=9, timeout_seconds=0.0)) == 3
 
 
 # --- weights that cannot be had yet -------------------------------------------------------------------------------
@@ -203,33 +191,32 @@ def _critic_of(stages: Stages, absent: Any) -> Any:
 
 @pytest.mark.parametrize(("role", "make"), [("policy", _generator_of), ("critic", _critic_of)])
 @pytest.mark.parametrize("comes", [True, False])
-def test_weights_that_cannot_be_had_yet_are_asked_for_again(role: Any, make: Callable[..., Any], comes: bool) -> None:
-    async def main() -> None:
-        import torch
+async def test_weights_that_cannot_be_had_yet_are_asked_for_again(
+    role: Any, make: Callable[..., Any], comes: bool
+) -> None:
+    import torch
 
-        clock = FakeClock()
-        stages = await Stages.open(a_job(), clock, prompts=1, generator=1, critic=1, trainer=1)
-        absent = AbsentWeights(stages.weights)
-        record = stages.weights.put("sums", role, 1, {"w": torch.tensor([1.0])})
-        service = make(stages, absent)
-        task = asyncio.create_task(service.run())
-        await stages.publish("generator", example_sample(0, 0, step=2))  # of which the critic needs version 1
-        await stages.publish("trainer", record)
-        await until(lambda: absent.num_asked == 1, "it asks")
-        for asked in range(2, 5):
-            await clock.advance(0.3)
-            await until(lambda asked=asked: absent.num_asked == asked, "it asks again")
-        state = service.vitals.state()
-        assert (state.doing, state.what) == ("working", "loading weights version 1"), "it has a deadline and a name"
-        if comes:
-            absent.is_there = True
-            await clock.advance(0.3)
-            loaded = service._engine if role == "policy" else service._scorer
-            name = "weights_version" if role == "policy" else "version"
-            await until(lambda: getattr(loaded, name) == 1, "it has them")
-        await ends(task, service)
-
-    asyncio.run(main())
+    clock = FakeClock()
+    stages = await Stages.open(a_job(), clock, prompts=1, generator=1, critic=1, trainer=1)
+    absent = AbsentWeights(stages.weights)
+    record = stages.weights.put("sums", role, 1, {"w": torch.tensor([1.0])})
+    service = make(stages, absent)
+    task = asyncio.create_task(service.run())
+    await stages.publish("generator", example_sample(0, 0, step=2))  # of which the critic needs version 1
+    await stages.publish("trainer", record)
+    await until(lambda: absent.num_asked == 1, "it asks")
+    for asked in range(2, 5):
+        await clock.advance(0.3)
+        await until(lambda asked=asked: absent.num_asked == asked, "it asks again")
+    state = service.vitals.state()
+    assert (state.doing, state.what) == ("working", "loading weights version 1"), "it has a deadline and a name"
+    if comes:
+        absent.is_there = True
+        await clock.advance(0.3)
+        loaded = service._engine if role == "policy" else service._scorer
+        name = "weights_version" if role == "policy" else "version"
+        await until(lambda: getattr(loaded, name) == 1, "it has them")
+    await ends(task, service)
 
 
 # --- scores -------------------------------------------------------------------------------------------------------
@@ -242,21 +229,18 @@ class NeverDone(FakeSources):
 
 
 @pytest.mark.parametrize("grouping", ["sample", "group"])
-def test_what_a_stopped_reward_has_not_scored_goes_to_another_though_no_time_passes(grouping: Any) -> None:
-    async def main() -> None:
-        stages = await Stages.open(a_job(), generator=1, reward=2, trainer=1)
-        first, second = stages.reward(NeverDone(grouping)), stages.reward(FakeSources(grouping), 1)
-        task = asyncio.create_task(first.run())
-        samples = [example_sample(prompt, replica) for prompt in range(3) for replica in range(2)]
-        await stages.publish("generator", *samples[:5])  # the last group is not whole
-        await until(lambda: len(first._held) == 5, "it has them")
-        await ends(task, first)
-        other = asyncio.create_task(second.run())
-        await stages.publish("generator", samples[5])
-        await until(lambda: "reward" not in str(_owed(stages)), "the other has scored them all")
-        await ends(other, second)
-
-    asyncio.run(main())
+async def test_what_a_stopped_reward_has_not_scored_goes_to_another_though_no_time_passes(grouping: Any) -> None:
+    stages = await Stages.open(a_job(), generator=1, reward=2, trainer=1)
+    first, second = stages.reward(NeverDone(grouping)), stages.reward(FakeSources(grouping), 1)
+    task = asyncio.create_task(first.run())
+    samples = [example_sample(prompt, replica) for prompt in range(3) for replica in range(2)]
+    await stages.publish("generator", *samples[:5])  # the last group is not whole
+    await until(lambda: len(first._held) == 5, "it has them")
+    await ends(task, first)
+    other = asyncio.create_task(second.run())
+    await stages.publish("generator", samples[5])
+    await until(lambda: "reward" not in str(_owed(stages)), "the other has scored them all")
+    await ends(other, second)
 
 
 def _owed(stages: Stages) -> list[list[str]]:
@@ -272,18 +256,15 @@ class Unprepared(TokenScoringService):
         raise AssertionError("what it needs never came")
 
 
-def test_a_sample_that_a_stopped_scorer_waited_with_is_handed_back() -> None:
-    async def main() -> None:
-        stages = await Stages.open(a_job(), generator=1, critic=1, trainer=1)
-        service = Unprepared("critic", 0, stages.vitals, stages.bus.of("critic"), deadline_seconds=9.0)
-        task = asyncio.create_task(service.run())
-        await stages.publish("generator", example_sample(0, 0))
-        await asyncio.sleep(0.02)
-        await ends(task, service)
-        inbox = await stages.bus.of("critic").subscribe(Sample)
-        assert len(await inbox.pull(max_records=9, timeout_seconds=0.0)) == 1
-
-    asyncio.run(main())
+async def test_a_sample_that_a_stopped_scorer_waited_with_is_handed_back() -> None:
+    stages = await Stages.open(a_job(), generator=1, critic=1, trainer=1)
+    service = Unprepared("critic", 0, stages.vitals, stages.bus.of("critic"), deadline_seconds=9.0)
+    task = asyncio.create_task(service.run())
+    await stages.publish("generator", example_sample(0, 0))
+    await asyncio.sleep(0.02)
+    await ends(task, service)
+    inbox = await stages.bus.of("critic").subscribe(Sample)
+    assert len(await inbox.pull(max_records=9, timeout_seconds=0.0)) == 1
 
 
 class Together(TokenScoringService):

@@ -137,17 +137,14 @@ STAGES: dict[str, Callable[[Stages], Service]] = {
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_a_stage_that_waits_stops_at_once(name: str) -> None:
-    async def main() -> None:
-        stages = await Stages.open(a_job(), prompts=1, generator=1, reward=1, critic=1, trainer=1)
-        service = STAGES[name](stages)
-        task = asyncio.create_task(service.run())
-        await stages.publish("generator", example_sample(0, 0, step=2))  # the critic waits for version 1
-        await until(lambda: service.vitals.state().what not in ("", "something it does not name"), "it waits")
-        await asyncio.sleep(0.01)
-        await ends(task, service)
-
-    asyncio.run(main())
+async def test_a_stage_that_waits_stops_at_once(name: str) -> None:
+    stages = await Stages.open(a_job(), prompts=1, generator=1, reward=1, critic=1, trainer=1)
+    service = STAGES[name](stages)
+    task = asyncio.create_task(service.run())
+    await stages.publish("generator", example_sample(0, 0, step=2))  # the critic waits for version 1
+    await until(lambda: service.vitals.state().what not in ("", "something it does not name"), "it waits")
+    await asyncio.sleep(0.01)
+    await ends(task, service)
 
 
 # --- generator ---------------------------------------------------------------------------------------------------
@@ -248,27 +245,24 @@ class SlowSources(FakeSources):
         return await super().score_many(samples)
 
 
-def test_a_sample_delivered_again_while_it_is_scored_is_scored_once() -> None:
+async def test_a_sample_delivered_again_while_it_is_scored_is_scored_once() -> None:
     """As after a reward that let nothing else run for longer than a delivery may stay unacknowledged."""
 
-    async def main() -> None:
-        clock = FakeClock()
-        stages = await Stages.open(a_job(), clock, generator=1, reward=1, trainer=1)
-        sources = SlowSources()
-        service = stages.reward(sources)
-        task = asyncio.create_task(service.run())
-        await stages.publish("generator", example_sample(0, 0))
-        await until(lambda: service._held, "it is being scored")
-        clock._now += 61.0  # at once, so that nobody could say that it is still wanted
-        await stages.publish("generator", example_sample(0, 1))
-        await clock.settle()
-        assert service._held["sums/1/0/0"].num_deliveries == 2
-        sources.go_on.set()
-        await until(lambda: len(sources.calls) == 2 and not service._held, "both are scored")
-        assert sorted(map(tuple, sources.calls)) == [("sums/1/0/0",), ("sums/1/0/1",)]
-        await ends(task, service)
-
-    asyncio.run(main())
+    clock = FakeClock()
+    stages = await Stages.open(a_job(), clock, generator=1, reward=1, trainer=1)
+    sources = SlowSources()
+    service = stages.reward(sources)
+    task = asyncio.create_task(service.run())
+    await stages.publish("generator", example_sample(0, 0))
+    await until(lambda: service._held, "it is being scored")
+    clock._now += 61.0  # at once, so that nobody could say that it is still wanted
+    await stages.publish("generator", example_sample(0, 1))
+    await clock.settle()
+    assert service._held["sums/1/0/0"].num_deliveries == 2
+    sources.go_on.set()
+    await until(lambda: len(sources.calls) == 2 and not service._held, "both are scored")
+    assert sorted(map(tuple, sources.calls)) == [("sums/1/0/0",), ("sums/1/0/1",)]
+    await ends(task, service)
 
 
 # --- trainer -----------------------------------------------------------------------------------------------------
@@ -301,46 +295,40 @@ def test_steps_are_trained_in_order_whatever_arrives_when(seed: int, staleness: 
     asyncio.run(main())
 
 
-def test_a_trainer_that_goes_on_hands_out_its_weights_as_the_latest() -> None:
+async def test_a_trainer_that_goes_on_hands_out_its_weights_as_the_latest() -> None:
     """Also where a later version was there before: who comes now must see what it hands out, not what was known."""
 
-    async def main() -> None:
-        stages = await Stages.open(a_job(), generator=1, reward=1, trainer=1)
-        seen = []
-        async with await stages.bus.of("generator").subscribe(Weights) as inbox:
-            for _ in range(2):
-                service = stages.trainer()
-                task = asyncio.create_task(service.run())
-                [delivery] = await inbox.pull(max_records=8, timeout_seconds=5.0)
-                seen.append(delivery.record)
-                await ends(task, service)
-        assert [record.version for record in seen] == [0, 0]
-
-    asyncio.run(main())
+    stages = await Stages.open(a_job(), generator=1, reward=1, trainer=1)
+    seen = []
+    async with await stages.bus.of("generator").subscribe(Weights) as inbox:
+        for _ in range(2):
+            service = stages.trainer()
+            task = asyncio.create_task(service.run())
+            [delivery] = await inbox.pull(max_records=8, timeout_seconds=5.0)
+            seen.append(delivery.record)
+            await ends(task, service)
+    assert [record.version for record in seen] == [0, 0]
 
 
-def test_what_a_step_was_trained_on_is_acknowledged_once_a_checkpoint_covers_it() -> None:
-    async def main() -> None:
-        stages = await Stages.open(a_job(checkpoint={"everySteps": 2}), generator=1, reward=1, trainer=1)
-        service = stages.trainer()
-        task = asyncio.create_task(service.run())
-        await stages.publish("generator", *samples_of(1))
-        await stages.publish("reward", *rewards_of(samples_of(1)))
-        trained = ("training", 1)
-        await until(lambda: stages.learner.version == 1 and trained not in service._collectors, "step 1 is trained")
-        late = reward_of("sums/1/9/9", 1.0)
-        await stages.publish("reward", late)
-        await until(lambda: len(service._held["training", 1]) == 9, "it is held: no checkpoint covers its step yet")
-        assert set(service._collectors) <= {("training", 2)}
-        await stages.publish("generator", *samples_of(2))
-        await stages.publish("reward", *rewards_of(samples_of(2)))
-        await until(lambda: stages.has_read("trainer"), "all of both steps is acknowledged")
-        assert stages.recorder.checkpoints == [2]
-        await stages.publish("reward", reward_of("sums/1/9/8", 1.0))
-        await until(lambda: stages.has_read("trainer"), "of a step that a checkpoint covers, at once")
-        await ends(task, service)
-
-    asyncio.run(main())
+async def test_what_a_step_was_trained_on_is_acknowledged_once_a_checkpoint_covers_it() -> None:
+    stages = await Stages.open(a_job(checkpoint={"everySteps": 2}), generator=1, reward=1, trainer=1)
+    service = stages.trainer()
+    task = asyncio.create_task(service.run())
+    await stages.publish("generator", *samples_of(1))
+    await stages.publish("reward", *rewards_of(samples_of(1)))
+    trained = ("training", 1)
+    await until(lambda: stages.learner.version == 1 and trained not in service._collectors, "step 1 is trained")
+    late = reward_of("sums/1/9/9", 1.0)
+    await stages.publish("reward", late)
+    await until(lambda: len(service._held["training", 1]) == 9, "it is held: no checkpoint covers its step yet")
+    assert set(service._collectors) <= {("training", 2)}
+    await stages.publish("generator", *samples_of(2))
+    await stages.publish("reward", *rewards_of(samples_of(2)))
+    await until(lambda: stages.has_read("trainer"), "all of both steps is acknowledged")
+    assert stages.recorder.checkpoints == [2]
+    await stages.publish("reward", reward_of("sums/1/9/8", 1.0))
+    await until(lambda: stages.has_read("trainer"), "of a step that a checkpoint covers, at once")
+    await ends(task, service)
 
 
 @FEW

@@ -12,20 +12,17 @@ from rlhfspec.errors import LinkError
 from rlhfspec.moves.migration.engine_calls import EngineCalls, EngineStopped
 
 
-def test_one_at_least_and_no_more_than_the_budget() -> None:
-    async def main() -> None:
-        calls = EngineCalls()
-        made: list[int] = []
-        waiting = [calls.call(lambda index=index: (made.append(index), time.sleep(0.002))) for index in range(3)]
-        calls.run(budget_seconds=0.001)
-        assert (made, calls.waiting) == ([0], 2)
-        calls.run(budget_seconds=60.0)
-        assert (made, calls.waiting) == ([0, 1, 2], 0)
-        calls.run()
-        await asyncio.gather(*waiting)
-        assert calls.longest_seconds >= 0.002
-
-    asyncio.run(main())
+async def test_one_at_least_and_no_more_than_the_budget() -> None:
+    calls = EngineCalls()
+    made: list[int] = []
+    waiting = [calls.call(lambda index=index: (made.append(index), time.sleep(0.002))) for index in range(3)]
+    calls.run(budget_seconds=0.001)
+    assert (made, calls.waiting) == ([0], 2)
+    calls.run(budget_seconds=60.0)
+    assert (made, calls.waiting) == ([0, 1, 2], 0)
+    calls.run()
+    await asyncio.gather(*waiting)
+    assert calls.longest_seconds >= 0.002
 
 
 def test_what_it_raises_on_purpose_comes_back_and_a_bug_ends_the_thread_too() -> None:
@@ -52,15 +49,12 @@ def test_what_it_raises_on_purpose_comes_back_and_a_bug_ends_the_thread_too() ->
     asyncio.run(main())
 
 
-def test_when_it_is_closed_nobody_waits_for_ever() -> None:
-    async def main() -> None:
-        calls = EngineCalls()
-        waiting, cancelled = calls.call(lambda: 1), calls.call(lambda: 2)
-        cancelled.cancel()
-        calls.close()
-        with pytest.raises(EngineStopped):
-            await waiting
-        with pytest.raises(EngineStopped):
-            calls.call(lambda: 3)
-
-    asyncio.run(main())
+async def test_when_it_is_closed_nobody_waits_for_ever() -> None:
+    calls = EngineCalls()
+    waiting, cancelled = calls.call(lambda: 1), calls.call(lambda: 2)
+    cancelled.cancel()
+    calls.close()
+    with pytest.raises(EngineStopped):
+        await waiting
+    with pytest.raises(EngineStopped):
+        calls.call(lambda: 3)

@@ -157,17 +157,14 @@ def test_nobody_waits_for_an_observer() -> None:
     with_bus(check)
 
 
-def test_two_runs_of_one_job_never_meet() -> None:
-    async def main() -> None:
-        transport = MemoryTransport(clock=FakeClock())
-        first, second = [await Bus.open(transport, "sums", uid=uid, workers=ALL) for uid in ("a1", "b2")]
-        assert await first.of("generator").publish(SAMPLE)
-        assert await second.of("generator").publish(SAMPLE), "what the first run did is not there already"
-        for bus in (first, second):
-            inbox = await bus.of("reward").subscribe(Sample)
-            assert len(await inbox.pull(max_records=9, timeout_seconds=0)) == 1
-
-    asyncio.run(main())
+async def test_two_runs_of_one_job_never_meet() -> None:
+    transport = MemoryTransport(clock=FakeClock())
+    first, second = [await Bus.open(transport, "sums", uid=uid, workers=ALL) for uid in ("a1", "b2")]
+    assert await first.of("generator").publish(SAMPLE)
+    assert await second.of("generator").publish(SAMPLE), "what the first run did is not there already"
+    for bus in (first, second):
+        inbox = await bus.of("reward").subscribe(Sample)
+        assert len(await inbox.pull(max_records=9, timeout_seconds=0)) == 1
 
 
 def test_what_is_no_record_of_the_run_never_reaches_the_stage_and_ends_nothing() -> None:

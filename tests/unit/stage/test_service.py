@@ -26,43 +26,37 @@ from rlhfspec.stage.vitals import SAID_NOTHING, Vitals
 # --- Vitals ------------------------------------------------------------------------------------------------------
 
 
-def test_vitals_say_who_does_what_since_when() -> None:
-    async def main() -> None:
-        clock = FakeClock()
-        vitals = Vitals(clock)
-        reward = vitals.worker("reward", 0)
-        assert vitals.worker("reward", 0) is reward
-        assert (reward.state().doing, reward.state().what) == ("waiting", SAID_NOTHING)
-        with reward.working("first", deadline_seconds=10.0):
-            await clock.advance(2.0)
-            with reward.working("second", deadline_seconds=3.0):
-                await clock.advance(4.0)
-                state = reward.state()
-                assert (state.doing, state.what, state.since_seconds) == ("working", "second", 4.0)
-                assert (state.overdue_seconds, state.busy_seconds) == (1.0, 6.0)
-            assert (reward.state().what, reward.state().overdue_seconds) == ("first", -4.0)
-        await clock.advance(5.0)
-        assert (reward.state().busy_seconds, vitals.quiet_seconds()) == (6.0, 5.0), "overlapping work counts once"
-        reward.stopped()
-        assert [s.doing for s in vitals.snapshot()] == ["stopped"]
-
-    asyncio.run(main())
+async def test_vitals_say_who_does_what_since_when() -> None:
+    clock = FakeClock()
+    vitals = Vitals(clock)
+    reward = vitals.worker("reward", 0)
+    assert vitals.worker("reward", 0) is reward
+    assert (reward.state().doing, reward.state().what) == ("waiting", SAID_NOTHING)
+    with reward.working("first", deadline_seconds=10.0):
+        await clock.advance(2.0)
+        with reward.working("second", deadline_seconds=3.0):
+            await clock.advance(4.0)
+            state = reward.state()
+            assert (state.doing, state.what, state.since_seconds) == ("working", "second", 4.0)
+            assert (state.overdue_seconds, state.busy_seconds) == (1.0, 6.0)
+        assert (reward.state().what, reward.state().overdue_seconds) == ("first", -4.0)
+    await clock.advance(5.0)
+    assert (reward.state().busy_seconds, vitals.quiet_seconds()) == (6.0, 5.0), "overlapping work counts once"
+    reward.stopped()
+    assert [s.doing for s in vitals.snapshot()] == ["stopped"]
 
 
-def test_waiting_again_for_the_same_is_one_wait() -> None:
-    async def main() -> None:
-        clock = FakeClock()
-        worker = Vitals(clock).worker("trainer", 0)
-        for _ in range(3):
-            with worker.waiting("samples of step 3"):
-                await clock.advance(1.0)
-        assert (worker.state().what, worker.state().since_seconds) == ("samples of step 3", 3.0)
-        with worker.working("step 3", deadline_seconds=9.0):
-            pass
+async def test_waiting_again_for_the_same_is_one_wait() -> None:
+    clock = FakeClock()
+    worker = Vitals(clock).worker("trainer", 0)
+    for _ in range(3):
         with worker.waiting("samples of step 3"):
-            assert worker.state().since_seconds == 0.0
-
-    asyncio.run(main())
+            await clock.advance(1.0)
+    assert (worker.state().what, worker.state().since_seconds) == ("samples of step 3", 3.0)
+    with worker.working("step 3", deadline_seconds=9.0):
+        pass
+    with worker.waiting("samples of step 3"):
+        assert worker.state().since_seconds == 0.0
 
 
 def test_work_ends_when_it_fails() -> None:
@@ -75,19 +69,16 @@ def test_work_ends_when_it_fails() -> None:
 # --- Threads -----------------------------------------------------------------------------------------------------
 
 
-def test_calls_share_one_daemon_thread() -> None:
-    async def main() -> None:
-        thread = ComputeThread("reward-0")
-        first, second = [await thread.in_thread(threading.current_thread) for _ in range(2)]
-        assert first is second
-        assert first.daemon
-        assert first is not threading.current_thread()
-        assert await asyncio.gather(thread.in_thread(pow, 2, 3), thread.in_thread(int, "ff", base=16)) == [8, 255]
-        thread.close()
-        first.join(timeout=60)
-        assert not first.is_alive()
-
-    asyncio.run(main())
+async def test_calls_share_one_daemon_thread() -> None:
+    thread = ComputeThread("reward-0")
+    first, second = [await thread.in_thread(threading.current_thread) for _ in range(2)]
+    assert first is second
+    assert first.daemon
+    assert first is not threading.current_thread()
+    assert await asyncio.gather(thread.in_thread(pow, 2, 3), thread.in_thread(int, "ff", base=16)) == [8, 255]
+    thread.close()
+    first.join(timeout=60)
+    assert not first.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -285,40 +276,34 @@ def test_who_works_keeps_the_others_waiting() -> None:
     assert supervised(("generator", None), ("trainer", slowly), seconds=400.0) == ["returned"] * 2
 
 
-def test_time_before_the_run_is_no_stall() -> None:
-    async def main() -> None:
-        clock = FakeClock()
-        vitals = Vitals(clock)
-        services = [Scripted("trainer", vitals)]
-        await clock.advance(1000.0)  # models were loaded
-        stop = asyncio.Event()
-        run = asyncio.create_task(Supervisor(vitals, stall_seconds=60.0).run(services, stop))
-        await clock.advance(50.0)
-        assert not run.done()
-        stop.set()
-        await clock.settle()
-        await run
-
-    asyncio.run(main())
+async def test_time_before_the_run_is_no_stall() -> None:
+    clock = FakeClock()
+    vitals = Vitals(clock)
+    services = [Scripted("trainer", vitals)]
+    await clock.advance(1000.0)  # models were loaded
+    stop = asyncio.Event()
+    run = asyncio.create_task(Supervisor(vitals, stall_seconds=60.0).run(services, stop))
+    await clock.advance(50.0)
+    assert not run.done()
+    stop.set()
+    await clock.settle()
+    await run
 
 
-def test_stop_is_asked_for_and_waited_for() -> None:
-    async def main() -> None:
-        async def checkpoint_first(service: Scripted) -> None:
-            await service.stopping.wait()
-            with service.vitals.working("checkpoint", deadline_seconds=60.0):
-                await clock.sleep(8.0)
+async def test_stop_is_asked_for_and_waited_for() -> None:
+    async def checkpoint_first(service: Scripted) -> None:
+        await service.stopping.wait()
+        with service.vitals.working("checkpoint", deadline_seconds=60.0):
+            await clock.sleep(8.0)
 
-        clock = FakeClock()
-        vitals = Vitals(clock)
-        services = [Scripted("generator", vitals), Scripted("trainer", vitals, checkpoint_first)]
-        stop = asyncio.Event()
-        stop.set()
-        await supervise(clock, vitals, services, 9.0, stop)
-        assert [service.ended for service in services] == ["returned", "returned"]
-        assert {state.doing for state in vitals.snapshot()} == {"stopped"}
-
-    asyncio.run(main())
+    clock = FakeClock()
+    vitals = Vitals(clock)
+    services = [Scripted("generator", vitals), Scripted("trainer", vitals, checkpoint_first)]
+    stop = asyncio.Event()
+    stop.set()
+    await supervise(clock, vitals, services, 9.0, stop)
+    assert [service.ended for service in services] == ["returned", "returned"]
+    assert {state.doing for state in vitals.snapshot()} == {"stopped"}
 
 
 def test_who_does_not_stop_is_cancelled_and_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -326,25 +311,22 @@ def test_who_does_not_stop_is_cancelled_and_named(caplog: pytest.LogCaptureFixtu
     assert "reward 0 did not stop within 10 s and is cancelled" in caplog.text
 
 
-def test_who_refuses_its_cancellation_is_left_behind_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        released = asyncio.Event()
+async def test_who_refuses_its_cancellation_is_left_behind_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    released = asyncio.Event()
 
-        async def refuse(service: Scripted) -> None:
-            while not released.is_set():
-                try:
-                    await released.wait()
-                except asyncio.CancelledError:
-                    continue
+    async def refuse(service: Scripted) -> None:
+        while not released.is_set():
+            try:
+                await released.wait()
+            except asyncio.CancelledError:
+                continue
 
-        clock = FakeClock()
-        vitals = Vitals(clock)
-        await supervise(clock, vitals, [Scripted("reward", vitals, refuse), Scripted("trainer", vitals, finish)], 50.0)
-        assert "reward 0 refuses its cancellation and is left behind" in caplog.text
-        released.set()
-        await clock.settle()
-
-    asyncio.run(main())
+    clock = FakeClock()
+    vitals = Vitals(clock)
+    await supervise(clock, vitals, [Scripted("reward", vitals, refuse), Scripted("trainer", vitals, finish)], 50.0)
+    assert "reward 0 refuses its cancellation and is left behind" in caplog.text
+    released.set()
+    await clock.settle()
 
 
 def test_a_failure_while_stopping_is_not_lost() -> None:
@@ -397,16 +379,13 @@ def test_a_stop_that_hangs_ends_with_the_grace() -> None:
     asyncio.run(main())
 
 
-def test_cancelling_the_run_cancels_the_services() -> None:
-    async def main() -> None:
-        clock = FakeClock()
-        vitals = Vitals(clock)
-        services = [Scripted("generator", vitals), Scripted("trainer", vitals, hang)]
-        run = asyncio.create_task(Supervisor(vitals, stall_seconds=60.0).run(services, asyncio.Event()))
-        await clock.settle()
-        run.cancel()
-        await asyncio.wait([run])
-        assert run.cancelled()
-        assert [service.ended for service in services] == ["cancelled", "cancelled"]
-
-    asyncio.run(main())
+async def test_cancelling_the_run_cancels_the_services() -> None:
+    clock = FakeClock()
+    vitals = Vitals(clock)
+    services = [Scripted("generator", vitals), Scripted("trainer", vitals, hang)]
+    run = asyncio.create_task(Supervisor(vitals, stall_seconds=60.0).run(services, asyncio.Event()))
+    await clock.settle()
+    run.cancel()
+    await asyncio.wait([run])
+    assert run.cancelled()
+    assert [service.ended for service in services] == ["cancelled", "cancelled"]
