@@ -43,7 +43,8 @@ from rlhfspec.stage.guest import HostedScoring
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.tiny.tokenizer import encode
 from rlhfspec.trainer.collector import Collector
-from rlhfspec.trainer.service import Trained, TrainerService
+from rlhfspec.trainer.recorder import Trained
+from rlhfspec.trainer.service import TrainerService
 from rlhfspec.training.data import Prompts
 from rlhfspec.training.data.rows import Rows
 from rlhfspec.training.learning.learner import LearnReport

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,45 @@ from rlhfspec.runs.folder.evaluating import evaluation_of
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.folder.trackers import Trackers
 from rlhfspec.runs.view.equal_rewards import equal_reward_groups
-from rlhfspec.trainer.collector import Collector
-from rlhfspec.trainer.service import StepTime, Trained
+from rlhfspec.trainer.collector import Chosen, Collector
 from rlhfspec.training.checkpoint import CheckpointStore
 from rlhfspec.training.checkpoint.folders import Writes, verify
 from rlhfspec.training.checkpoint.shares import LEARNER
+from rlhfspec.training.learning.learner import LearnReport
+from rlhfspec.training.learning.rollouts import Rollouts
 from rlhfspec.worker.mirror import Mirror
 
 Export = Callable[[dict[str, Any]], object]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Of the trainer, from the end of one step to the end of the next. Writing a step down, checkpoint and all,
+    counts for the next."""
+
+    began_unix: float
+    passed: float
+    worked: float
+    checkpoint: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """One step, as it was trained."""
+
+    step: int
+    chosen: Chosen
+    rollouts: Rollouts
+    report: LearnReport
+    weights_digest: str
+    time: StepTime
+
+
 class RunRecorder:
-    """Implements rlhfspec.trainer.service.Recorder. `export` writes the policy where others can load it, `verify` is
-    that of `CheckpointStore`."""
+    """What a run writes down of its steps. Called from the trainer's thread, in the order of the steps.
+
+    `export` writes the policy where others can load it, `verify` is that of `CheckpointStore`.
+    """
 
     def __init__(
         self,
@@ -50,6 +77,7 @@ class RunRecorder:
         self._evaluations: list[Evaluation] = []
 
     def restore(self) -> dict[str, Any] | None:
+        """Return the state of the last checkpoint, if there is one, and drop what was written of later steps."""
         self._checkpoints = CheckpointStore(
             self._folder.checkpoints, keep=self._job.spec.checkpoint.keep, verify=self._verify
         )
@@ -66,6 +94,7 @@ class RunRecorder:
         return state
 
     def record(self, trained: Trained) -> StepMetrics:
+        """Write the step's lines, and return that of `steps.jsonl`."""
         assert self._trackers is not None, "restore comes first"
         self._folder.append_samples(trained.chosen.all_samples, trained.chosen.rewards)
         metrics = step_metrics(self._job, trained)
@@ -74,6 +103,7 @@ class RunRecorder:
         return metrics
 
     def evaluate(self, collected: Collector, seconds: float) -> Evaluation:
+        """Write the line of an evaluation, and return it."""
         assert self._trackers is not None, "restore comes first"
         chosen, step = collected.collected(), collected.shape.step
         evaluation = evaluation_of(
@@ -91,9 +121,11 @@ class RunRecorder:
         return evaluation
 
     def is_evaluated(self, step: int) -> bool:
+        """Return whether `evaluations.jsonl` already contains this step."""
         return any(evaluation.step == step for evaluation in self._evaluations)
 
     def checkpoint(self, step: int, state: dict[str, Any] | Writes) -> None:
+        """Write a checkpoint; it is on disk when this returns."""
         assert self._checkpoints is not None, "restore comes first"
         kept = best(self._evaluations).step if self._evaluations else None
         self._checkpoints.save(step, {LEARNER: state}, best=kept)

@@ -11,14 +11,13 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from rlhfspec.errors import DataExhausted
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.loop import scoring_stages
 from rlhfspec.messages.records import DatasetInfo, EvaluationReport, Purpose, Sample, Score, StepReport, Weights
-from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.stage.base import PULL_SECONDS, Service
@@ -27,6 +26,7 @@ from rlhfspec.stage.pace import Pace
 from rlhfspec.stage.vitals import Vitals, WorkerVitals
 from rlhfspec.trainer.agreement import Agreement
 from rlhfspec.trainer.collector import Chosen, Collector, StepShape
+from rlhfspec.trainer.recorder import RunRecorder, StepTime, Trained
 from rlhfspec.training.checkpoint.folders import Writes
 from rlhfspec.training.learning.learner import LearnReport
 from rlhfspec.training.learning.rollouts import Rollouts
@@ -47,59 +47,6 @@ class Learns(Protocol):
     def load_state(self, state: dict[str, Any]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
-    """Of the trainer, from the end of one step to the end of the next. Writing a step down, checkpoint and all,
-    counts for the next."""
-
-    began_unix: float
-    passed: float
-    worked: float
-    checkpoint: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """One step, as it was trained."""
-
-    step: int
-    chosen: Chosen
-    rollouts: Rollouts
-    report: LearnReport
-    weights_digest: str
-    time: StepTime
-
-
-class Recorder(Protocol):
-    """Where a step's results and checkpoints go. Called from the trainer's thread, in the order of the steps."""
-
-    def restore(self) -> dict[str, Any] | None:
-        """The state of the last checkpoint, if there is one; what was written down of later steps goes."""
-        ...
-
-    def record(self, trained: Trained) -> StepMetrics:
-        """Write the step's lines, and return that of `steps.jsonl`."""
-        ...
-
-    def evaluate(self, collected: Collector, seconds: float) -> Evaluation:
-        """Write the line of an evaluation down, and return it."""
-        ...
-
-    def is_evaluated(self, step: int) -> bool:
-        """Whether its line is there."""
-        ...
-
-    def checkpoint(self, step: int, state: dict[str, Any] | Writes) -> None:
-        """On disk when this returns."""
-        ...
-
-    def finish(self, policy_state: dict[str, Any]) -> None:
-        """The last step is trained."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class TrainerService(Service):
     """Consumes Sample, Score, DatasetInfo; produces Weights, Demand, StepReport, EvaluationReport; waits for every
     sample of the step and every score of a sample; unblocked by prompts, generator, reward, reference, critic."""
@@ -113,7 +60,7 @@ class TrainerService(Service):
         job: RLHFJob,
         learner: Learns,
         weights: WeightStore,
-        recorder: Recorder,
+        recorder: RunRecorder,
     ) -> None:
         super().__init__("trainer", worker, vitals)
         self.data_ended: DataExhausted | None = None  # before the job's steps did
@@ -175,6 +122,7 @@ class TrainerService(Service):
         state = await self._work("reading the last checkpoint", self._recorder.restore)
         if state is not None:
             await self._work("taking the checkpoint over", self._learner.load_state, state)
+            self._agreement.allow_for_a_restart()
         self._saved_at = self._learner.version
 
     async def _hear_of_the_data(self, infos: Inbox[DatasetInfo]) -> bool:

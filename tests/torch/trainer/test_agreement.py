@@ -54,6 +54,15 @@ def test_what_rounds_most_decides_how_much_is_allowed(precision: str, allowed: f
     assert code_of(caught.value) == PERMANENT
 
 
+def test_a_restarted_trainer_of_an_exact_job_lets_its_generators_round() -> None:
+    """Steps after the checkpoint are trained again, and on another machine to other bits."""
+    rollouts, agreement = rollouts_of(2, (1, 1)), Agreement(a_job(training={"exactOnPolicy": True}).spec)
+    with pytest.raises(LogProbMismatch, match="exact"):
+        agreement.check(2, rollouts, report_of(2, rollouts, 1e-6, 0.0))
+    agreement.allow_for_a_restart()
+    agreement.check(2, rollouts, report_of(2, rollouts, 1e-6, 0.0))
+
+
 @pytest.mark.parametrize(("versions", "is_seen"), [((1, 1), True), ((0, 1), True), ((1, 0), False), ((0, 0), False)])
 def test_tokens_of_older_weights_are_not_compared(versions: tuple[int, int], is_seen: bool) -> None:
     """The second token differs: it counts where it is of version 1, which the trainer of step 2 has."""

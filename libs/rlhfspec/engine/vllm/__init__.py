@@ -3,3 +3,7 @@
 `client.py` is the engine, torch-free; `sequence.py` what it knows of a sequence; `process.py` the child, as seen from
 here; `inside/` is what runs under vLLM's interpreter and imports, of ours, the kernels and the slow decoder.
 """
+
+import struct
+
+LENGTHS = struct.Struct("<II")  # an answer of the child begins with the bytes of its two parts, JSON and arrays

@@ -313,9 +313,7 @@ class VllmEngine:
         if version <= self.weights_version:
             raise WeightsVersionError(version, self.weights_version, "must grow with every swap")
         self._weights.write(state_dict, version)
-        cancelled, self._cancelled = self._cancelled, []
-        if cancelled:
-            self._ask("step", {"add": [], "cancel": cancelled})
+        self._settle()
         self._ask("load", {"weights": self._weights.path})  # a child that died here begins with this version
         self.weights_version = version
         self._refuse_pinned()

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.engine.vllm.answers import LENGTHS
+from rlhfspec.engine.vllm import LENGTHS
 from rlhfspec.errors import InvalidRequest, RLHFSpecError
 from rlhfspec.messages.servers.attached import attached
 

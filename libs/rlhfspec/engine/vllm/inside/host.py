@@ -12,9 +12,21 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rlhfspec.engine.vllm.inside.made import Made
-from rlhfspec.engine.vllm.inside.trial import TRIAL, difference_to_hugging_face
-from rlhfspec.engine.vllm.versions import SUPPORTED, arithmetic
 from rlhfspec.kernels.cpu import build
+
+# The versions whose samplers this package replaces. Private names change between versions, so others are refused;
+# `make setup-vllm` installs the first.
+SUPPORTED = ("0.32.0",)
+_PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+_TRIAL: tuple[dict[str, Any], ...] = tuple(
+    {
+        "prompt": _PROMPT,
+        "max_tokens": 4,
+        "stop_token_ids": [],
+        "law": {"seed": 7, "temperature": temperature, "top_k": top_k, "top_p": top_p, "num_prompt": len(_PROMPT)},
+    }
+    for temperature, top_k, top_p in ((0.8, 0, 1.0), (2.0, 50, 0.9))
+)
 
 
 class ChildRefused(Exception):
@@ -61,7 +73,7 @@ class Host:
         model = config.model_config
         return {
             "version": vllm.__version__,
-            "arithmetic": arithmetic(vllm.__version__, platform),
+            "arithmetic": f"vllm-{'.'.join(vllm.__version__.split('.')[:2])}-{platform}",
             "model": model.architecture,
             "num_token_ids": model.get_vocab_size(),
             "eos_token_ids": _eos_token_ids(model),
@@ -86,12 +98,12 @@ class Host:
         """A prompt with and without masks, drawn as any other: the law is in its place, or else it is said why not."""
         began = time.perf_counter()
         self._core.collective_rpc("watch")
-        self.step(add=[{**each, "name": f"trial-{index}"} for index, each in enumerate(TRIAL)], cancel=[])
+        self.step(add=[{**each, "name": f"trial-{index}"} for index, each in enumerate(_TRIAL)], cancel=[])
         while self._scheduler.requests:
             self.step(add=[], cancel=[])
         logits = self._core.collective_rpc("first_logits")[0]
         problems = [problem for rank in self._core.collective_rpc("judge") for problem in rank]
-        difference = difference_to_hugging_face(model, dtype, logits) if compares else None
+        difference = _difference_to_hugging_face(model, dtype, logits) if compares else None
         return {"problems": problems[:3], "difference": difference, "seconds": time.perf_counter() - began}
 
     def begin(self, *, weights: str | None) -> dict[str, Any]:
@@ -151,3 +163,14 @@ def _eos_token_ids(model: Any) -> list[int]:
     generation = model.try_get_generation_config()
     eos = generation.get("eos_token_id", getattr(model.hf_config, "eos_token_id", None))
     return eos if isinstance(eos, list) else [] if eos is None else [int(eos)]
+
+
+def _difference_to_hugging_face(model: str, dtype: str, logits: list[float]) -> float:
+    """The largest difference of the logits after the trial's prompt, in parts of the largest logit."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.inference_mode():
+        theirs: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+        expected = theirs(input_ids=torch.tensor([_PROMPT]), use_cache=False).logits[0, -1].float()
+    ours = torch.tensor(logits)[: len(expected)]
+    return float((ours - expected).abs().max() / expected.abs().max())

@@ -26,7 +26,7 @@ if "rlhfspec" not in sys.modules:  # only this package of ours, and nothing else
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    from rlhfspec.engine.vllm.answers import LENGTHS
+    from rlhfspec.engine.vllm import LENGTHS
     from rlhfspec.engine.vllm.inside.host import ChildRefused, Host, in_one_line
 
     host = Host()
