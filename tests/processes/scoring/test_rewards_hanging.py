@@ -26,7 +26,7 @@ from rlhfspec.messages.records import Sample
 source = {{"type": "function", "function": "rewards:reward", "timeoutSeconds": 0.05, "retries": 0}}
 sources = RewardSources(Rewards.model_validate({{"sources": [source]}}), pathlib.Path({str(desk.folder)!r}))
 try:
-    asyncio.run(sources.score({sample()!r}))
+    asyncio.run(sources.score_many([{sample()!r}]))
 except RewardError as error:
     print(error)
 """

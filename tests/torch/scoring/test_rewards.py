@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import traceback
 from fractions import Fraction
 from pathlib import Path
 
@@ -44,13 +45,15 @@ def test_a_function_gets_what_its_signature_asks_for(desk: Desk) -> None:
     )
 
 
-def test_a_function_with_two_stars_gets_everything(desk: Desk) -> None:
-    expected = ["answer", "completion", "finish_reason", "prompt"]
-    assert desk.score(f"def reward(**given): return sorted(given) == {expected}")[0].values == (1.0,)
-
-
-def test_a_default_stands_in_for_a_column_that_is_not_there(desk: Desk) -> None:
-    code = "def reward(completion, hint='none'): return hint == 'none'"
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def reward(**given): return sorted(given) == ['answer', 'completion', 'finish_reason', 'prompt']",
+        "def reward(completion, hint='none'): return hint == 'none'",
+    ],
+    ids=["two stars", "a default"],
+)
+def test_a_signature_may_ask_for_everything_and_for_a_column_that_is_not_there(desk: Desk, code: str) -> None:
     assert desk.score(code)[0].values == (1.0,)
 
 
@@ -92,14 +95,6 @@ def test_a_function_cannot_change_what_another_one_sees(desk: Desk) -> None:
     desk.write("def taint(answer):\n    answer.append(1)\n    return 0\ndef clean(answer): return len(answer)")
     sources = desk.sources({"function": "rewards:taint"}, {"function": "rewards:clean"})
     assert run(sources, sample(columns={"answer": []}))[0].values == (0.0,)
-
-
-def test_sources_may_be_asked_again_in_another_event_loop(desk: Desk) -> None:
-    """As the summary of a run does; the slots were waited for in the first."""
-    desk.write("import time\ndef reward(completion):\n    time.sleep(0.01)\n    return 1.0\n")
-    sources = desk.sources({"function": "rewards:reward", "concurrency": 1})
-    for _ in range(2):
-        assert [score.values for score in run(sources, [sample(prompt) for prompt in range(4)])] == [(1.0,)] * 4
 
 
 # What counts as a number
@@ -175,7 +170,7 @@ def test_a_raising_function_ends_the_job_and_says_where_and_why(desk: Desk) -> N
         desk.score("def reward(answer): return {}[answer]", sample(3, 1), retries=2)
     assert str(failure.value) == "reward 'reward' of sample sums/1/3/1: it raised KeyError: '4' (3 calls)"
     assert isinstance(failure.value.__cause__, KeyError)
-    assert "return {}[answer]" in "".join(_traceback(failure.value.__cause__))
+    assert "return {}[answer]" in "".join(traceback.format_exception(failure.value.__cause__))
 
 
 @pytest.mark.parametrize("error", ["SystemExit(3)", "KeyboardInterrupt()", "StopIteration()", "GeneratorExit()"])
@@ -428,12 +423,6 @@ def test_columns_are_checked_once_the_data_is_known(desk: Desk) -> None:
 def test_a_row_without_the_column_is_an_error_and_not_none(desk: Desk) -> None:
     with pytest.raises(RewardError, match="its data row has no column 'answer', which the function needs"):
         desk.score("def reward(answer): return 0", sample(columns={}))
-
-
-def _traceback(error: BaseException) -> list[str]:
-    import traceback
-
-    return traceback.format_exception(error)
 
 
 def test_calls_one_after_the_other_share_a_thread_and_one_that_hangs_is_never_used_again() -> None:

@@ -39,8 +39,6 @@ class ValueScorer:
         critic: Critic,
         *,
         max_context: int,
-        dtype: str = "float32",
-        arithmetic: str = "auto",
         version: int = 0,
         device: str = "cpu",
         keep_prompts: bool = True,
@@ -48,7 +46,7 @@ class ValueScorer:
         self.version = version
         model = ScoredCritic(critic)
         self._rows = SequenceRows(
-            model, "critic", max_context=max_context, dtype=dtype, arithmetic=arithmetic, device=device,
+            model, "critic", max_context=max_context, dtype="float32", arithmetic="auto", device=device,
             keep_prompts=keep_prompts,
         )  # fmt: skip
         self._rows.load_weights(critic.state_dict())

@@ -40,7 +40,6 @@ class Attempts:
         self._limits = limits
         self._sleep = sleep
         self._told = told
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(limits.concurrency)
 
     async def rewards(self, samples: Sequence[Sample], during: During) -> list[Reward] | CallFailed:
@@ -61,7 +60,7 @@ class Attempts:
     async def _call(self, samples: Sequence[Sample], during: During) -> list[Reward] | CallFailed:
         """The slot is free again while a failed call waits for its next attempt."""
         timeout_seconds = self._limits.timeout_seconds
-        async with self._slots_here():
+        async with self._slots:
             try:
                 async with asyncio.timeout(timeout_seconds):
                     what = f"scoring {samples[0].id} with source {self.name}"
@@ -70,13 +69,6 @@ class Attempts:
                 return CallFailed(f"it gave no answer within {timeout_seconds:g} s", temporary=True)
             except CallFailed as failure:
                 return failure
-
-    def _slots_here(self) -> asyncio.Semaphore:
-        """A semaphore that was once waited for belongs to its event loop; sources may be asked again in another."""
-        if self._loop is not asyncio.get_running_loop():
-            self._loop = asyncio.get_running_loop()
-            self._slots = asyncio.Semaphore(self._limits.concurrency)
-        return self._slots
 
 
 def delay_seconds(source: str, sample_id: str, attempt: int) -> float:

@@ -42,7 +42,7 @@ class RewardSources:
         >>> sources = RewardSources(rewards, folder)
         >>> sources.names, sources.grouping
         (['exact'], 'sample')
-        >>> asyncio.run(sources.score(sample)).values    # doctest: +SKIP
+        >>> asyncio.run(sources.score_many([sample]))[0].values    # doctest: +SKIP
         (1.0,)
     """
 
@@ -90,12 +90,6 @@ class RewardSources:
 
     async def close(self) -> None:
         await asyncio.gather(*(attempts.source.close() for attempts in self._attempts))
-
-    async def score(self, sample: Sample) -> Score:
-        """One sample; only when `grouping` is "sample"."""
-        assert self.grouping == "sample", "a batched function sees a whole prompt group, whatever arrives first"
-        (score,) = await self.score_many([sample])
-        return score
 
     async def score_many(self, samples: Sequence[Sample], during: During = lambda what: nullcontext()) -> list[Score]:
         """All samples of one prompt (any order), or samples of any prompts when `grouping` is "sample". In id order.
