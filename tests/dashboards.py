@@ -221,7 +221,7 @@ class LiveRun:
         bus = await Bus.open(self._transports[0], "sums", uid=UID, workers=workers)
         self._buses = [bus, *(Bus(each, "sums", uid=UID, workers=workers) for each in self._transports[1:])]
         self._known, self._window = KnownRun(SystemClock()), Window()
-        self._live = LiveState(self._redis.url, UID, role=CONTROL, credentials=credentials)
+        self._live = LiveState(self._redis.url, UID, credentials=credentials)
         self._sending = asyncio.create_task(self._live.run())
 
     async def __aexit__(

@@ -13,7 +13,6 @@ from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.runs.folder.run_folder import example_job
 from rlhfspec.runs.folder.same_job import as_content
 from rlhfspec.runs.folder.sample_lines import example_sample
-from rlhfspec.runs.live.run_state import RunState, after
 from rlhfspec.runs.view.panel import panel
 from rlhfspec.runs.view.view import View
 from rlhfspec.stage.vitals import WorkerState
@@ -60,9 +59,9 @@ def load(generator: str = "g0", speed: float = 1834.2, strategy: str = "suffix 1
 
 
 def tell(view: View, *loads: Load) -> None:
-    """After those that it was told before."""
-    told = [*view.progress.loads, *loads]
-    view.known(after(RunState(), [(float(place), each) for place, each in enumerate(told)]))
+    """Tell loads after those that it was told before."""
+    newest = {each.worker: each for each in (*view.progress.loads, *loads)}
+    view.progress.take_loads([newest[worker] for worker in sorted(newest)])
 
 
 def a_full_view(console: Console, *, texts: str = "12+34\n=46", strategy: str = "suffix 1x4") -> View:
@@ -71,9 +70,9 @@ def a_full_view(console: Console, *, texts: str = "12+34\n=46", strategy: str = 
     for step in range(1, 13):
         hand.seconds += 4.2
         view.step(replace(example_step(step=step, reward=step / 20), value_loss=0.5))
-        view.vitals([state(name, "working", f"{texts} of {name}", busy=step * 2.0) for name in stages])
+        view.progress.vitals([state(name, "working", f"{texts} of {name}", busy=step * 2.0) for name in stages])
     tell(view, load(strategy=strategy))
-    view.sample(replace(example_sample(step=13, text=texts * 9), prompt_text=texts))
+    view.progress.sample(replace(example_sample(step=13, text=texts * 9), prompt_text=texts))
     return view
 
 

@@ -160,7 +160,7 @@ def main() -> None:
     tune_malloc()
     from rlhfspec.supervisor.launcher import STAGES_NEED
 
-    for module in (*STAGES_NEED, "rlhfspec.cli.running.processes", "rlhfspec.cli.running.local"):
+    for module in (*STAGES_NEED, "rlhfspec.supervisor.run", "rlhfspec.cli.local"):
         import_module(module)
     gc.freeze()
     serve(channel)

@@ -154,17 +154,6 @@ def dead_letters(job: str, uid: str) -> str:
     return f"rlhf.{job}.{uid}.dead"
 
 
-def trial(job: str, uid: str, kind: Kind) -> str:
-    """Where a server shows that it does for one message what it is to do for all of them, before the run begins."""
-    return f"rlhf.{job}.{uid}.trial-{kind}"
-
-
-def subjects(job: str, uid: str) -> list[str]:
-    """All that a run may have declared."""
-    of_records = [subject(job, uid, record) for record in KINDS]
-    return [*of_records, dead_letters(job, uid), trial(job, uid, "work"), trial(job, uid, "state")]
-
-
 def state_key(record: Record) -> str:
     """What a record of state is the latest of."""
     if isinstance(record, WorkerInfo):

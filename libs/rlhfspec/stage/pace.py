@@ -1,8 +1,5 @@
 """How often to look, or to tell: soon after something happened, less and less often while nothing does.
 
-A worker that has nothing to do beats every two seconds. So silence is no accident: the worker's event loop is dead, it
-is stopped, or the server between is away.
-
 Example:
     >>> pace = Pace(0.5, 5.0)
     >>> [pace.after(news) for news in ("", "", "", "", "", "a sample", "")]
@@ -21,16 +18,6 @@ from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.vitals import Vitals, WorkerState
 
 LIVE_BEAT_SECONDS, IDLE_BEAT_SECONDS = 0.25, 2.0
-SILENT_SECONDS = 15.0
-
-
-def is_silent(seconds: float) -> bool:
-    """Return whether a worker that was last heard so many seconds ago is silent.
-
-    >>> is_silent(15.0), is_silent(15.1)
-    (False, True)
-    """
-    return seconds > SILENT_SECONDS
 
 
 class Pace:

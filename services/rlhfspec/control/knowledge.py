@@ -16,14 +16,11 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import DatasetInfo, Heartbeat, StepReport, WorkerInfo
 from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.messages.transport.clock import Clock
-from rlhfspec.runs.live.run_state import KnownRun, ProcessNews, RunWorker, WorkerKey
+from rlhfspec.runs.live.run_state import GONE_SECONDS, SILENT_SECONDS, KnownRun, ProcessNews, RunWorker, WorkerKey
 from rlhfspec.runs.view.roster import process_states
-from rlhfspec.stage.pace import is_silent
 from rlhfspec.stage.supervisor import STAGE_NAMES, STALL_SECONDS, is_overdue
 
 AWAY_SECONDS = 3.5  # the broker is asked every second
-GONE_SECONDS = 60.0  # a silent worker whose stage has others is not waited for any longer
-_QUIET_SECONDS = 5.0  # a generator's load that is older says nothing
 MOST_LETTERS = 12
 
 
@@ -152,7 +149,7 @@ class RunKnowledge:
             since = self._answered_today.strftime("%H:%M:%SZ")
             return [broker_unavailable(self._broker, since), *troubles]
         troubles += reward_failing(self._failing, self._clock.now())
-        if is_silent(self._heard_for()):  # before, a worker that is not heard may be well
+        if self._heard_for() > SILENT_SECONDS:  # before, a worker that is not heard may be well
             run, now = self.known.run, self._clock.now()
             quiet = min(run.quiet_seconds(now), self._heard_for())
             workers = process_states(run, now)
@@ -166,8 +163,7 @@ class RunKnowledge:
         return 0.0 if self._answers_since is None else self._clock.now() - self._answers_since
 
     def _is_there(self, generator: RunWorker) -> bool:
-        is_new = self._clock.now() - generator.loaded_at <= _QUIET_SECONDS
-        return is_new and ("generator", generator.worker) in self._there
+        return generator.key in self._there and not generator.is_load_silent(self._clock.now())
 
     def _left(self, key: WorkerKey, what: str) -> None:
         self._failing.pop(key, None)

@@ -107,7 +107,7 @@ class Control:
         connections = self._connections
         if connections.redis_url is None:
             return []
-        state = LiveState(connections.redis_url, connections.uid, role=CONTROL, credentials=connections.credentials)
+        state = LiveState(connections.redis_url, connections.uid, credentials=connections.credentials)
         self._meters.reconnects("redis", lambda: state.num_reconnects)
         return [LiveBeats(state, self._vitals, self._knowledge.known, self._recent)]
 

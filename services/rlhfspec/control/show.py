@@ -104,12 +104,11 @@ def trace_lines(folder: Path, sample: str) -> list[dict[str, str]]:
 
 async def _look(connections: Connections) -> LiveView:
     from rlhfspec.errors import InvalidRequest
-    from rlhfspec.messages.access.rights import CONTROL
     from rlhfspec.runs.live.live import read_live
 
     if connections.redis_url is None:
         raise InvalidRequest("redis_url", None, "this run has no Redis, which tells of its processes")
-    return await read_live(connections.redis_url, connections.uid, role=CONTROL, credentials=connections.credentials)
+    return await read_live(connections.redis_url, connections.uid, credentials=connections.credentials)
 
 
 async def _view(connections: Connections) -> None:
@@ -123,7 +122,6 @@ async def _view(connections: Connections) -> None:
     from rlhfspec.messages.access.rights import CONTROL
     from rlhfspec.messages.loop import workers_of
     from rlhfspec.runs.folder.run_folder import RunFolder
-    from rlhfspec.runs.view.roster import process_states
     from rlhfspec.runs.view.watch import WatchService
     from rlhfspec.stage.bus import Bus
     from rlhfspec.stage.supervisor import Supervisor
@@ -132,7 +130,7 @@ async def _view(connections: Connections) -> None:
 
     job, folder, vitals = connections.job(), RunFolder(connections.folder), Vitals(AwakeClock())
     view, stop = view_of(job, Console(), shown=True), asyncio.Event()
-    view.history(steps_of(folder))
+    view.progress.history(steps_of(folder))
     knowledge = RunKnowledge(job, connections.uid, connections.nats_url, vitals.clock)
     transport = await connect(connections, CONTROL, name="control-view", clock=vitals.clock)
     bus = Bus(
@@ -143,18 +141,12 @@ async def _view(connections: Connections) -> None:
         Looking(vitals, bus, knowledge, partial(last_checkpoint, folder)),
     ]
 
-    async def show() -> None:
-        while not stop.is_set():
-            view.processes(process_states(knowledge.known.run, vitals.clock.now()))
-            with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), SHOW_SECONDS)
-
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     supervisor = Supervisor(vitals, stall_seconds=float("inf"), grace_seconds=1.0, final=())
     try:
         with view:
-            await together(supervisor.run(services, stop), show(), _end_when_nobody_reads(stop))
+            await together(supervisor.run(services, stop), _end_when_nobody_reads(stop))
     finally:
         await transport.close()
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from rlhfspec.cluster.report import Trouble
 from rlhfspec.messages.loop import BY_NAME
+from rlhfspec.runs.live.run_state import SILENT_SECONDS
 from rlhfspec.runs.view.roster import ProcessState
 from rlhfspec.stage.logs import without_secrets
-from rlhfspec.stage.pace import SILENT_SECONDS
 from rlhfspec.stage.supervisor import is_overdue
 from rlhfspec.stage.vitals import WorkerState
 

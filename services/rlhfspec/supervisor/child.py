@@ -6,11 +6,9 @@ busy, or dead.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,29 +52,6 @@ class Starter(Protocol):
     async def begin(self) -> bool:
         """Whether what it needs beside the workers had ended, and is started again."""
         ...
-
-
-class Interpreters:
-    """Each in an interpreter of its own. `launcher.Launcher` is the fast way, on Linux.
-
-    `lock`: of the run's folder, which stays locked as long as one of its processes lives.
-    """
-
-    def __init__(self, environment: Mapping[str, str], lock: int | None = None) -> None:
-        self.environment = environment
-        self._lock = lock
-
-    async def start(self, name: str, arguments: Sequence[str], log: Path) -> Process:
-        with log.open("ab") as output:
-            return await asyncio.create_subprocess_exec(
-                sys.executable, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                env={**self.environment, STARTED: name},
-                start_new_session=True,  # Ctrl-C in the terminal is the supervisor's
-                pass_fds=() if self._lock is None else (self._lock,),
-            )  # fmt: skip
-
-    async def begin(self) -> bool:
-        return False
 
 
 class Child:

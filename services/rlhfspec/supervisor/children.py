@@ -21,11 +21,9 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.messages import loop
 from rlhfspec.messages.records import Heartbeat, StepReport, WorkerInfo
 from rlhfspec.messages.servers.guardian import processes_of
-from rlhfspec.runs.live.run_state import HeldNews, KnownRun, ProcessNews, WorkerKey
-from rlhfspec.runs.view.roster import ProcessState, process_states
+from rlhfspec.runs.live.run_state import SILENT_SECONDS, HeldNews, KnownRun, ProcessNews, WorkerKey
 from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import Bus
-from rlhfspec.stage.pace import is_silent
 from rlhfspec.stage.supervisor import GRACE_SECONDS, STAGE_NAMES, is_overdue, raise_if_all_wait
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.supervisor import by_hand
@@ -45,7 +43,7 @@ class Children(Service):
     every stage.
 
     `start` returns when every worker is ready, or has left. `run` returns when the trainer is done (`is_done` asks the
-    run's folder) and all have left, or after `stop`. `show` is given everybody's state, a few times a second.
+    run's folder) and all have left, or after `stop`.
     """
 
     def __init__(
@@ -58,8 +56,8 @@ class Children(Service):
         stall_seconds: float,
         is_done: Callable[[], Awaitable[bool]],
         known: KnownRun,
-        show: Callable[[Sequence[ProcessState]], None],
         say: Say,
+        gone: asyncio.Event | None = None,
     ) -> None:
         super().__init__("processes", 0, vitals)
         self.known = known
@@ -68,8 +66,7 @@ class Children(Service):
         self._job = job
         self._stall_seconds = stall_seconds
         self._is_done = is_done
-        self._show = show
-        self.say = say  # may be changed: where a line is shown depends on what the terminal shows
+        self._say = say
         self._restarts = {
             key: Restarts(job.spec.failure_policy, random.Random(f"{bus.uid} {key}")) for key in self._children
         }
@@ -78,7 +75,7 @@ class Children(Service):
         self._ready = asyncio.Event()  # everybody was, once
         self._over = asyncio.Event()
         self._leaving = asyncio.Event()  # a child that exits from now on was asked to
-        self.gone = asyncio.Event()  # all are
+        self._gone = gone or asyncio.Event()  # set once all processes are
         self._keeping: dict[asyncio.Task[None], Child] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -114,7 +111,12 @@ class Children(Service):
             if child.pid is not None:
                 child.kill()
                 await child.wait()
-        self.gone.set()
+        self._gone.set()
+
+    def abandon(self) -> None:
+        """Kill every process for good, from any thread."""
+        for child in self._children.values():
+            child.abandon()
 
     async def _until(self, *events: asyncio.Event) -> None:
         """One of these; what a task raises is raised here."""
@@ -146,7 +148,7 @@ class Children(Service):
                 self._left(child, ended)
                 return self._over.set()
             if ended.failure is None and not self.known.run.is_only_worker((child.stage, child.worker)):
-                self.say(f"{child.stage} {child.worker} left: another program asked it to")
+                self._say(f"{child.stage} {child.worker} left: another program asked it to")
                 return self._left(child, ended)
             await self._before_restart(child, ended)
             if self._leaving.is_set():
@@ -170,7 +172,7 @@ class Children(Service):
                 f"; {restarts.num_failures} failures since step {self._last_step}" if restarts.num_failures > 1 else ""
             )
             raise StageFailed(stage, worker, f"{ended.reason}{many}")
-        self.say(f"{stage} {worker}: {ended.reason}; it is started again in {delay:.1f} s")
+        self._say(f"{stage} {worker}: {ended.reason}; it is started again in {delay:.1f} s")
         self._tell_of(child, "restarting", ended.reason)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._leaving.wait(), delay)
@@ -204,10 +206,10 @@ class Children(Service):
 
     def _joined(self, info: WorkerInfo) -> None:
         if by_hand.joined(self.known, info):
-            self.say(f"{info.stage} {info.worker} joined (process {info.pid} on {info.host})")
+            self._say(f"{info.stage} {info.worker} joined (process {info.pid} on {info.host})")
         if not self._ready.is_set():
             num_ready = sum(map(self._is_ready, self._children))
-            self.say(f"{info.stage} {info.worker} is ready ({num_ready} of {len(self._children)})")
+            self._say(f"{info.stage} {info.worker} is ready ({num_ready} of {len(self._children)})")
         self._look_who_is_awaited()
 
     def _look_who_is_awaited(self) -> None:
@@ -235,9 +237,8 @@ class Children(Service):
                 self._tell_news(child)
                 self._look_at(child)
             for name in by_hand.gone(self.known):
-                self.say(f"{name} left")
+                self._say(f"{name} left")
             run, now = self.known.run, self.known.clock.now()
-            self._show(process_states(run, now))
             if self._ready.is_set() and run.all_run(now):
                 raise_if_all_wait(run.states, run.quiet_seconds(now), self._stall_seconds)
             await self._bus.clock.sleep(CHECK_SECONDS)
@@ -253,12 +254,12 @@ class Children(Service):
             self.known.tell(HeldNews(stage=stage, worker=worker, is_held=child.is_held()))
         elif not known.is_held and (state := known.state) is not None and is_overdue(state, _LATE_SECONDS):
             child.kill(f"stalled: {state.what} takes {state.since_seconds:.0f} s, longer than its deadline")
-        if silence > deadline and is_silent(silence) and not child.is_held():
+        if silence > max(deadline, SILENT_SECONDS) and not child.is_held():
             child.kill(f"stalled: it said nothing for {silence:.0f} s")
 
     def _tell_news(self, child: Child) -> None:
         for line in child.news():
-            self.say(line if child.stage == "trainer" else f"{child.stage} {child.worker}: {line}")
+            self._say(line if child.stage == "trainer" else f"{child.stage} {child.worker}: {line}")
 
     def _ask_those_started_by_hand(self) -> None:
         """They would wait for servers that do not come back. Only those of this machine can be asked."""

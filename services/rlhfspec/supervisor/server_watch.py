@@ -18,7 +18,6 @@ from rlhfspec.stage.base import Service
 from rlhfspec.stage.tasks import together
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.supervisor.child import Starter
-from rlhfspec.supervisor.given_watch import GivenNatsWatch
 from rlhfspec.supervisor.restarts import Restarts
 from rlhfspec.worker import exits
 
@@ -34,8 +33,7 @@ class ServerWatch(Service):
     end of the run. It raises `ServerFailed` when one ends over and over, `StorageError` when the disk is full: NATS
     leaves unanswered what it cannot store, and is not to be helped by room that comes later.
 
-    `until`: no process needs the servers any more. One that exits still does, so being asked to stop is not enough.
-    `given`: of a NATS that is not the run's."""
+    `until`: no process needs the servers any more. One that exits still does, so being asked to stop is not enough."""
 
     def __init__(
         self,
@@ -46,7 +44,6 @@ class ServerWatch(Service):
         policy: FailurePolicy,
         say: Callable[[str], None],
         until: asyncio.Event,
-        given: GivenNatsWatch | None = None,
     ) -> None:
         super().__init__("servers", 0, vitals)
         self._until = until
@@ -56,10 +53,9 @@ class ServerWatch(Service):
         self._starter = starter
         self._policy = policy
         self._say = say
-        self._given = given
 
     async def run(self) -> None:
-        kept = [self._keep(server) for server in self._servers] + ([self._given.run()] if self._given else [])
+        kept = [self._keep(server) for server in self._servers]
         keeping = asyncio.create_task(together(*kept, self._keep_guardians(), self._keep_starter(), self._keep_room()))
         stopped = asyncio.create_task(self._until.wait())
         try:

@@ -118,13 +118,6 @@ def test_what_another_run_does_in_the_same_folder_by_now_is_left_alone(memory: P
     assert place.exists()
 
 
-def test_what_a_dead_run_has_elsewhere_is_taken_away_while_its_memory_is_there(memory: Path, place: Path) -> None:
-    folder, seen = dead(memory, "d7", place), []
-    assert end_dead_runs(lambda path: seen.append((path, path.is_dir()))) == ["d7"]
-    assert seen == [(folder, True)]
-    assert not folder.exists()
-
-
 def test_only_folders_that_this_user_alone_could_write_are_believed(memory: Path, place: Path) -> None:
     folder = dead(memory, "d4", place)
     folder.chmod(0o755)

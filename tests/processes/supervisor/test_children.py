@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from interpreters import Interpreters
 from small_job import a_job
 
 from rlhfspec.errors import LoopStalled, StageFailed, StageRefused
@@ -23,13 +24,12 @@ from rlhfspec.messages.records import Heartbeat, StepReport, WorkerInfo
 from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.messages.transport.memory import MemoryTransport
-from rlhfspec.runs.live.run_state import HeldNews, KnownRun, ProcessNews
+from rlhfspec.runs.live.run_state import SILENT_SECONDS, HeldNews, KnownRun, ProcessNews
 from rlhfspec.runs.view.roster import ProcessState, process_states
 from rlhfspec.stage.bus import Bus
-from rlhfspec.stage.pace import SILENT_SECONDS
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.supervisor import by_hand
-from rlhfspec.supervisor.child import Child, Interpreters, Process
+from rlhfspec.supervisor.child import Child, Process
 from rlhfspec.supervisor.children import Children
 from rlhfspec.supervisor.restarts import MOST_UNCOUNTED, Restarts
 from rlhfspec.worker import exits
@@ -177,7 +177,6 @@ class Run:
             stall_seconds=stall_seconds,
             is_done=self._is_done,
             known=KnownRun(self.clock),
-            show=lambda states: None,
             say=self.said.append,
         )
 

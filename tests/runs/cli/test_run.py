@@ -37,7 +37,7 @@ def test_workers_and_arrival_order_change_nothing(
     plain = train(job_file, "plain")
     two = [f"roles.{role}.workers=2" for role in ("generator", "reward", "reference", "critic")]
     assert train(job_file, "workers", *two) == plain
-    monkeypatch.setattr("rlhfspec.cli.running.local.MemoryTransport", ShuffledTransport)
+    monkeypatch.setattr("rlhfspec.cli.local.MemoryTransport", ShuffledTransport)
     assert train(job_file, "shuffled", *two) == plain
 
 

@@ -69,7 +69,7 @@ def test_drafts_workers_and_order_change_no_curve(
     plain = train(job_file, "plain", *overrides)
     if algorithm["name"] == "dapo":
         assert any(line["num_dropped"] for line in plain), "there were demands"
-    monkeypatch.setattr("rlhfspec.cli.running.local.MemoryTransport", ShuffledTransport)
+    monkeypatch.setattr("rlhfspec.cli.local.MemoryTransport", ShuffledTransport)
     two = [f"roles.{role}.workers=2" for role in ("generator", "reward", "reference")]
     assert train(job_file, "other", "generation.speculation.mode=adaptive", *two, *overrides) == plain
 

@@ -13,7 +13,7 @@ import pytest
 from runs import curve_of, train
 from stages import killed
 
-from rlhfspec.cli.running import local
+from rlhfspec.cli import local
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.stage.base import Service
 from rlhfspec.trainer.build import build

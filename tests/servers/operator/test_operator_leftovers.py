@@ -159,7 +159,7 @@ async def may(servers: SharedServers, uid: str, namespace: str = "team") -> str:
 
     assert servers.redis_url is not None
     folder = servers.credentials(CONTROL, run=uid, namespace=namespace)
-    async with client_of(servers.redis_url, CONTROL, folder, 20.0) as redis:
+    async with client_of(servers.redis_url, folder, 20.0) as redis:
         try:
             await redis.set(users.live_key(uid), b"x")
         except (RedisError, OSError) as error:

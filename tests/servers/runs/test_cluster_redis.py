@@ -43,7 +43,7 @@ def redis_client(servers: SharedServers, role: str, run: ClusterRun = MINE) -> R
     else:
         folder = servers.credentials(role, run=run.uid, namespace=run.namespace)
     assert servers.redis_url is not None
-    return client_of(servers.redis_url, role, folder, 20.0)
+    return client_of(servers.redis_url, folder, 20.0)
 
 
 @pytest.fixture
@@ -152,16 +152,16 @@ def test_the_live_view_works_through_it(servers: SharedServers) -> None:
     async def main() -> None:
         assert servers.redis_url is not None
         looks = servers.credentials(CONTROL, run=UID, namespace=MINE.namespace)
-        writing = LiveState(servers.redis_url, UID, role=CONTROL, credentials=looks)
+        writing = LiveState(servers.redis_url, UID, credentials=looks)
         sending = asyncio.create_task(writing.run())
         writing.write(LiveView(run=after(RunState(), [(0.0, each) for each in GENERATOR])))
         async with asyncio.timeout(60):
-            while not (await read_live(servers.redis_url, UID, role=CONTROL, credentials=looks)).run.workers:
+            while not (await read_live(servers.redis_url, UID, credentials=looks)).run.workers:
                 await asyncio.sleep(0.01)
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
         await writing.close()
-        view = await read_live(servers.redis_url, UID, role=CONTROL, credentials=looks)
+        view = await read_live(servers.redis_url, UID, credentials=looks)
         assert not view.run.workers
         assert writing.num_failures == 0
 

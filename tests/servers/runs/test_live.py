@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import signal
+import ssl
 import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,14 +25,13 @@ from rlhfspec.cli.main import app
 from rlhfspec.errors import InvalidRequest, ServerFailed
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.access.rights import CONTROL
-from rlhfspec.messages.servers.credentials.certificates import create_credentials, server_tls
+from rlhfspec.messages.servers.credentials.certificates import SERVERS_AUTHORITY, ServerTls, create_credentials
 from rlhfspec.messages.servers.redis import RedisServer
 from rlhfspec.messages.transport.clock import SystemClock
 from rlhfspec.runs.live import live
 from rlhfspec.runs.live.live import LiveBeats, LiveState, LiveView, RecentLines, read_live
-from rlhfspec.runs.live.run_state import KnownRun, News, ProcessNews
+from rlhfspec.runs.live.run_state import SILENT_SECONDS, KnownRun, News, ProcessNews
 from rlhfspec.runs.view.roster import process_states
-from rlhfspec.stage.pace import SILENT_SECONDS
 from rlhfspec.stage.vitals import Vitals
 
 UID = "3f2a"
@@ -58,10 +58,10 @@ class Place:
         self.server = RedisServer(folder / "redis", run=UID, password_file=password_file)
 
     def state(self) -> LiveState:
-        return LiveState(self.server.url, UID, role=CONTROL, credentials=self.credentials)
+        return LiveState(self.server.url, UID, credentials=self.credentials)
 
     async def read(self) -> LiveView:
-        return await read_live(self.server.url, UID, role="view", credentials=self.credentials)
+        return await read_live(self.server.url, UID, credentials=self.credentials)
 
     async def until(self, holds: Callable[[LiveView], bool]) -> LiveView:
         async with asyncio.timeout(60.0):
@@ -132,7 +132,7 @@ def test_what_was_written_long_ago_is_as_old_as_it_is(tmp_path: Path) -> None:
         password = (place.credentials / "redis.password").read_text()
         async with redis.asyncio.Redis.from_url(place.server.url, password=password) as client:
             await client.pexpire(f"rlhfspec:{UID}:live", 28_000)
-        view = await read_live(place.server.url, UID, role="view", credentials=place.credentials, now=1000.0)
+        view = await read_live(place.server.url, UID, credentials=place.credentials, now=1000.0)
         [worker] = process_states(view.run, view.now)
         assert worker.doing == "silent"
         assert SILENT_SECONDS + 1.0 <= worker.since_seconds < 30.0
@@ -235,7 +235,7 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     writer.close()
 
 
-def test_over_tls_both_sides_show_a_certificate(tmp_path: Path) -> None:
+def test_over_tls_only_a_server_of_the_right_authority_is_read(tmp_path: Path) -> None:
     """The server that the extra brings speaks no TLS; in front of it stands what would stand there in a cluster."""
 
     async def check(place: Place) -> None:
@@ -245,21 +245,23 @@ def test_over_tls_both_sides_show_a_certificate(tmp_path: Path) -> None:
 
         strange = tmp_path / "strange"
         create_credentials(strange, ["view"])
-        async with await asyncio.start_server(
-            passed_on, "127.0.0.1", 0, ssl=server_tls(place.credentials, CONTROL)
-        ) as front:
+        for folder in (place.credentials, strange):
+            (folder / SERVERS_AUTHORITY).write_bytes((folder / "ca.pem").read_bytes())
+        files, tls = ServerTls.of(place.credentials, "nats"), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(files.certificate, files.key)
+        async with await asyncio.start_server(passed_on, "127.0.0.1", 0, ssl=tls) as front:
             port = front.sockets[0].getsockname()[1]
             url = f"rediss://127.0.0.1:{port}"
-            state = LiveState(url, UID, role=CONTROL, credentials=place.credentials)
+            state = LiveState(url, UID, credentials=place.credentials)
             async with beating(state, told(*GENERATOR)):
                 await place.until(lambda view: names(view) == ["generator-0"])
-                view = await read_live(url, UID, role="view", credentials=place.credentials)
+                view = await read_live(url, UID, credentials=place.credentials)
                 assert names(view) == ["generator-0"]
                 with pytest.raises(ServerFailed, match=r"certificate verify failed") as refused:
-                    await read_live(url, UID, role="view", credentials=strange)
+                    await read_live(url, UID, credentials=strange)
                 assert "\n" not in str(refused.value)
                 with pytest.raises(ServerFailed, match=r"redis: .*(closed|reset)"):
-                    await read_live(url.replace("rediss", "redis"), UID, role="view", credentials=place.credentials)
+                    await read_live(url.replace("rediss", "redis"), UID, credentials=place.credentials)
 
     with_server(tmp_path, check)
 
@@ -275,7 +277,7 @@ def test_a_connection_that_takes_longer_than_a_write_is_made(tmp_path: Path) -> 
 
         async with await asyncio.start_server(passed_on, "127.0.0.1", 0) as front:
             url = f"redis://127.0.0.1:{front.sockets[0].getsockname()[1]}"
-            async with beating(LiveState(url, UID, role=CONTROL, credentials=place.credentials), told(*GENERATOR)):
+            async with beating(LiveState(url, UID, credentials=place.credentials), told(*GENERATOR)):
                 await place.until(lambda view: names(view) == ["generator-0"])
 
     with_server(tmp_path, check)
@@ -346,9 +348,9 @@ def test_the_window_is_bounded() -> None:
 
 def test_what_is_no_redis_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="redis_url: must begin with one of unix://, redis://, rediss://"):
-        LiveState("http://localhost", UID, role="view")
+        LiveState("http://localhost", UID)
     with pytest.raises(InvalidRequest, match=r"credentials: cannot be read: No such file"):
-        LiveState("redis://localhost", UID, role="view", credentials=tmp_path)
+        LiveState("redis://localhost", UID, credentials=tmp_path)
 
 
 # ---- rlhfspec top ---------------------------------------------------------------------------------------------------

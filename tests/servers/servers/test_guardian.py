@@ -199,25 +199,6 @@ def test_a_folder_that_another_run_has_made_by_now_is_left_alone(
     assert place.exists() == is_left
 
 
-@pytest.mark.parametrize("exit_code", [0, 1])
-def test_what_is_to_be_done_first_is_done_while_all_is_there_and_where_it_fails_all_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exit_code: int
-) -> None:
-    """By a program of no run, which no guardian kills; for the next run to try again."""
-    kept, said = tmp_path / "kept", tmp_path / "said"
-    kept.write_text("here")
-    code = (
-        "import os, pathlib, sys; kept, said, code = sys.argv[1:]\n"
-        f"mark = os.environ.get({MARK!r}, 'none')\n"
-        "pathlib.Path(said).write_text(f'{pathlib.Path(kept).read_text()} {mark}'); sys.exit(int(code))"
-    )
-    command = [sys.executable, "-c", code, str(kept), str(said), str(exit_code)]
-    monkeypatch.setenv(MARK, "r4")
-    guardian.end_run("r4", [kept], quiet_seconds=0.0, first=lambda: guardian.run_unmarked(command))
-    assert said.read_text() == "here none"
-    assert kept.exists() == (exit_code == 1)
-
-
 def test_it_is_there_at_once() -> None:
     """Nothing but the standard library, and not even what the environment adds to that."""
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); import guardian; print(*sys.modules)"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from disks import fill
+from interpreters import Interpreters
 
 from rlhfspec.errors import StorageError
 from rlhfspec.job.roles import FailurePolicy
@@ -16,7 +17,6 @@ from rlhfspec.messages.servers.guardian import NUM_GUARDIANS, Guardians
 from rlhfspec.messages.servers.nats import NatsServer
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.supervisor import server_watch
-from rlhfspec.supervisor.child import Interpreters
 from rlhfspec.supervisor.server_watch import ServerWatch
 
 

@@ -310,21 +310,22 @@ async def test_a_server_without_tls_is_not_spoken_to_in_the_clear(tmp_path: Path
         await connect(server.url, tls=client_tls(tmp_path / "credentials", "reward"))
 
 
-async def test_who_answers_in_its_place_without_tls_hears_no_password(tmp_path: Path) -> None:
+async def test_who_answers_in_its_place_without_tls_hears_no_credentials(tmp_path: Path) -> None:
     """The server went away; whoever has its port now says that it wants no TLS."""
     credentials = tmp_path / "credentials"
-    create_credentials(credentials, ["reward"])
-    login = 'authorization { user: rl, password: "s3cret" }'
+    keys = create_credentials(credentials, ["reward"])
+    everything = User(public_key=keys["reward"], publish=[">"], subscribe=[">"])
     heard = bytearray()
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b'INFO {"version": "2.15.1", "jetstream": true, "auth_required": true}\r\n')
+        writer.write(b'INFO {"version": "2.15.1", "jetstream": true, "auth_required": true, "nonce": "n1"}\r\n')
         with suppress(OSError):
             heard.extend(await reader.read(1024) + b"|")
         writer.close()
 
-    with NatsServer(tmp_path / "nats", nats_config({}, ServerTls.of(credentials, "nats")) + f"\n{login}") as server:
-        proof, tls = NatsProof(user="rl", password="s3cret"), client_tls(credentials, "reward")
+    config = nats_config({"reward": everything}, ServerTls.of(credentials, "nats"))
+    with NatsServer(tmp_path / "nats", config) as server:
+        proof, tls = NatsProof(nkey_seed=credentials / "reward.seed"), client_tls(credentials, "reward")
         transport = await connect(server.url, proof=proof, tls=tls)
         server.kill()
         async with await asyncio.start_server(listen, "127.0.0.1", server.port):
@@ -335,6 +336,7 @@ async def test_who_answers_in_its_place_without_tls_hears_no_password(tmp_path: 
         server.start()
         assert await transport.answers("rlhf.a.sample", 20.0), "it is known again when it is back"
         await transport.close()
+
 
 
 # --- chaos --------------------------------------------------------------------------------------------------------

@@ -73,9 +73,9 @@ def test_the_view_has_a_row_of_moves() -> None:
     console = terminal()
     view = a_full_view(console)
     advice = an_advice()
-    view.plan(plan_of(advice, None, id="plan", job="sums"))
-    view.moved(moved(advice.moves[0]))
-    view.moved(moved(advice.moves[1], "kept"))
+    view.progress.plan(plan_of(advice, None, id="plan", job="sums"))
+    view.progress.moved(moved(advice.moves[0]))
+    view.progress.moved(moved(advice.moves[1], "kept"))
     [row] = [line for line in picture(view, console) if "moves " in line]
     assert "1 not" in row
     assert "generator 0 ends in" in row

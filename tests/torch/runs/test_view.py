@@ -58,7 +58,7 @@ def process(stage: str, worker: int, doing: str, what: str, **fields: object) ->
 def test_the_picture_of_a_run_with_processes_names_each_and_whom_it_waits_for() -> None:
     console = terminal(width=110, height=40)
     view = a_full_view(console)
-    view.processes(
+    view.progress.processes(
         [
             process("generator", 0, "restarting", "killed by SIGKILL", pid=None, num_restarts=2),
             process(
@@ -80,7 +80,7 @@ def test_the_picture_of_a_run_with_processes_names_each_and_whom_it_waits_for() 
 def test_of_many_processes_those_that_have_something_to_tell_are_shown() -> None:
     console = terminal()
     view = a_full_view(console)
-    view.processes([process("generator", n, "held" if n == 37 else "waiting", "prompts") for n in range(40)])
+    view.progress.processes([process("generator", n, "held" if n == 37 else "waiting", "prompts") for n in range(40)])
     lines = picture(view, console)
     assert len(lines) <= 24
     assert any("generator 37" in line for line in lines)
@@ -101,7 +101,7 @@ def test_the_picture_fits(width: int, texts: str) -> None:
 def test_of_a_long_prompt_the_end_is_shown(filler: str) -> None:
     console = terminal()
     view, _ = a_view(console)
-    view.sample(replace(example_sample(), prompt_text=filler * 200 + " 12+34=?"))
+    view.progress.sample(replace(example_sample(), prompt_text=filler * 200 + " 12+34=?"))
     assert any(line.startswith("│ …") and line.rstrip(" │").endswith(" 12+34=?") for line in picture(view, console))
 
 
@@ -152,7 +152,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     with view:
         for step in (1, 2, 3):
             hand.seconds += 3.8
-            view.sample(example_sample(step=step))
+            view.progress.sample(example_sample(step=step))
             view.step(example_step(step=step))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == 4, "one for the job, one a step, none folded"
@@ -191,7 +191,7 @@ def test_evaluations_are_told_with_the_best() -> None:
     runs = [example_evaluation(step=step, reward=reward) for step, reward in ((0, 0.25), (10, 0.75), (20, 0.5))]
     console = terminal()
     view, _ = a_view(console)
-    view.history([example_step(step=20)], runs[:2])
+    view.progress.history([example_step(step=20)], runs[:2])
     view.evaluation(runs[2])
     assert any("held-out  0.500" in line and "best 0.750 after step 10" in line for line in picture(view, console))
     plain = Console(file=io.StringIO())
@@ -245,11 +245,11 @@ def test_the_cursor_comes_back_after_an_error() -> None:
 def test_a_sample_counts_once_and_in_its_step() -> None:
     view, _ = a_view(terminal())
     for prompt in (0, 1, 1, 0, 2):
-        view.sample(example_sample(step=1, prompt=prompt))
+        view.progress.sample(example_sample(step=1, prompt=prompt))
     assert view.progress.num_samples_done == 3
     view.step(example_step(step=1))
     assert view.progress.num_samples_done == 0
-    view.sample(example_sample(step=2))
+    view.progress.sample(example_sample(step=2))
     assert view.progress.num_samples_done == 1
 
 
@@ -310,7 +310,7 @@ def test_eta_counts_down_within_a_step_and_never_below_the_next() -> None:
 def test_history_goes_on() -> None:
     console = terminal()
     view, _ = a_view(console, steps=9)
-    view.history([example_step(step=step, reward=0.1) for step in (1, 2, 3)])
+    view.progress.history([example_step(step=step, reward=0.1) for step in (1, 2, 3)])
     view.step(example_step(step=4, reward=0.4))
     text = "\n".join(picture(view, console))
     assert "step 5/9" in text
@@ -327,7 +327,7 @@ def test_utilisation_is_of_the_last_seconds() -> None:
     async def pass_seconds(num_seconds: int) -> None:
         for _ in range(num_seconds):
             await clock.advance(1.0)
-            view.vitals(vitals.snapshot())
+            view.progress.vitals(vitals.snapshot())
 
     asyncio.run(pass_seconds(100))
     assert view.progress.stages[0].utilisation == 0.0
@@ -342,7 +342,7 @@ def test_utilisation_is_of_the_last_seconds() -> None:
 def test_a_stage_tells_of_the_worker_that_works() -> None:
     view, hand = a_view(terminal())
     hand.seconds += 10.0
-    view.vitals(
+    view.progress.vitals(
         [
             state("reward", "waiting", "samples"),
             state("reward", "working", "sums/1/0/0", worker=1, busy=5.0),
@@ -373,9 +373,9 @@ def test_what_is_reported_costs_the_same_however_much_there_was() -> None:
         calls: list[str] = []
         sys.setprofile(lambda frame, event, argument: calls.append(event))
         try:
-            view.sample(sample)
+            view.progress.sample(sample)
             tell(view, load())
-            view.vitals(snapshot)
+            view.progress.vitals(snapshot)
         finally:
             sys.setprofile(None)
         return len(calls)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlhfspec.cluster.report import Report
-from rlhfspec.control.knowledge import AWAY_SECONDS, GONE_SECONDS, MOST_LETTERS, RunKnowledge
+from rlhfspec.control.knowledge import AWAY_SECONDS, MOST_LETTERS, RunKnowledge
 from rlhfspec.control.report import eta_seconds, news
 from rlhfspec.control.reporting import LONGEST_REPORT_WAIT_SECONDS, Turn
 from rlhfspec.control.show import trace_lines
@@ -24,7 +24,7 @@ from rlhfspec.messages.records import DatasetInfo, Heartbeat, Load, Plan, StepRe
 from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.runs.folder.run_folder import example_job
-from rlhfspec.stage.pace import SILENT_SECONDS
+from rlhfspec.runs.live.run_state import GONE_SECONDS, SILENT_SECONDS
 from rlhfspec.telemetry.spans import Span
 
 NOON = datetime(2026, 7, 1, 12, 0, 7, tzinfo=UTC)
@@ -181,7 +181,7 @@ def test_one_of_several_that_is_killed_for_good_is_forgotten() -> None:
     run.ready("generator", 1)
     run.says(GONE_SECONDS + 1)
     del run.beats["generator", 1]
-    assert [reason for reason, _ in run.troubles(GONE_SECONDS / 2)] == ["Stalled"]
+    assert [reason for reason, _ in run.troubles(SILENT_SECONDS + 1)] == ["Stalled"]
     assert run.troubles(GONE_SECONDS) == []
 
 

@@ -16,6 +16,7 @@ from rlhfspec.messages.records import Heartbeat, Load, Plan, Record, WorkerInfo
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.runs.live.run_state import (
     NEVER,
+    SILENT_SECONDS,
     HeldNews,
     KnownRun,
     ProcessNews,
@@ -26,7 +27,6 @@ from rlhfspec.runs.live.run_state import (
     without_gone,
     worker_state,
 )
-from rlhfspec.stage.pace import SILENT_SECONDS
 
 NEAR = st.integers(0, 2)
 STAGES = st.sampled_from([*BY_NAME, "view"])

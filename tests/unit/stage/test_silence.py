@@ -17,9 +17,8 @@ from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.plugin.top import table_of
 from rlhfspec.runs.folder.run_folder import example_job
 from rlhfspec.runs.live.live import LiveView
-from rlhfspec.runs.live.run_state import KnownRun
+from rlhfspec.runs.live.run_state import SILENT_SECONDS, KnownRun
 from rlhfspec.runs.view.roster import process_states
-from rlhfspec.stage.pace import SILENT_SECONDS
 
 INFO = WorkerInfo(id="w", job="sums", stage="reward", worker=0, host="h", pid=1, grpc_address="", http_address="")
 

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from small_job import a_job
 
-from rlhfspec.cli.running.processes import ProcessRun
 from rlhfspec.common.gpus import VISIBLE, see_only, visible
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.supervisor.commands import arguments_of
 from rlhfspec.supervisor.gpus import deal
+from rlhfspec.supervisor.place import ProcessPlace
 from rlhfspec.worker import process
 from rlhfspec.worker.ranks import gpu_of
 
@@ -70,14 +72,12 @@ def test_a_rank_sees_one_of_those_of_its_process(tmp_path: Path) -> None:
     assert visible({}, tmp_path) == ["0", "1"]  # as CUDA counts those that a container has
 
 
-def test_the_supervisor_tells_a_worker_and_the_worker_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = ProcessRun.__new__(ProcessRun)
-    run._job, run._gpus, run.folder = job(), deal(job(), NODE), type("Folder", (), {"logs": Path("logs")})()
-    run._place, run._starter, run._scratch = Path("place"), None, type("Scratch", (), {"path": Path("scratch")})()
-    arguments = run._child("trainer", 0)._arguments
+def test_the_supervisor_tells_a_worker_and_the_worker_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = ProcessPlace(RunFolder(tmp_path))
+    arguments = arguments_of(job(), place, deal(job(), NODE), "trainer", 0)
     assert arguments[arguments.index("--gpus") + 1] == "0,1", "of the set"
     for rank in (0, 1):
         own = [*arguments[arguments.index("rlhfspec.trainer") :], *gpu_of(rank, ["0", "1"])]
         monkeypatch.setattr("sys.argv", [str(word) for word in own])
         assert process._arguments("trainer").gpus == str(rank)
-    assert "--gpus" not in run._child("prompts", 0)._arguments
+    assert "--gpus" not in arguments_of(job(), place, deal(job(), NODE), "prompts", 0)

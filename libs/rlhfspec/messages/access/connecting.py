@@ -1,4 +1,4 @@
-"""A process's connection to NATS as a role of the run, with whatever credentials the run has for it.
+"""A process's connection to NATS as a role of the run, with the credentials that the run has for it.
 
 transport = await connect(connections, "reward", name="reward-0", clock=clock)
 """
@@ -12,49 +12,30 @@ from pathlib import Path
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.access.rights import inbox_of
 from rlhfspec.messages.servers.credentials.certificates import LIFETIME, servers_tls
-from rlhfspec.messages.servers.given import NATS, GivenServer, given_server
 from rlhfspec.messages.transport.clock import Clock
-from rlhfspec.messages.transport.jetstream.proof import NO_PROOF, NatsProof, proof_of
-from rlhfspec.messages.transport.jetstream.streams import FOR_EVER, Keeping
+from rlhfspec.messages.transport.jetstream.proof import NO_PROOF, NatsProof
 from rlhfspec.messages.transport.nats import NatsTransport
 
 MAX_PENDING = 8192  # messages; as of NatsTransport
 KEEP_SECONDS = LIFETIME.total_seconds()  # longer than any message waits in a run that goes on
-ON_A_GIVEN_SERVER = Keeping(work_seconds=KEEP_SECONDS, state_seconds=KEEP_SECONDS)
-GIVEN_INBOX = "_INBOX"  # every client's: what users of a server may listen to in any case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NatsAccess:
-    """How a role speaks with NATS. `inbox_prefix`: no other role hears its answers, but on a given server all roles
-    are one user. `keeping`: of what it declares; a server that outlives its runs forgets what one of them left
-    behind."""
+    """How a role connects to NATS. No other role hears the answers under its `inbox_prefix`."""
 
     proof: NatsProof
     tls: ssl.SSLContext | None
     inbox_prefix: str
-    keeping: Keeping = FOR_EVER
 
 
 def access_of(folder: Path | None, role: str, uid: str) -> NatsAccess:
-    """By what lies in the run's credentials: the role's token (ROLE.creds), else what the user gave, else the role's
-    key (ROLE.seed), else nothing."""
+    """Return access by the role's token (ROLE.creds) in the run's credentials, else by its key (ROLE.seed)."""
     if folder is None:
         return NatsAccess(proof=NO_PROOF, tls=None, inbox_prefix=inbox_of(role, uid))
-    given = given_server(folder, NATS)
-    tls = servers_tls(folder, role) if given is None else given.tls()
     creds = folder / f"{role}.creds"
-    if creds.exists():
-        return NatsAccess(proof=NatsProof(creds=creds), tls=tls, inbox_prefix=inbox_of(role, uid))
-    if given is not None:
-        return access_to(given)
-    return NatsAccess(proof=NatsProof(nkey_seed=folder / f"{role}.seed"), tls=tls, inbox_prefix=inbox_of(role, uid))
-
-
-def access_to(given: GivenServer) -> NatsAccess:
-    """As the user himself."""
-    proof = NatsProof(user=given.user, password=given.password) if given.key_file is None else proof_of(given.key_file)
-    return NatsAccess(proof=proof, tls=given.tls(), inbox_prefix=GIVEN_INBOX, keeping=ON_A_GIVEN_SERVER)
+    proof = NatsProof(creds=creds) if creds.exists() else NatsProof(nkey_seed=folder / f"{role}.seed")
+    return NatsAccess(proof=proof, tls=servers_tls(folder, role), inbox_prefix=inbox_of(role, uid))
 
 
 async def connect(
@@ -77,5 +58,4 @@ async def connect(
         clock=clock,
         max_pending=max_pending,
         publish_timeout_seconds=publish_timeout_seconds,
-        keeping=access.keeping,
     )

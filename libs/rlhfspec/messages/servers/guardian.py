@@ -2,9 +2,7 @@
 
 The supervisor holds the one writing end of a guardian's stdin. When it ends, however it ends, the guardian reads the
 end of that file, kills every process that carries the run's mark in its environment or descends from one that does, and
-removes the run's data. A supervisor that ends in order says `RELEASED` first: then nothing is left to do. What the run
-has elsewhere is taken away by a program of its own (`first`), started when all processes are dead and the run's keys
-still there. Where that fails they stay there, for the next run to try it again.
+removes the run's data. A supervisor that ends in order says `RELEASED` first: then nothing is left to do.
 
 A run has two guardians, so that one is left when the other dies together with the supervisor.
 
@@ -13,7 +11,6 @@ Imports the standard library only, and is started as a script, so that it is the
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -21,7 +18,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,7 +30,6 @@ RELEASED = b"released\n"
 _QUIET_SECONDS = 1.0
 NOTHING_STARTS = 0.1  # so long to look, in place of that, where no process is left that could start one
 NUM_GUARDIANS = 2
-FIRST_SECONDS = 45.0  # for that program
 GIVE_UP_SECONDS = 30.0  # a process that even a kill does not end hangs in the kernel
 _LOOK_SECONDS = 0.02
 
@@ -41,7 +37,6 @@ _LOOK_SECONDS = 0.02
 def main() -> None:
     parser = ArgumentParser(description="Waits for the end of stdin, then ends what is left of a run.")
     parser.add_argument("--run", required=True, help="its uid")
-    parser.add_argument("--first", type=json.loads, default=[], help="program and arguments, as JSON")
     parser.add_argument("--remove", nargs="*", default=[], type=Path, help="files and folders")
     arguments = parser.parse_args()
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -50,24 +45,19 @@ def main() -> None:
     while part := os.read(0, 1024):
         said += part
     if said != RELEASED:
-        end_run(arguments.run, arguments.remove, first=lambda: run_unmarked(arguments.first))
+        end_run(arguments.run, arguments.remove)
 
 
-def end_run(
-    uid: str,
-    remove: Iterable[Path],
-    quiet_seconds: float = _QUIET_SECONDS,
-    first: Callable[[], bool] = lambda: True,
-) -> None:
-    """Kills the processes of this run, guardians excepted, until none has been seen for a while; does what is to be
-    done `first`, and, where that could be done, removes the paths, but for a folder that another run made since."""
+def end_run(uid: str, remove: Iterable[Path], quiet_seconds: float = _QUIET_SECONDS) -> None:
+    """Kill the processes of this run, guardians excepted, until none has been seen for a while. Then remove the paths,
+    but for a folder that another run made since."""
     now = begin = quiet_since = time.monotonic()
     while now - quiet_since < quiet_seconds and now - begin < GIVE_UP_SECONDS:
         if kill(processes_of(uid)):
             quiet_since = time.monotonic()
         time.sleep(_LOOK_SECONDS)
         now = time.monotonic()
-    for path in remove if first() else ():
+    for path in remove:
         if _is_anothers(path, uid):
             continue
         if path.is_dir() and not path.is_symlink():
@@ -80,20 +70,6 @@ def end_run(
 def _is_anothers(path: Path, uid: str) -> bool:
     with suppress(OSError):
         return (path / UID).read_text() != uid
-    return False
-
-
-def run_unmarked(command: Sequence[str]) -> bool:
-    """As no process of the run: the other guardian would kill it. Whether it did what it was to do."""
-    if not command:
-        return True
-    with suppress(OSError, subprocess.TimeoutExpired):
-        environment = {name: value for name, value in os.environ.items() if name not in (MARK, GUARDS)}
-        done = subprocess.run(
-            command, env=environment, timeout=FIRST_SECONDS,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        return done.returncode == 0
     return False
 
 
@@ -150,9 +126,8 @@ def state_and_parent(pid: int) -> tuple[str, int]:
 class Guardians:
     """The supervisor's side. Start them before anything they have to clean up after."""
 
-    def __init__(self, run: str, *, remove: Sequence[Path] = (), first: Sequence[str] = ()) -> None:
+    def __init__(self, run: str, *, remove: Sequence[Path] = ()) -> None:
         self._run = run
-        self._first = json.dumps(list(first))
         self._remove = [str(path.absolute()) for path in remove]
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -168,8 +143,7 @@ class Guardians:
             if process.pid not in alive:
                 _close(process)
         self._processes = [process for process in self._processes if process.pid in alive]
-        command = [sys.executable, "-I", "-S", __file__, "--run", self._run, "--first", self._first]
-        command += ["--remove", *self._remove]
+        command = [sys.executable, "-I", "-S", __file__, "--run", self._run, "--remove", *self._remove]
         environment = {**os.environ, MARK: self._run, GUARDS: self._run}
         while len(self._processes) < NUM_GUARDIANS:
             self._processes.append(

@@ -1,8 +1,7 @@
 """Valkey, or Redis, for what may be lost: in memory, bounded, and on a socket that only this user can open.
 
 A run with `--processes` lives on one machine, so its Redis has no port at all: a Unix socket in a folder of mode 0700,
-and a password on top. (The server that comes with the extra is built without TLS.) A Redis elsewhere is reached by
-`rediss://`, with the run's certificates.
+and a password on top. (The server that comes with the extra is built without TLS.)
 """
 
 from __future__ import annotations

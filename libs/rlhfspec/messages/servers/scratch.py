@@ -13,7 +13,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -75,10 +75,9 @@ class Scratch:
             self._lock = None
 
 
-def end_dead_runs(forget: Callable[[Path], object] = lambda path: None) -> list[str]:
-    """Whose supervisor and guardians died together: their processes, keys and memory go. Their uids. `forget`: what a
-    run has elsewhere, by its folder in memory; all that is here goes whatever comes of that."""
-    return [path.name.removeprefix(_PREFIX) for path in _scratch_folders() if _end_if_dead(path, forget)]
+def end_dead_runs() -> list[str]:
+    """End the processes, keys and memory of runs whose supervisor and guardians died together; return their uids."""
+    return [path.name.removeprefix(_PREFIX) for path in _scratch_folders() if _end_if_dead(path)]
 
 
 def end_run_in(place: Path) -> None:
@@ -115,7 +114,7 @@ def _scratch_folders() -> Iterator[Path]:
                 yield path
 
 
-def _end_if_dead(path: Path, forget: Callable[[Path], object]) -> bool:
+def _end_if_dead(path: Path) -> bool:
     try:
         lock = take_lock(path / _LOCK)
     except OSError:  # it lives
@@ -124,7 +123,7 @@ def _end_if_dead(path: Path, forget: Callable[[Path], object]) -> bool:
         uid = path.name.removeprefix(_PREFIX)
         _wait_for_guardians(uid)
         place = Path((path / _PLACE).read_text())
-        end_run(uid, [path], first=lambda: (forget(path), True)[1])
+        end_run(uid, [path])
         if place.name == PROCESSES:
             _remove_place(place)
     except OSError:  # its guardian was faster

@@ -138,14 +138,6 @@ class NatsTransport:
             self._known[subject] = found
         return self._known[subject]
 
-    async def undeclare(self, subject: str, within_seconds: float) -> bool:
-        """Remove all of it, with what is in it, at the end of a run, and return whether it is gone."""
-        answer = await self._connection.ask(f"$JS.API.STREAM.DELETE.{stream_name(subject)}", seconds=within_seconds)
-        if answer is None or status_of(answer) == "503":
-            return False
-        error = json.loads(answer.data).get("error")
-        return error is None or error["code"] == 404
-
     @property
     def num_reconnects(self) -> int:
         """How often the server was lost and is there again."""

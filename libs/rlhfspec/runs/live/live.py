@@ -5,9 +5,9 @@ a run on one machine, and control in a cluster. So a Redis that comes back empty
 waits for Redis: the newest state replaces the one that could not be sent yet, and when Redis is away or slow one line
 of the log says so. Nothing that decides a token, a curve or the fate of a run reads what is kept here.
 
-    live = LiveState(url, uid, role="control", credentials=folder)
+    live = LiveState(url, uid, credentials=folder)
     LiveBeats(live, vitals, known, recent)                   # a service; `known`: the KnownRun that is told of all
-    view = await read_live(url, uid, role="view", credentials=folder)
+    view = await read_live(url, uid, credentials=folder)
 
 Example:
     >>> window = RecentLines()
@@ -33,7 +33,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from rlhfspec.errors import ServerFailed
 from rlhfspec.runs.live.redis_client import client_of, close, failures, words_of
 from rlhfspec.runs.live.redis_users import live_key
-from rlhfspec.runs.live.run_state import KnownRun, RunState, RunWorker, without_gone
+from rlhfspec.runs.live.run_state import GONE_SECONDS, KnownRun, RunState, RunWorker, without_gone
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.pace import LIVE_BEAT_SECONDS, Beats
 from rlhfspec.stage.tasks import ended, to_the_end
@@ -43,8 +43,7 @@ DEADLINE_SECONDS = 0.5  # of one write: of thousands of workers it is some megab
 CONNECT_SECONDS = 2.0  # of one that has to connect first: by TLS, in a process that computes
 _READ_SECONDS = 2.0
 _CLOSE_SECONDS = 0.2
-_KEPT_SECONDS = 30.0  # of a worker that says nothing any more
-_KEPT_MILLISECONDS = int(_KEPT_SECONDS * 1000)
+_KEPT_MILLISECONDS = int(GONE_SECONDS * 1000)
 MOST_STEPS, _MOST_SAMPLES, _MOST_CHARACTERS = 100, 50, 200
 
 log = logging.getLogger("rlhfspec.stage")
@@ -106,10 +105,10 @@ class LiveState:
     """Write the live state. `write` never waits and never raises; `run` sends in the background until it is
     cancelled."""
 
-    def __init__(self, url: str, uid: str, *, role: str, credentials: Path | None = None) -> None:
+    def __init__(self, url: str, uid: str, *, credentials: Path | None = None) -> None:
         self.num_failures = 0  # writes that did not arrive, in all
         self._num_connects = 0
-        self._redis = client_of(url, role, credentials, CONNECT_SECONDS, connected=self._connected)
+        self._redis = client_of(url, credentials, CONNECT_SECONDS, connected=self._connected)
         self._key = live_key(uid)
         self._unsent: bytes | None = None
         self._has_written = False
@@ -127,7 +126,7 @@ class LiveState:
 
     def write(self, view: LiveView) -> None:
         """Replace what was written before, sent or not."""
-        run = without_gone(view.run, now=view.now, after_seconds=_KEPT_SECONDS)
+        run = without_gone(view.run, now=view.now)
         written = (view.now, tuple(run.workers.values()), view.window)
         self._unsent = _WRITTEN.dump_json(written, exclude=_NOT_WRITTEN)
         self._news.set()
@@ -212,10 +211,10 @@ class LiveBeats(Service):
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-async def read_live(url: str, uid: str, *, role: str, credentials: Path | None = None, now: float = 0.0) -> LiveView:
+async def read_live(url: str, uid: str, *, credentials: Path | None = None, now: float = 0.0) -> LiveView:
     """Return all there is, in times of a clock that reads `now`; ServerFailed with the reason when Redis cannot be
     asked."""
-    redis = client_of(url, role, credentials, _READ_SECONDS)
+    redis = client_of(url, credentials, _READ_SECONDS)
     try:
         async with asyncio.timeout(_READ_SECONDS), redis.pipeline(transaction=False) as pipeline:
             pipeline.get(live_key(uid))
@@ -232,6 +231,6 @@ async def read_live(url: str, uid: str, *, role: str, credentials: Path | None =
     if written is None:
         return LiveView(now=now)
     written_at, workers, window = written
-    passed = max(_KEPT_SECONDS - milliseconds_left / 1000, 0.0)
+    passed = max(GONE_SECONDS - milliseconds_left / 1000, 0.0)
     ours = (worker.later(now - passed - written_at) for worker in workers)
     return LiveView(run=RunState(workers={each.key: each for each in ours}), window=window, now=now)

@@ -1,4 +1,4 @@
-"""A client of the run's Redis, as a role of the run: its own, one of a cluster, or one that the user gave."""
+"""A client of the run's Redis, as a role of the run: its own, or one of a cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.servers.credentials.certificates import SERVERS_AUTHORITY
-from rlhfspec.messages.servers.given import REDIS, GivenServer, given_server
 from rlhfspec.runs.live.redis_users import PASSWORD_FILE, USER_FILE
 from rlhfspec.stage.tasks import to_the_end
 
@@ -22,16 +21,11 @@ _SCHEMES = ("unix", "redis", "rediss")
 _CLOSE_SECONDS = 0.2
 
 
-def client_of(
-    url: str, role: str, credentials: Path | None, timeout_seconds: float, connected: Connected | None = None
-) -> Redis:
-    """Return a client for a role. `connected`: in place of a connection's own `on_connect`."""
+def client_of(url: str, credentials: Path | None, timeout_seconds: float, connected: Connected | None = None) -> Redis:
+    """Return a client that shows the run's credentials. `connected`: in place of a connection's own `on_connect`."""
     if url.partition("://")[0] not in _SCHEMES:
         raise InvalidRequest("redis_url", url, f"must begin with one of {', '.join(f'{each}://' for each in _SCHEMES)}")
-    given = given_server(credentials, REDIS)
-    if given is not None:
-        return client(url, timeout_seconds, options_of(given), connected)
-    options = {} if credentials is None else _own_options(url, role, credentials)
+    options = {} if credentials is None else _options_of(url, credentials)
     return client(url, timeout_seconds, options, connected)
 
 
@@ -52,37 +46,15 @@ def client(url: str, timeout_seconds: float, options: dict[str, Any], connected:
     return Redis.from_pool(pool)
 
 
-def options_of(given: GivenServer) -> dict[str, Any]:
-    """Return the options of a given server, the same in every role: what its users may do is the user's business."""
-    options: dict[str, Any] = {"username": given.user or None, "password": given.password or None}
-    if given.speaks_tls:
-        options |= {"ssl_check_hostname": True, "ssl_ca_certs": _text(given.authority)}
-        options |= {"ssl_certfile": _text(given.certificate), "ssl_keyfile": _text(given.private_key)}
-    return options
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
-
-
-def _own_options(url: str, role: str, credentials: Path) -> dict[str, Any]:
-    """Return the options of a server of many runs, which knows each role of each run as a user of its own."""
+def _options_of(url: str, credentials: Path) -> dict[str, Any]:
+    """Return password, user and authority, as far as they are there: the server of a cluster knows users, and speaks
+    TLS; that of a run on one machine has a password alone."""
     options: dict[str, Any] = {"password": _text_in(credentials / PASSWORD_FILE)}
     if (credentials / USER_FILE).exists():
         options["username"] = _text_in(credentials / USER_FILE)
     if url.startswith("rediss:"):
-        options |= _tls_options(credentials, role)
+        options["ssl_ca_certs"] = str(credentials / SERVERS_AUTHORITY)
     return options
-
-
-def _tls_options(credentials: Path, role: str) -> dict[str, str]:
-    if (credentials / SERVERS_AUTHORITY).exists():
-        return {"ssl_ca_certs": str(credentials / SERVERS_AUTHORITY)}
-    return {
-        "ssl_ca_certs": str(credentials / "ca.pem"),
-        "ssl_certfile": str(credentials / f"{role}.pem"),
-        "ssl_keyfile": str(credentials / f"{role}.key"),
-    }
 
 
 def _text_in(path: Path) -> str:

@@ -15,7 +15,7 @@ Example:
     >>> [worker] = run.workers.values()
     >>> worker.state.what, worker.is_silent(20.0), worker.is_silent(30.0)
     ('samples', False, True)
-    >>> without_gone(run, now=50.0, after_seconds=30.0).workers
+    >>> without_gone(run, now=50.0).workers
     {}
 """
 
@@ -28,10 +28,12 @@ from typing import Literal
 from rlhfspec.messages.loop import BY_NAME
 from rlhfspec.messages.records import Heartbeat, Load, Plan, Record, WorkerInfo
 from rlhfspec.messages.transport.clock import Clock
-from rlhfspec.stage.pace import is_silent
 from rlhfspec.stage.vitals import WorkerState
 
 NEVER = float("-inf")
+# A worker that has nothing to do says so every two seconds (`rlhfspec.stage.pace`), so silence is no accident.
+SILENT_SECONDS = 15.0  # since it was last heard: its event loop is dead, it is stopped, or the server between is away
+GONE_SECONDS = 30.0  # since then it is not counted any more
 WorkerKey = tuple[str, int]  # stage, and its number there
 Phase = Literal["starting", "running", "restarting", "held", "left"]
 
@@ -130,11 +132,11 @@ class RunWorker:
 
     def is_silent(self, now: float) -> bool:
         """Return whether it has not said for long what it does."""
-        return is_silent(now - self.spoke_at)
+        return now - self.spoke_at > SILENT_SECONDS
 
     def is_load_silent(self, now: float) -> bool:
         """Return whether it has not said for long what it has."""
-        return is_silent(now - self.loaded_at)
+        return now - self.loaded_at > SILENT_SECONDS
 
     def later(self, seconds: float) -> RunWorker:
         """Return the same by a clock that is so far ahead."""
@@ -234,7 +236,7 @@ def after(run: RunState, told: Iterable[Told]) -> RunState:
     return replace(run, workers=workers)
 
 
-def without_gone(run: RunState, *, now: float, after_seconds: float) -> RunState:
+def without_gone(run: RunState, *, now: float, after_seconds: float = GONE_SECONDS) -> RunState:
     """Return the state without those that left, and without what is so old: a worker that says nothing, but for one
     whose process is held or comes again, and a load that is not told again."""
     kept = {}

@@ -14,7 +14,7 @@ from rlhfspec.messages.records import Load, Moved, MoveOutcome, Plan, Sample
 from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.runs.live.run_state import RunState
-from rlhfspec.runs.view.roster import ProcessState
+from rlhfspec.runs.view.roster import ProcessState, process_states
 from rlhfspec.stage.vitals import WorkerState
 
 _STEPS_OF_ETA = 8
@@ -74,8 +74,17 @@ class RunProgress:
         self._done.add(sample.id)
         self.last_sample = sample
 
-    def known(self, run: RunState) -> None:
-        self.loads = tuple(worker.load for worker in run.generators if worker.load is not None)
+    def known(self, run: RunState, now: float) -> None:
+        """Take what is known of the workers: by process where they have processes, else by stage. `now`: by the clock
+        of the run's state."""
+        self.take_loads([worker.load for worker in run.generators if worker.load is not None])
+        if any(worker.process is not None for worker in run.workers.values()):
+            self.processes(process_states(run, now))
+        else:
+            self.vitals(run.states)
+
+    def take_loads(self, loads: Sequence[Load]) -> None:
+        self.loads = tuple(loads)
         learnt = max((load.drafter_version for load in self.loads), default=0)
         policy = max((load.weights_version for load in self.loads), default=0)
         before, since = self._learnt
@@ -97,7 +106,7 @@ class RunProgress:
         self.stages = tuple(_stage(name, states, shares) for name in dict.fromkeys(state.stage for state in states))
 
     def processes(self, states: Sequence[ProcessState]) -> None:
-        """Take the processes in the place of `vitals`, where every worker has one of its own."""
+        """Take the state of every worker's process."""
         shares = self._shares({(state.stage, state.worker): state.busy_seconds for state in states})
         self.workers = tuple((state, shares[state.stage, state.worker]) for state in states)
 

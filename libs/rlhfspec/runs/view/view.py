@@ -14,7 +14,7 @@ Example:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, Self
 
@@ -23,22 +23,18 @@ from rich.live import Live
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
-from rlhfspec.messages.records import Moved, Plan, Sample
 from rlhfspec.messages.records.evaluations import Evaluation, best
 from rlhfspec.messages.records.metrics import StepMetrics
-from rlhfspec.runs.live.run_state import RunState
 from rlhfspec.runs.view.equal_rewards import equal_rewards_warning
 from rlhfspec.runs.view.panel import panel
 from rlhfspec.runs.view.progress import RunProgress
-from rlhfspec.runs.view.roster import ProcessState
 from rlhfspec.runs.view.text import duration, estimates, number, visible
-from rlhfspec.stage.vitals import WorkerState
 
 REFRESHES_PER_SECOND = 2  # at some 2 ms of one core each
 
 
 class View:
-    """Show a run. Every method returns at once; drawing happens in a thread of its own, a few times a second."""
+    """Show the `progress` of a run. Every method returns at once; a thread draws a few times a second."""
 
     def __init__(
         self,
@@ -52,30 +48,6 @@ class View:
         self.mode = _mode(job.spec.observability.view, console)
         self._console, self._on_interrupt = console, on_interrupt
         self._live: Live | None = None
-
-    def history(self, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) -> None:
-        """Take over the steps of the run that is resumed."""
-        self.progress.history(steps, evaluations)
-
-    def known(self, run: RunState) -> None:
-        """Take the loads of its generators."""
-        self.progress.known(run)
-
-    def moved(self, moved: Moved) -> None:
-        self.progress.moved(moved)
-
-    def plan(self, plan: Plan) -> None:
-        self.progress.plan(plan)
-
-    def sample(self, sample: Sample) -> None:
-        self.progress.sample(sample)
-
-    def vitals(self, states: Sequence[WorkerState]) -> None:
-        self.progress.vitals(states)
-
-    def processes(self, states: Sequence[ProcessState]) -> None:
-        """Take the processes of a run whose workers have processes of their own."""
-        self.progress.processes(states)
 
     def step(self, metrics: StepMetrics) -> None:
         self.progress.step(metrics)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from rlhfspec.messages.records import EvaluationReport, Heartbeat, Load, Moved, Plan, Sample, StepReport
+from typing import Any
+
+from rlhfspec.messages.records import EvaluationReport, Heartbeat, Load, Moved, Plan, Record, Sample, StepReport
 from rlhfspec.runs.live.live import RecentLines
 from rlhfspec.runs.live.run_state import KnownRun
 from rlhfspec.runs.view.view import View
 from rlhfspec.stage.base import Service
-from rlhfspec.stage.bus import StageBus
+from rlhfspec.stage.bus import Inbox, StageBus
 from rlhfspec.stage.pace import Pace
 from rlhfspec.stage.vitals import Vitals
 
 _LOOK_SECONDS, IDLE_LOOK_SECONDS = 0.1, 1.0
+_HEARD: tuple[type[Record], ...] = (Load, Moved, Plan, Sample, StepReport, EvaluationReport)
 
 
 class WatchService(Service):
@@ -34,59 +37,55 @@ class WatchService(Service):
         self._bus = bus
         self._view = view
         self.recent = recent or RecentLines()
-        self._listens = False
+        self._inboxes: list[Inbox[Any]] = []
 
     async def listen(self) -> None:
-        """Miss nothing from now on; to be said before the stages begin, where they begin before `run`."""
-        self._samples = await self._bus.subscribe(Sample)
-        self._loads = await self._bus.subscribe(Load)
-        self._all_moved = await self._bus.subscribe(Moved)
-        self._plans = await self._bus.subscribe(Plan)
-        self._reports = await self._bus.subscribe(StepReport)
-        self._evaluations = await self._bus.subscribe(EvaluationReport)
-        if self._hears_beats:
-            self._all_beats = await self._bus.subscribe(Heartbeat)
-        self._listens = True
+        """Miss nothing from now on; to be called before the stages begin, where they begin before `run`."""
+        heard = (*_HEARD, Heartbeat) if self._hears_beats else _HEARD
+        self._inboxes = [await self._bus.subscribe(record) for record in heard]
 
     async def run(self) -> None:
-        if not self._listens:
+        if not self._inboxes:
             await self.listen()
         pace = Pace(_LOOK_SECONDS, IDLE_LOOK_SECONDS)
         while True:
             last = self.stopping.is_set()  # what was published before the stop is still shown
             pace.after(await self._show_what_came())
-            self._view.known(self._known.run)
-            if self._hears_beats:
-                self._view.vitals(self._known.run.states)
+            self._view.progress.known(self._known.run, self._known.clock.now())
             if last:
                 return
             await self.pause("something to show", pace.seconds)
 
     async def _show_what_came(self) -> bool:
-        """Return whether there was any of it; that a worker goes on waiting is no news."""
-        loads = await self._loads.pull(max_records=64, timeout_seconds=0.0)
-        self._known.tell(*(load.record for load in loads))
-        all_moved = await self._all_moved.pull(max_records=1024, timeout_seconds=0.0)
-        for moved in all_moved:
-            self._view.moved(moved.record)
-        plans = await self._plans.pull(max_records=64, timeout_seconds=0.0)
-        self._known.tell(*(plan.record for plan in plans))
-        for plan in plans:
-            self._view.plan(plan.record)
-        samples = await self._samples.pull(max_records=1024, timeout_seconds=0.0)
-        for sample in samples:
-            if sample.record.purpose == "training":
-                self._view.sample(sample.record)
-                self.recent.sample(sample.record.id, sample.record.prompt_text, sample.record.text)
-        reports = await self._reports.pull(max_records=64, timeout_seconds=0.0)
-        for report in reports:
-            self._view.step(report.record.metrics)
-            self.recent.step(report.record.metrics.to_line())
-        evaluations = await self._evaluations.pull(max_records=64, timeout_seconds=0.0)
-        for evaluation in evaluations:
-            self._view.evaluation(evaluation.record.evaluation)
-        if self._hears_beats:
-            beats = await self._all_beats.pull(max_records=1024, timeout_seconds=0.0)
-            self._known.tell(*(beat.record for beat in beats))
-        runs = any(load.record.num_running for load in loads)
-        return bool(runs or all_moved or plans or samples or reports or evaluations)
+        """Return whether there was any news."""
+        news = [
+            self._show(delivery.record)
+            for inbox in self._inboxes
+            for delivery in await inbox.pull(max_records=1024, timeout_seconds=0.0)
+        ]
+        return any(news)
+
+    def _show(self, record: Record) -> bool:
+        """Show a record and return whether it is news: that a worker goes on waiting is none."""
+        progress = self._view.progress
+        match record:
+            case Heartbeat():
+                self._known.tell(record)
+                return False
+            case Load():
+                self._known.tell(record)
+                return record.num_running > 0
+            case Plan():
+                self._known.tell(record)
+                progress.plan(record)
+            case Moved():
+                progress.moved(record)
+            case Sample() if record.purpose == "training":
+                progress.sample(record)
+                self.recent.sample(record.id, record.prompt_text, record.text)
+            case StepReport():
+                self._view.step(record.metrics)
+                self.recent.step(record.metrics.to_line())
+            case EvaluationReport():
+                self._view.evaluation(record.evaluation)
+        return True

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,17 +15,6 @@ import typer
 from rlhfspec.cli.exit_codes import FAILED, STOPPED
 from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.cli.progress import StatusLine, wide_console
-from rlhfspec.cli.running.given_options import (
-    GivenOptions,
-    GivenServers,
-    Nats,
-    NatsCredentials,
-    Redis,
-    RedisCredentials,
-    ServersCa,
-    ServersCertificate,
-    ServersKey,
-)
 from rlhfspec.cli.signals import leave_at_once, on_signals
 from rlhfspec.common.ranks import rank_told
 from rlhfspec.errors import DataExhausted, InvalidRequest, RLHFSpecError, StorageError
@@ -39,9 +26,9 @@ from rlhfspec.prepare.checks import check_engine, check_made_here
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rlhfspec.cli.running.job_run import JobRun
     from rlhfspec.job import RLHFJob
     from rlhfspec.runs.folder.manifest import RunOutcome
+    from rlhfspec.supervisor.job_run import JobRun
 
 Job = Annotated[Path, typer.Argument(metavar="JOB", help="Job file (rlhfspec init writes one).", show_default=False)]
 Set = Annotated[
@@ -61,13 +48,6 @@ def run(
     out: Out = None,
     resume: Resume = False,
     processes: Processes = False,
-    nats: Nats = None,
-    redis: Redis = None,
-    nats_credentials: NatsCredentials = None,
-    redis_credentials: RedisCredentials = None,
-    servers_ca: ServersCa = None,
-    servers_certificate: ServersCertificate = None,
-    servers_key: ServersKey = None,
 ) -> None:
     """Run a job. Ctrl-C finishes the step, writes a checkpoint and stops.
 
@@ -75,17 +55,7 @@ def run(
     fails. Under torchrun, rank 0 runs the stages and all ranks share the training (docs/training.md).
     """
     console = wide_console()
-    given = GivenOptions(
-        nats=nats,
-        redis=redis,
-        nats_credentials=nats_credentials,
-        redis_credentials=redis_credentials,
-        ca=servers_ca,
-        certificate=servers_certificate,
-        key=servers_key,
-    )
     with exit_on_problems(), on_signals(lambda: leave_at_once("stopped")):  # the stages listen for themselves
-        servers = given.read(processes=processes)
         checked = read_job(job, overrides or [])
         check_made_here(checked, job)
         check_engine(checked)
@@ -100,27 +70,23 @@ def run(
         aside = left_aside(checked)
         if aside is not None:
             console.print(f"{job}: {aside}", markup=False, highlight=False, soft_wrap=True)
-        outcome = _run(checked, _Command(job, overrides or [], folder, resume, processes, given), servers, console)
+        outcome = _run(checked, _Command(job, overrides or [], folder, resume, processes), console)
     if outcome != "completed":
         raise typer.Exit(STOPPED if outcome == "stopped" else FAILED)
 
 
-OWN_SERVERS = GivenOptions()
-
-
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """What was asked for."""
+    """The command as the user gave it."""
 
     job: Path
     overrides: list[str]
     out: Path
     resume: bool = False
     processes: bool = False
-    given: GivenOptions = OWN_SERVERS
 
     def to_go_on(self, more_steps: int | None) -> str:
-        """To be pasted (secrets are left out). A run goes on with its own overrides; a completed one needs more steps.
+        """Return the command that continues the run, without secrets; a completed run needs more steps.
 
         >>> _Command(Path("my job.yaml"), ["training.seed=7"], Path("out/a")).to_go_on(None)
         "rlhfspec run 'my job.yaml' --set training.seed=7 --out out/a --resume"
@@ -132,14 +98,14 @@ class _Command:
             kept = [override for override in overrides if not override.startswith("training.steps=")]
             overrides = [*kept, f"training.steps={more_steps}"]
         sets = [word for override in overrides for word in ("--set", shown_override(override))]
-        way = ["--processes", *self.given.words()] if self.processes else []
+        way = ["--processes"] if self.processes else []
         return shlex.join(["rlhfspec", "run", *way, str(self.job), *sets, "--out", str(self.out), "--resume"])
 
 
-def _run(job: RLHFJob, command: _Command, servers: GivenServers, console: Console) -> RunOutcome:
+def _run(job: RLHFJob, command: _Command, console: Console) -> RunOutcome:
     with ExitStack() as leaving:
         with StatusLine() as status:
-            run = _prepared(job, command, servers, console, status)
+            run = _prepared(job, command, console, status)
             leaving.callback(run.close)
             with on_signals(lambda: _leave_before_it_began(run)):
                 run.build(status)
@@ -154,15 +120,15 @@ def _run(job: RLHFJob, command: _Command, servers: GivenServers, console: Consol
         return outcome
 
 
-def _prepared(job: RLHFJob, command: _Command, servers: GivenServers, console: Console, status: StatusLine) -> JobRun:
+def _prepared(job: RLHFJob, command: _Command, console: Console, status: StatusLine) -> JobRun:
     """With --processes nothing heavy is imported here: the stages' own processes do."""
-    kind = _process_run(servers) if command.processes else _local_run(status)
+    kind = _process_run() if command.processes else _local_run(status)
     from rlhfspec.messages.servers.scratch import end_dead_runs
     from rlhfspec.prepare.tiny_paths import with_tiny_paths
     from rlhfspec.runs.folder.run_folder import RunFolder
     from rlhfspec.runs.view.view import View
 
-    for uid in end_dead_runs(lambda memory: _forget(memory, status)):
+    for uid in end_dead_runs():
         status(f"what was left of run {uid} is removed: its supervisor had died")
     folder, view = RunFolder(command.out), View(job, console)
     folder.check(job, resume=command.resume)
@@ -174,27 +140,19 @@ def _local_run(status: StatusLine) -> type[JobRun]:
     status("importing torch")
     from transformers.utils.logging import disable_progress_bar
 
-    from rlhfspec.cli.running.local import LocalRun
+    from rlhfspec.cli.local import LocalRun
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     return LocalRun
 
 
-def _forget(memory: Path, status: StatusLine) -> None:
-    """What a dead run has on servers of its user's."""
-    from rlhfspec.supervisor.forgetting import CREDENTIALS_FOLDER, forget_dead
-
-    if left := forget_dead(memory / CREDENTIALS_FOLDER):
-        status(left)
-
-
-def _process_run(servers: GivenServers) -> Callable[..., JobRun]:
+def _process_run() -> type[JobRun]:
     try:
-        from rlhfspec.cli.running.processes import ProcessRun
+        from rlhfspec.supervisor.run import ProcessRun
     except ImportError as error:
         problem = f"needs {error.name}: pip install 'rlhfspec[processes]'"
         raise InvalidRequest("--processes", True, problem) from None
-    return partial(ProcessRun, given=servers)
+    return ProcessRun
 
 
 def _leave_before_it_began(run: JobRun) -> None:

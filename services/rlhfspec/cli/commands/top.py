@@ -64,7 +64,7 @@ def _look(connections: Connections) -> LiveView:
 
     assert connections.redis_url is not None
     url, uid, credentials = connections.redis_url, connections.uid, connections.credentials
-    return asyncio.run(read_live(url, uid, role="view", credentials=credentials))
+    return asyncio.run(read_live(url, uid, credentials=credentials))
 
 
 def _table(view: LiveView) -> Table:

@@ -135,9 +135,8 @@ class Feed:
         assert address.redis_url is not None
         try:
             view = await read_live(
-                address.redis_url, address.uid, role=address.role, credentials=address.credentials,
-                now=self._clock.now(),
-            )  # fmt: skip
+                address.redis_url, address.uid, credentials=address.credentials, now=self._clock.now()
+            )
         except (ServerFailed, InvalidRequest) as error:
             self._problems["redis"] = str(error)
             return

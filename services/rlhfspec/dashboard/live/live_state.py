@@ -9,8 +9,6 @@ from rlhfspec.runs.live.live import LiveView
 from rlhfspec.runs.live.run_state import RunWorker, without_gone
 from rlhfspec.runs.view.roster import ProcessState, process_states
 
-_GONE_SECONDS = 30.0
-
 
 class Live:
     """Draws a run's state for the page. Times are the clock's."""
@@ -32,7 +30,7 @@ class Live:
 
     def content(self, now: float) -> dict[str, Any]:
         """For the page. A worker that has been silent for long is gone."""
-        self._run = without_gone(self._run, now=now, after_seconds=_GONE_SECONDS)
+        self._run = without_gone(self._run, now=now)
         return {
             "generators": [_generator(worker, now) for worker in self._run.generators],
             "workers": [_worker(state) for state in process_states(self._run, now)],

@@ -13,7 +13,6 @@ from typing import Any
 from urllib.parse import urlparse
 
 from rlhfspec.errors import InvalidRequest, TransportUnavailable
-from rlhfspec.messages.servers.credentials.tls_words import tls_problem
 from rlhfspec.messages.transport.jetstream.proof import NatsProof
 
 _OLDEST_SERVER = (2, 10, 26)  # before it, messages stay in a stream for ever after the server was killed
@@ -75,3 +74,17 @@ def explained(url: str, error: Exception, proof: NatsProof) -> Exception:
     if isinstance(error, ssl.SSLError):
         return InvalidRequest("nats", url, tls_problem(error))
     return TransportUnavailable(url, str(error).removeprefix("nats: ") or type(error).__name__)
+
+
+def tls_problem(error: ssl.SSLError) -> str:
+    """Return why TLS with a server failed, without OpenSSL's file names. An alert is the other side's complaint.
+
+    >>> tls_problem(ssl.SSLError(1, "[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] tlsv13 alert certificate required"))
+    "the server refuses this client's certificate: tlsv13 alert certificate required"
+    >>> tls_problem(ssl.SSLError(9, "[SSL] PEM lib (_ssl.c:3926)"))
+    'TLS fails: PEM lib'
+    """
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the server's certificate is not to be trusted: {error.verify_message}"
+    said = re.sub(r"^\[.*?\] | \(_ssl\.c:\d+\)$", "", str(error.args[-1]))
+    return f"the server refuses this client's certificate: {said}" if " alert " in said else f"TLS fails: {said}"

@@ -1,15 +1,14 @@
-"""How a client proves its identity to NATS: by an NKEY that the server knows, by a token that its account signed, or by
-what a person chose: a user with a password, or a token that is one word.
+"""How a client proves its identity to NATS: by an NKEY that the server knows, or by a token that its account signed.
 
 Example:
-    >>> str(NatsProof()), str(NatsProof(nkey_seed=Path("reward.seed"))), str(NatsProof(user="rl", password="s3cret"))
-    ('a connection without credentials', 'the key in reward.seed', 'this user and password')
+    >>> str(NatsProof()), str(NatsProof(nkey_seed=Path("reward.seed")))
+    ('a connection without credentials', 'the key in reward.seed')
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,16 @@ _CREDS = re.compile(rb"BEGIN NATS USER JWT-+\s+\S+\s+-+END.*BEGIN USER NKEY SEED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NatsProof:
-    """Names of files, or `password`: of a user, or without one a token. At most one of the three; none: nothing is
-    asked for."""
+    """Names of files, at most one of both. Without one, the client shows nothing."""
 
     nkey_seed: Path | None = None
     creds: Path | None = None
-    user: str = ""
-    password: str = field(default="", repr=False)
 
     def __str__(self) -> str:
         if self.creds is not None:
             return f"the token in {self.creds}"
         if self.nkey_seed is not None:
             return f"the key in {self.nkey_seed}"
-        if self.password:
-            return "this user and password" if self.user else "this token"
         return "a connection without credentials"
 
     def check(self) -> None:
@@ -53,17 +47,10 @@ class NatsProof:
         """Of nats-py, which reads a file again whenever it connects."""
         if self.creds is not None:
             return {"user_credentials": str(self.creds)}
-        if self.password:
-            return {"user": self.user, "password": self.password} if self.user else {"token": self.password}
         return {"nkeys_seed": None if self.nkey_seed is None else str(self.nkey_seed)}
 
 
 NO_PROOF = NatsProof()
-
-
-def proof_of(path: Path) -> NatsProof:
-    """By a file of either kind: a token with its seed (.creds), or a seed alone."""
-    return NatsProof(creds=path) if b"BEGIN NATS USER JWT" in _read("creds", path) else NatsProof(nkey_seed=path)
 
 
 def _read(field: str, path: Path) -> bytes:

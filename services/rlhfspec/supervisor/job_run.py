@@ -1,4 +1,4 @@
-"""What `rlhfspec run` does with a job, in one process (`local`) or in many (`processes`): the same folder both ways."""
+"""A run of a job in its folder, in one process (`rlhfspec.cli.local`) or in many (`rlhfspec.supervisor.run`)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Models = dict[str, dict[str, Any]]  # by role: how each was found right when it 
 
 
 class JobRun(ABC):
-    """One run of a job in one folder: `build`, `begin`, `stages`, `finish`, `close`. All that is asynchronous in it
-    goes through its `runner`.
+    """One run of a job in one folder: `build`, `begin`, `stages`, `finish`, `close`, in this order. All that is
+    asynchronous in it goes through its `runner`.
 
     written: the job as the user has it; job: the same with its `tiny:` names resolved. base_folder: the job file's.
     """
@@ -34,43 +34,46 @@ class JobRun(ABC):
     ) -> None:
         self.folder = folder
         self.stop = asyncio.Event()
-        self.say: Say = view.say
         self.runner = asyncio.Runner()
         self._written = written
         self._job = job
         self._base_folder = base_folder
         self._view = view
+        self._say: Say = view.say
         self._resume = resume
         self._leaving = ExitStack()
         self._is_new = False  # the folder, and begun
 
+    def say(self, text: str) -> None:
+        self._say(text)
+
     @abstractmethod
     def build(self, say: Say) -> None:
-        """Loads data, rewards and models. Raises InvalidRequest naming the field to fix; nothing is left then."""
+        """Load data, rewards and models. Raises InvalidRequest, which names the field to fix; then nothing is left."""
 
     @abstractmethod
     def begin(self) -> None:
-        """The folder is open, and says what was loaded."""
+        """Note in the run folder what was loaded."""
 
     @abstractmethod
     async def stages(self) -> None:
-        """Until the last step, or until `stop` is set. Raises the StageError that ended it, if one did."""
+        """Run until the last step, or until `stop` is set. Raises the StageError that ended it, if one did."""
 
     @property
     @abstractmethod
     def is_unfinished(self) -> bool: ...
 
     def finish(self, outcome: RunOutcome, reason: str, *, resume_command: str, console: Console) -> None:
-        """The pictures; the summary is printed and kept."""
+        """Draw the pictures, and keep and print the summary."""
         finish_folder(self.folder, self._job, outcome, reason, resume_command=resume_command).print(console)
 
     def leave_no_trace(self) -> None:
-        """The person leaves, or the job is refused, before anything began."""
+        """Discard what was made, where the user leaves or the job is refused before anything began."""
         if self._is_new and not self.folder.steps():
             self.folder.discard()
 
     def close(self) -> None:
-        """Others may write the folder again."""
+        """Let others write the folder again."""
         self._leaving.close()
         self.folder.close()
         self.runner.close()
@@ -78,7 +81,7 @@ class JobRun(ABC):
     def _begin_folder(self, models: Models, processes: dict[str, int]) -> None:
         is_new = not self.folder.job_file.exists()
         if self.folder.begin(self._written, resume=self._resume, models=models, processes=processes):
-            self.say("manifest.json could not be read and was begun anew")
+            self._view.say("manifest.json could not be read and was begun anew")
         self._is_new = is_new
         end_run_in(self.folder.processes)
-        self._view.history(self.folder.steps(), self.folder.evaluations())
+        self._view.progress.history(self.folder.steps(), self.folder.evaluations())

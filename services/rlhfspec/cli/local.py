@@ -14,7 +14,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.cli.running.job_run import JobRun, Say
 from rlhfspec.common.awake_clock import AwakeClock
 from rlhfspec.common.ranks import rank_told
 from rlhfspec.errors import InvalidRequest
@@ -36,6 +35,7 @@ from rlhfspec.stage.dead_letters import DeadLetterWatch
 from rlhfspec.stage.pace import Heartbeats
 from rlhfspec.stage.supervisor import GRACE_SECONDS, STALL_SECONDS, Supervisor
 from rlhfspec.stage.vitals import Vitals
+from rlhfspec.supervisor.job_run import JobRun, Say
 from rlhfspec.telemetry.opening import watching
 from rlhfspec.trainer.service import TrainerService
 from rlhfspec.training.weights.base import StorePlace, WeightStore

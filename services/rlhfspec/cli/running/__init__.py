@@ -1,1 +1,0 @@
-"""What `rlhfspec run` starts: all stages in one process, or a process each."""
