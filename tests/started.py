@@ -31,8 +31,8 @@ TWO = ("roles.generator.workers=2", "roles.reward.workers=2")
 
 
 class Started:
-    """A run with processes, in a folder beside the job. `before`: what the interpreter does first. `fresh`: that is a
-    new one, as a shell starts it; else it has imported torch before (`warmed`)."""
+    """A run in a folder beside the job. `before`: code that the interpreter executes first. `fresh`: the interpreter is
+    new, as a shell starts it; else it has imported torch before (`warmed`)."""
 
     def __init__(
         self,
@@ -43,11 +43,13 @@ class Started:
         options: Sequence[str] = (),
         before: str = "",
         fresh: bool = False,
+        processes: bool = True,
     ) -> None:
         self.job_file, self.out, self.folder = job_file, out, job_file.parent / out
         sets = [word for override in (OFF, *overrides) for word in ("--set", override)]
         start = ["-c", f"{before}; from rlhfspec.cli.start import main; main()"] if before else ["-m", START]
-        command = [sys.executable, *start, "run", "--processes", str(job_file), *options]
+        way = ["--processes"] if processes else []
+        command = [sys.executable, *start, "run", *way, str(job_file), *options]
         command += ["--out", str(self.folder), *sets, *(["--resume"] if resume else [])]
         popen = subprocess.Popen if fresh else warmed.Popen
         self.process = popen(
@@ -67,6 +69,16 @@ class Started:
             if said in line:
                 return line
         raise AssertionError(f"it ended and never said {said}: {''.join(self.lines)}")
+
+    def until_step(self, step: int) -> None:
+        """Wait for the step's line in the folder; the run must not end before."""
+        path = self.folder / "steps.jsonl"
+
+        def is_there() -> bool:
+            assert self.process.poll() is None, self.process.communicate()[0]
+            return path.exists() and path.read_text().count("\n") >= step
+
+        eventually(is_there, f"step {step}")
 
     def ended(self) -> tuple[int, str]:
         output, _ = self.process.communicate(timeout=PATIENCE_SECONDS)

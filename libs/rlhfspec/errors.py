@@ -10,20 +10,21 @@
     ├── SequenceStateError            an exported sequence does not fit this engine
     ├── RolloutError                  samples and scores of a step that do not belong together
     ├── RewardError                   a reward source gave no number for a sample; names both and the cause
-    ├── StorageError                  stored weights or a checkpoint: missing, damaged or not writable; names the place
-    │   └── StorageUnavailable        the object store does not answer; it may again
     ├── MalformedRecord               bytes that are no record; says what was wrong with them
     ├── TransportClosed               a subject was used after the transport, or the subscription, was closed
-    ├── ServerFailed                  NATS or Redis of a run does not start, or refuses us; which, and its reason
-    ├── EngineFailed                  the process of an engine dies again and again; in its words
     ├── LogProbMismatch               an engine's log-probs are further from the trainer's than rounding explains
     ├── TransportFull                 no room to publish for too long; names the consumers that have yet to read
-    ├── TransportUnavailable          the server between the processes does not answer; it may again
+    ├── MessageTooLarge               more bytes than the server between the processes takes
+    ├── PlacedError                   names one thing and what is wrong with it
+    │   ├── StorageError              stored weights or a checkpoint: missing, damaged or not writable
+    │   │   └── StorageUnavailable    the object store does not answer; it may again
+    │   ├── ServerFailed              NATS or Redis of a run does not start, or refuses us
+    │   ├── TransportUnavailable      the server between the processes does not answer; it may again
+    │   ├── EngineFailed              the process of an engine dies again and again
+    │   └── LinkError                 bytes of a moving sequence did not get to the other engine
     ├── ClusterUnavailable            the API server does not answer, or not so that anything could be done about it
     │   └── ClusterRefused            it answered: no
     ├── LeadershipLost                this replica of the operator does not act any more: it must not write
-    ├── LinkError                     bytes of a moving sequence did not get to the other engine; which, and why
-    ├── MessageTooLarge               more bytes than the server between the processes takes
     ├── StageError                    the run ended because of one stage's worker, which it names
     │   ├── StageFailed               it raised
     │   ├── StageStalled              its work took longer than its deadline
@@ -82,6 +83,19 @@ def _brief(value: object) -> str:
 
 class RLHFSpecError(Exception):
     """Root of every error raised on purpose."""
+
+
+class PlacedError(RLHFSpecError):
+    """An error of one thing, which it names, and what is wrong with it.
+
+    >>> str(ServerFailed("nats-server", "ended with exit code 1: no space left on device"))
+    'nats-server: ended with exit code 1: no space left on device'
+    """
+
+    def __init__(self, place: object, problem: str) -> None:
+        self.place = str(place)
+        self.problem = problem
+        super().__init__(f"{place}: {problem}")
 
 
 class InvalidRequest(RLHFSpecError, ValueError):
@@ -171,7 +185,6 @@ class WeightsVersionError(RLHFSpecError):
     """Weights that would break the law: older than the loaded ones, or not those a request asked for."""
 
     def __init__(self, wanted: int, have: int, problem: str) -> None:
-        self.wanted = wanted
         self.have = have
         super().__init__(f"weights version: {problem} (wanted {wanted}, have {have})")
 
@@ -181,8 +194,6 @@ class SequenceStateError(RLHFSpecError):
 
     def __init__(self, field: str, theirs: object, ours: object) -> None:
         self.field = field
-        self.theirs = theirs
-        self.ours = ours
         super().__init__(f"sequence state: {field} differs (theirs {_brief(theirs)}, ours {_brief(ours)})")
 
 
@@ -190,8 +201,6 @@ class RolloutError(RLHFSpecError):
     """Samples and scores that cannot be trained on together: which sample, and what it lacks or repeats."""
 
     def __init__(self, sample_id: str, problem: str) -> None:
-        self.sample_id = sample_id
-        self.problem = problem
         super().__init__(f"sample {sample_id}: {problem}")
 
 
@@ -207,34 +216,15 @@ class TransportClosed(RLHFSpecError):
     """Nothing travels any more on this subject."""
 
     def __init__(self, subject: str) -> None:
-        self.subject = subject
         super().__init__(f"{subject}: the transport or the subscription is closed")
 
 
-class ServerFailed(RLHFSpecError):
-    """A server of the run (NATS, Redis) does not start, is not there or refuses us.
-
-    >>> str(ServerFailed("nats-server", "ended with exit code 1: no space left on device"))
-    'nats-server: ended with exit code 1: no space left on device'
-    """
-
-    def __init__(self, server: str, problem: str) -> None:
-        self.server = server
-        self.problem = problem
-        super().__init__(f"{server}: {problem}")
+class ServerFailed(PlacedError):
+    """A server of the run (NATS, Redis) does not start, is not there or refuses us."""
 
 
-class EngineFailed(RLHFSpecError):
-    """An engine that computes in a process of its own cannot go on.
-
-    >>> str(EngineFailed("vllm", "was killed by SIGKILL"))
-    'vllm: was killed by SIGKILL'
-    """
-
-    def __init__(self, engine: str, problem: str) -> None:
-        self.engine = engine
-        self.problem = problem
-        super().__init__(f"{engine}: {problem}")
+class EngineFailed(PlacedError):
+    """An engine that computes in a process of its own cannot go on."""
 
 
 class LogProbMismatch(RLHFSpecError):
@@ -257,33 +247,19 @@ class LogProbMismatch(RLHFSpecError):
 
 
 class TransportFull(RLHFSpecError):
-    """`publish` waited for room longer than it may. `waits_for`: the consumers that have yet to acknowledge.
+    """`publish` waited for room longer than it may, for consumers that have yet to acknowledge.
 
     >>> str(TransportFull("rlhf.sums.sample", 8192, ("critic",), 600.0))
     'rlhf.sums.sample: no room for 600 s: 8192 messages are not yet acknowledged by critic'
     """
 
     def __init__(self, subject: str, num_pending: int, waits_for: Sequence[str], seconds: float) -> None:
-        self.subject = subject
-        self.num_pending = num_pending
-        self.waits_for = tuple(waits_for)
-        self.seconds = seconds
-        names = ", ".join(waits_for) or "anybody"
-        lag = f"{num_pending} messages are not yet acknowledged by {names}"
+        lag = f"{num_pending} messages are not yet acknowledged by {', '.join(waits_for) or 'anybody'}"
         super().__init__(f"{subject}: no room for {seconds:g} s: {lag}")
 
 
-class TransportUnavailable(RLHFSpecError):
-    """The server does not answer. Temporary: it may be starting, or the way to it may be cut.
-
-    >>> str(TransportUnavailable("nats://127.0.0.1:4222", "no server there (Connection refused)"))
-    'nats://127.0.0.1:4222: no server there (Connection refused)'
-    """
-
-    def __init__(self, url: str, problem: str) -> None:
-        self.url = url
-        self.problem = problem
-        super().__init__(f"{url}: {problem}")
+class TransportUnavailable(PlacedError):
+    """The server at a URL does not answer. Temporary: it may be starting, or the way to it may be cut."""
 
 
 class ClusterUnavailable(RLHFSpecError):
@@ -294,7 +270,6 @@ class ClusterUnavailable(RLHFSpecError):
     """
 
     def __init__(self, asked: str, problem: str) -> None:
-        self.asked = asked
         self.problem = problem
         super().__init__(f"the API server, asked for {asked}: {problem}")
 
@@ -304,41 +279,20 @@ class ClusterRefused(ClusterUnavailable):
 
 
 class LeadershipLost(RLHFSpecError):
-    """What was not written, because another replica may act by now.
-
-    >>> str(LeadershipLost("PATCH /api/v1/namespaces/team/pods/sums-reward-0"))
-    'not the leader any more, so not done: PATCH /api/v1/namespaces/team/pods/sums-reward-0'
-    """
+    """A request that was not written, because another replica may act by now."""
 
     def __init__(self, what: str) -> None:
-        self.what = what
         super().__init__(f"not the leader any more, so not done: {what}")
 
 
-class LinkError(RLHFSpecError):
-    """A link between two engines failed, or one range on it; the sequence stays where it is.
-
-    >>> str(LinkError("move-1/0", "did not come within 5 s"))
-    'move-1/0: did not come within 5 s'
-    """
-
-    def __init__(self, what: str, problem: str) -> None:
-        self.what = what
-        self.problem = problem
-        super().__init__(f"{what}: {problem}")
+class LinkError(PlacedError):
+    """A link between two engines failed, or one range on it; the sequence stays where it is."""
 
 
 class MessageTooLarge(RLHFSpecError):
-    """One message that the server would never take.
-
-    >>> str(MessageTooLarge("rlhf.sums.sample", "sums/3/7/1", 9_000_000, 8_388_608))
-    'rlhf.sums.sample: sums/3/7/1 has 9000000 bytes, the server takes 8388608 (its max_payload)'
-    """
+    """One message that the server would never take."""
 
     def __init__(self, subject: str, id: str, num_bytes: int, most: int) -> None:
-        self.subject = subject
-        self.id = id
-        self.num_bytes = num_bytes
         super().__init__(f"{subject}: {id} has {num_bytes} bytes, the server takes {most} (its max_payload)")
 
 
@@ -360,7 +314,6 @@ class StageFailed(StageError):
     """
 
     def __init__(self, stage: str, worker: int, reason: str) -> None:
-        self.reason = reason
         super().__init__(stage, worker, f"failed: {reason}")
 
 
@@ -372,8 +325,6 @@ class StageStalled(StageError):
     """
 
     def __init__(self, stage: str, worker: int, what: str, seconds: float, problem: str = "") -> None:
-        self.what = what
-        self.seconds = seconds
         super().__init__(stage, worker, problem or f"stalled: {what} takes {seconds:.0f} s, longer than its deadline")
 
 
@@ -388,7 +339,6 @@ class LoopStalled(StageStalled):
 
     def __init__(self, seconds: float, waits: Sequence[tuple[str, int, str, float]]) -> None:
         assert waits, "a loop without workers cannot stall"
-        self.waits = tuple(waits)
         stage, worker, what, _ = waits[0]
         lines = [f"{name} {index} waits for {wait} ({waited:.0f} s)" for name, index, wait, waited in waits]
         problem = "\n  ".join([f"stalled: no worker has worked for {seconds:.0f} s", *lines])
@@ -403,8 +353,6 @@ class RecordUndeliverable(StageError):
     """
 
     def __init__(self, stage: str, subject: str, record_id: str, reason: str) -> None:
-        self.subject = subject
-        self.record_id = record_id
         super().__init__(stage, None, f"could not handle {record_id} of {subject}: {reason}")
 
 
@@ -416,19 +364,12 @@ class RewardError(RLHFSpecError):
     """A reward source gave no number for a sample: which source, which sample, what happened."""
 
     def __init__(self, source: str, sample_id: str, problem: str) -> None:
-        self.source = source
-        self.sample_id = sample_id
         self.problem = problem
         super().__init__(f"reward {source!r} of sample {sample_id}: {problem}")
 
 
-class StorageError(RLHFSpecError):
+class StorageError(PlacedError):
     """Stored weights or a checkpoint that are not there, damaged or not writable: where, and what is wrong."""
-
-    def __init__(self, place: object, problem: str) -> None:
-        self.place = str(place)
-        self.problem = problem
-        super().__init__(f"{place}: {problem}")
 
 
 class StorageUnavailable(StorageError):

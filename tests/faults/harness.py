@@ -18,7 +18,7 @@ import warmed
 
 from faults import processes
 from faults.schedule import SUPERVISOR, Fault
-from rlhfspec.cli.exit_codes import STOPPED
+from rlhfspec.cli.signals import STOPPED
 from rlhfspec.messages.access.connections import Connections
 
 LOOK_SECONDS = 0.02

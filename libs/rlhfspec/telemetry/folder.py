@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -29,7 +29,6 @@ class SpanFiles:
         self._folder = run / TRACES
         self._spans: deque[Span] = deque()
         self._closing = threading.Event()
-        self._begun: set[Path] = set()
         self._broken = False
         self._thread = threading.Thread(target=self._write_on, name="traces", daemon=True)
 
@@ -62,24 +61,17 @@ class SpanFiles:
             path = self._folder / f"{span.stage}-{span.worker}.jsonl"
             by_file.setdefault(path, []).append(span.to_line())
         for path, lines in by_file.items():
-            self._append(path, "".join(lines))
-
-    def _append(self, path: Path, text: str) -> None:
-        if path not in self._begun:
-            self._folder.mkdir(exist_ok=True)
-            text = _end_of_line(path) + text
-            self._begun.add(path)
-        with path.open("a") as file:
-            file.write(text)
+            append_lines(path, lines)
 
 
-def _end_of_line(path: Path) -> str:
-    """What is missing where a killed process left a line half written."""
-    if not path.exists() or not path.stat().st_size:
-        return ""
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return "" if file.read() == b"\n" else "\n"
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Append lines, after the end of one that a killed process left half written."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+        is_at_a_line = file.read() in (b"", b"\n")
+        file.write("".join(lines if is_at_a_line else ["\n", *lines]).encode())
 
 
 def read_spans(run: Path, *, containing: str = "") -> Iterator[Span]:

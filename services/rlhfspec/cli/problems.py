@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from rlhfspec.cli.exit_codes import FAILED
+from rlhfspec.cli.signals import FAILED
 from rlhfspec.errors import InvalidRequest, RLHFSpecError
 
 LIMITS = {

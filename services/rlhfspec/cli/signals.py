@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from rlhfspec.cli.exit_codes import STOPPED
-
+FAILED = 1  # exit codes; 2, of a wrong argument or job, is click's own
+STOPPED = 130  # as a shell says of Ctrl-C
 SHOW_CURSOR = b"\x1b[?25h"
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 

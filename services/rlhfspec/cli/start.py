@@ -8,7 +8,7 @@ import sys
 import threading
 from typing import NoReturn
 
-from rlhfspec.cli.exit_codes import STOPPED
+from rlhfspec.cli.signals import STOPPED
 from rlhfspec.common.interpreter import refuse_or_begin_anew
 from rlhfspec.kernels.malloc import tune_malloc
 

@@ -63,7 +63,7 @@ def prepare(connections: Connections, source: Path) -> Prepared:
 def _prepare(connections: Connections, source: Path, store: ObjectStore | None) -> Prepared:
     base = connections.base_folder
     with _needs_room(base):
-        written = RunFolder(connections.folder).as_begun(read_job(source, base=base, runs_here=False))
+        written = read_job(source, base=base, runs_here=False)
         check_made_here(written, source)
         if store is not None:
             fetch_made(written, store)

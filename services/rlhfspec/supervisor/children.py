@@ -14,6 +14,7 @@ import random
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 from rlhfspec.errors import RLHFSpecError, StageFailed, StageRefused
@@ -26,7 +27,6 @@ from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.supervisor import GRACE_SECONDS, STAGE_NAMES, is_overdue, raise_if_all_wait
 from rlhfspec.stage.vitals import Vitals
-from rlhfspec.supervisor import by_hand
 from rlhfspec.supervisor.child import Child, Ended
 from rlhfspec.supervisor.restarts import Restarts
 from rlhfspec.worker import exits
@@ -205,7 +205,7 @@ class Children(Service):
                 restarts.forget()
 
     def _joined(self, info: WorkerInfo) -> None:
-        if by_hand.joined(self.known, info):
+        if joined(self.known, info):
             self._say(f"{info.stage} {info.worker} joined (process {info.pid} on {info.host})")
         if not self._ready.is_set():
             num_ready = sum(map(self._is_ready, self._children))
@@ -236,7 +236,7 @@ class Children(Service):
             for child in self._children.values():
                 self._tell_news(child)
                 self._look_at(child)
-            for name in by_hand.gone(self.known):
+            for name in gone(self.known):
                 self._say(f"{name} left")
             run, now = self.known.run, self.known.clock.now()
             if self._ready.is_set() and run.all_run(now):
@@ -288,3 +288,21 @@ class Children(Service):
         for task in self._keeping:
             if not task.cancelled():
                 task.result()
+
+
+def joined(known: KnownRun, info: WorkerInfo) -> bool:
+    """Tell that a worker is ready; return whether it is new and was started by hand, from another shell."""
+    worker = known.run.workers.get((info.stage, info.worker))
+    is_new = worker is None or worker.process is None or (worker.is_by_hand and worker.phase == "left")
+    if is_new:
+        known.tell(ProcessNews(stage=info.stage, worker=info.worker, phase="starting", by_hand=True))
+    known.tell(info)
+    return is_new
+
+
+def gone(known: KnownRun) -> list[str]:
+    """Tell, and return by name, which workers started by hand have left or are not heard any more; each once."""
+    now = known.clock.now()
+    left = [each for each in known.run.there if each.is_by_hand and (each.has_stopped or each.is_silent(now))]
+    known.tell(*(replace(each.process, phase="left") for each in left if each.process is not None))
+    return [f"{each.stage} {each.worker}" for each in left]

@@ -15,7 +15,7 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.messages.servers.scratch import end_run_in
 from rlhfspec.runs.folder.manifest import RunOutcome
 from rlhfspec.runs.folder.run_folder import RunFolder
-from rlhfspec.runs.view.ending import finish_folder
+from rlhfspec.runs.view.summary import finish_folder
 from rlhfspec.runs.view.view import View
 
 Say = Callable[[str], None]

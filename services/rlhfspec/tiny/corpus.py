@@ -113,12 +113,14 @@ def documents(count: int, *, seed: int) -> list[str]:
 
 
 def token_stream(num_tokens: int, *, seed: int) -> list[int]:
-    """Documents as token ids, each between BOS and EOS, one after the other."""
+    """Return documents as token ids, each between BOS and EOS, one after the other."""
+    return tokens_of(_endless(seed), num_tokens)
+
+
+def tokens_of(documents: Iterator[str], num_tokens: int) -> list[int]:
     stream: list[int] = []
-    for document in _endless(seed):
-        stream += [BOS, *encode(document), EOS]
-        if len(stream) >= num_tokens:
-            break
+    while len(stream) < num_tokens:
+        stream += [BOS, *encode(next(documents)), EOS]
     return stream[:num_tokens]
 
 

@@ -14,12 +14,14 @@ Example:
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhfspec.tiny.tokenizer import BOS, EOS, encode
+from rlhfspec.tiny.corpus import tokens_of
+from rlhfspec.tiny.tokenizer import BOS, encode
 
 _BETWEEN_DOCUMENTS = "\n\n\n"  # two empty lines: what stands between top-level functions and classes
 _SHORTEST, _LONGEST = 100, 2000  # characters of a document
@@ -27,20 +29,13 @@ _HELD_OUT_EVERY = 10
 
 
 def documents(count: int, *, seed: int, held_out: bool = False) -> list[str]:
-    source = _shuffled(seed, held_out=held_out)
-    return [document for document, _ in zip(source, range(count), strict=False)]
+    return list(itertools.islice(_shuffled(seed, held_out=held_out), count))
 
 
 def token_stream(num_tokens: int, *, seed: int) -> list[int]:
-    """Documents of the training modules as token ids, each between BOS and EOS; again and again if they are too few."""
-    stream: list[int] = []
-    while len(stream) < num_tokens:
-        for document in _shuffled(seed, held_out=False):
-            stream += [BOS, *encode(document), EOS]
-            if len(stream) >= num_tokens:
-                break
-        seed += 1
-    return stream[:num_tokens]
+    """Return documents of the training modules as token ids, each between BOS and EOS, as often as is needed."""
+    endless = itertools.chain.from_iterable(_shuffled(each, held_out=False) for each in itertools.count(seed))
+    return tokens_of(endless, num_tokens)
 
 
 def prompts(count: int, *, seed: int, shortest: int = 24, longest: int = 96) -> list[list[int]]:

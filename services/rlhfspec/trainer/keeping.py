@@ -14,7 +14,7 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import WorkerInfo
 from rlhfspec.runs.folder.manifest import RunOutcome
 from rlhfspec.runs.folder.run_folder import RunFolder
-from rlhfspec.runs.view.ending import finish_folder, kept_traceback
+from rlhfspec.runs.view.summary import finish_folder, kept_traceback
 from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import StageBus
 from rlhfspec.stage.vitals import Vitals

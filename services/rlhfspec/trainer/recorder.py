@@ -12,8 +12,8 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import Sample, Score
 from rlhfspec.messages.records.evaluations import Evaluation, best
 from rlhfspec.messages.records.metrics import Lengths, Seconds, Spread, StepMetrics, learner_fields
-from rlhfspec.runs.folder.evaluating import evaluation_of
 from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.runs.folder.sample_lines import evaluation_of
 from rlhfspec.runs.folder.trackers import Trackers
 from rlhfspec.runs.view.equal_rewards import equal_reward_groups
 from rlhfspec.trainer.collector import Chosen, Collector

@@ -28,9 +28,8 @@ from rlhfspec.runs.live.run_state import SILENT_SECONDS, HeldNews, KnownRun, Pro
 from rlhfspec.runs.view.roster import ProcessState, process_states
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.vitals import Vitals
-from rlhfspec.supervisor import by_hand
 from rlhfspec.supervisor.child import Child, Process
-from rlhfspec.supervisor.children import Children
+from rlhfspec.supervisor.children import Children, gone, joined
 from rlhfspec.supervisor.restarts import MOST_UNCOUNTED, Restarts
 from rlhfspec.worker import exits
 
@@ -115,14 +114,14 @@ def test_a_worker_started_by_hand_joins_and_is_gone_when_it_says_nothing() -> No
         known = KnownRun(clock)
         started(known, "generator")
         assert known.run.is_only_worker(("generator", 0))
-        assert not by_hand.joined(known, replace(INFO, stage="generator"))
-        assert by_hand.joined(known, replace(INFO, stage="generator", worker=5))
-        assert not by_hand.joined(known, replace(INFO, stage="generator", worker=5, id="again"))
+        assert not joined(known, replace(INFO, stage="generator"))
+        assert joined(known, replace(INFO, stage="generator", worker=5))
+        assert not joined(known, replace(INFO, stage="generator", worker=5, id="again"))
         assert not known.run.is_only_worker(("generator", 0))
         assert [state.by_hand for state in drawn(known).values()] == [False, True]
         await clock.advance(SILENT_SECONDS + 1)
-        assert by_hand.gone(known) == ["generator 5"]
-        assert by_hand.gone(known) == [], "told once"
+        assert gone(known) == ["generator 5"]
+        assert gone(known) == [], "told once"
         assert known.run.is_only_worker(("generator", 0))
 
     asyncio.run(main())
@@ -164,11 +163,14 @@ class Run:
         self.clock = FakeClock()
         workers = {"prompts": 1, "generator": 2, "reward": 1, "trainer": 1, "view": 1}
         self.bus = await Bus.open(MemoryTransport(clock=self.clock), "sums", workers=workers, clock=self.clock)
-        environment = os.environ | {"RLHFSPEC_RUN": self.tmp_path.name}
+        starter = Interpreters(os.environ | {"RLHFSPEC_RUN": self.tmp_path.name, "NOTES": str(self.tmp_path)})
         self.children = {
-            key: Child(*key, ["-c", program], Interpreters(environment), self.tmp_path / f"{key[0]}-{key[1]}.jsonl")
-            for key, program in self.programs.items()
-        }
+            (stage, worker): Child(
+                stage, worker, ["-c", program], starter, self.tmp_path / f"{stage}-{worker}.jsonl",
+                activity=self.tmp_path / f"{stage}-{worker}",
+            )
+            for (stage, worker), program in self.programs.items()
+        }  # fmt: skip
         return Children(
             self.bus,
             Vitals(self.clock),
@@ -207,6 +209,12 @@ class Run:
             await self.clock.advance(0.1)
             await asyncio.sleep(0.01)
 
+    async def fails_to_start(self, children: Children, error: type[Exception], match: str) -> None:
+        starting = asyncio.create_task(children.start())
+        await self.until(starting.done)
+        with pytest.raises(error, match=match):
+            starting.result()
+
 
 def with_run(run: Run, check: Callable[[Children], Awaitable[None]], **settings: float) -> None:
     async def main() -> None:
@@ -219,41 +227,28 @@ def with_run(run: Run, check: Callable[[Children], Awaitable[None]], **settings:
     asyncio.run(main())
 
 
-def test_a_worker_that_fails_is_started_again_as_often_as_the_policy_says(tmp_path: Path) -> None:
-    run = Run(tmp_path, {("reward", 0): FAILS % (1, 1)}, maxRestarts=2)
+@pytest.mark.parametrize(
+    ("stage", "exit_codes", "error", "match", "num_restarts"),
+    [
+        ("reward", (1, 1), StageFailed, "reward 0: failed: no digits; 3 failures since step 0", 2),
+        ("reward", (78, 78), StageRefused, r"^no digits$", 0),
+        ("trainer", (78, 1), StageRefused, r"^no digits$", 0),
+    ],
+    ids=[
+        "as often as the policy says",
+        "not where the user has to change the job",
+        "by the worker's code, not torchrun's",
+    ],
+)
+def test_a_worker_that_fails_is_started_again(
+    tmp_path: Path, stage: str, exit_codes: tuple[int, int], error: type[Exception], match: str, num_restarts: int
+) -> None:
+    run = Run(tmp_path, {(stage, 0): FAILS % exit_codes, ("prompts", 0): LIVES}, maxRestarts=2)
 
     async def check(children: Children) -> None:
-        starting = asyncio.create_task(children.start())
-        await run.until(starting.done)
-        with pytest.raises(StageFailed, match="reward 0: failed: no digits; 3 failures since step 0"):
-            starting.result()
+        await run.fails_to_start(children, error, match)
         assert [line for line in run.said if "no digits; it is started again" in line] == run.said
-        assert len(run.said) == 2
-
-    with_run(run, check)
-
-
-def test_what_the_user_has_to_change_ends_the_start_at_once_in_the_stages_words(tmp_path: Path) -> None:
-    run = Run(tmp_path, {("reward", 0): FAILS % (78, 78), ("prompts", 0): LIVES})
-
-    async def check(children: Children) -> None:
-        starting = asyncio.create_task(children.start())
-        await run.until(starting.done)
-        with pytest.raises(StageRefused, match=r"^no digits$"):
-            starting.result()
-        assert run.said == []
-
-    with_run(run, check)
-
-
-def test_of_torchrun_the_workers_own_exit_code_counts(tmp_path: Path) -> None:
-    run = Run(tmp_path, {("trainer", 0): FAILS % (78, 1)})
-
-    async def check(children: Children) -> None:
-        starting = asyncio.create_task(children.start())
-        await run.until(starting.done)
-        with pytest.raises(StageRefused):
-            starting.result()
+        assert len(run.said) == num_restarts
 
     with_run(run, check)
 
@@ -390,7 +385,8 @@ def test_a_full_disk_ends_the_run_at_the_first(tmp_path: Path, begun: bool) -> N
 
 STARTING = 'print(\'{"level": "info", "message": "starting"}\', flush=True)\n'
 AT_WORK = "from rlhfspec.worker.activity import ActivityFile\nfrom pathlib import Path\nimport os\n" + STARTING
-AT_WORK += "ActivityFile(Path(os.environ['NOTE']))('scoring sums/1/0/1 with source digits')\n"
+AT_WORK += "note = os.environ['NOTES'] + '/' + os.environ['RLHFSPEC_WORKER']\n"
+AT_WORK += "ActivityFile(Path(note))('scoring sums/1/0/1 with source digits')\n"
 
 
 @pytest.mark.parametrize(
@@ -404,13 +400,11 @@ AT_WORK += "ActivityFile(Path(os.environ['NOTE']))('scoring sums/1/0/1 with sour
     ],
 )
 def test_a_process_that_ends_by_itself_is_a_failure_and_says_what_it_was_at(
-    tmp_path: Path, end: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, end: str, reason: str
 ) -> None:
-    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
     run = Run(tmp_path, {("reward", 0): AT_WORK + end, ("reward", 1): LIVES})
 
     async def check(children: Children) -> None:
-        run.children["reward", 0]._activity = tmp_path / "note"
         starting = asyncio.create_task(children.start())
         await run.until(lambda: run.said)
         assert reason in run.said[0]
@@ -428,11 +422,9 @@ def test_a_worker_that_the_system_killed_for_memory_is_named_as_such(
     counters.write_text("drop_slab 0\noom_kill 3\nnuma_hit 71\n")
     monkeypatch.setattr(exits, "num_killed_for_memory", partial(exits.num_killed_for_memory, counters))
     program = f"open({str(counters)!r}, 'w').write('drop_slab 0\\noom_kill 4\\n')\nos.kill(os.getpid(), 9)"
-    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
     run = Run(tmp_path, {("reward", 0): AT_WORK + program, ("reward", 1): LIVES})
 
     async def check(children: Children) -> None:
-        run.children["reward", 0]._activity = tmp_path / "note"
         starting = asyncio.create_task(children.start())
         await run.until(lambda: len(run.said) > 1)
         at = "scoring sums/1/0/1 with source digits; it is started again"
@@ -443,32 +435,28 @@ def test_a_worker_that_the_system_killed_for_memory_is_named_as_such(
     with_run(run, check)
 
 
-def test_last_words_that_the_log_had_no_room_for_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
+def test_last_words_that_the_log_had_no_room_for_are_told(tmp_path: Path) -> None:
     words = json.dumps({"message": "storage full: out/samples.jsonl: No space left on device", "exit_code": 1})
-    program = f"open(os.environ['NOTE'] + '.end', 'w').write({words!r})\nos._exit(1)"
+    program = f"open(note + '.end', 'w').write({words!r})\nos._exit(1)"
     run = Run(tmp_path, {("trainer", 0): AT_WORK + program})
 
     async def check(children: Children) -> None:
-        run.children["trainer", 0]._activity = tmp_path / "note"
-        starting = asyncio.create_task(children.start())
-        await run.until(starting.done)
-        with pytest.raises(StageFailed, match=r"trainer 0: failed: storage full: out/samples.jsonl: No space left"):
-            starting.result()
+        await run.fails_to_start(
+            children, StageFailed, match=r"trainer 0: failed: storage full: out/samples.jsonl: No space left"
+        )
 
     with_run(run, check)
 
 
-def test_who_says_nothing_is_killed_and_what_it_was_at_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_nothing_is_killed_and_what_it_was_at_is_told(tmp_path: Path) -> None:
     """As while a call keeps the interpreter's lock."""
-    monkeypatch.setenv("NOTE", str(tmp_path / "note"))
     run = Run(tmp_path, {("reward", 0): AT_WORK + LIVES}, maxRestarts=0)
     run.job = a_job(roles={"reward": {"deadlineSeconds": 5}}, failurePolicy={"maxRestarts": 0})
 
     async def check(children: Children) -> None:
-        run.children["reward", 0]._activity = tmp_path / "note"
         running = await run.begun(children)
-        await run.until(lambda: (tmp_path / "note").exists() and (tmp_path / "note").read_bytes())
+        note = tmp_path / "reward-0"
+        await run.until(lambda: note.exists() and note.read_bytes())
         await run.until(running.done)
         with pytest.raises(StageFailed, match=r"it said nothing for \d+ s while scoring sums/1/0/1 with source digits"):
             running.result()

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warmed
 import yaml
 from runs import curve_of, invoke, lines_of, train
-from started import hold_rewards
+from started import Started, eventually, hold_rewards
 
 from rlhfspec.cli.signals import on_signals
 
@@ -26,38 +25,15 @@ PATIENCE_SECONDS = 150.0
 OFF = "generation.speculation.mode=off"
 
 
-def start(
-    job_file: Path,
-    out: str,
-    *overrides: str,
-    resume: bool = False,
-    popen: type[subprocess.Popen[str]] = subprocess.Popen,
-) -> subprocess.Popen[str]:
-    sets = [argument for override in (OFF, *overrides) for argument in ("--set", override)]
-    command = [sys.executable, "-m", "rlhfspec.cli.start", "run", str(job_file), "--out", str(job_file.parent / out)]
-    return popen(
-        [*command, *sets, *(["--resume"] if resume else [])],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+def start(job_file: Path, out: str, *overrides: str, resume: bool = False, fresh: bool = True) -> Started:
+    return Started(job_file, out, *overrides, resume=resume, fresh=fresh, processes=False)
 
 
-def wait_for_step(process: subprocess.Popen[str], job_file: Path, out: str, step: int) -> None:
-    """Until the step's line is there; the process must not end before."""
-    end = time.monotonic() + PATIENCE_SECONDS
-    path = job_file.parent / out / "steps.jsonl"
-    while not (path.exists() and path.read_text().count("\n") >= step):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < end, f"step {step} took too long"
-        time.sleep(0.01)
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    assert "Traceback" not in output, output
-    return process.returncode, output
+def with_reward(job_file: Path, code: str, **fields: object) -> None:
+    (job_file.parent / "other.py").write_text(code)
+    job = yaml.safe_load(job_file.read_text())
+    job["spec"]["rewards"]["sources"] = [{"type": "function", "function": "other:reward", "retries": 0} | fields]
+    job_file.write_text(yaml.safe_dump(job))
 
 
 STEPS = "training.steps=5"
@@ -73,13 +49,12 @@ def test_ctrl_c_ends_cleanly_and_a_resume_continues_the_curve(
     whole: list[dict[str, Any]],
 ) -> None:
     hold = hold_rewards(job_file, "1 stopped")
-    process = start(job_file, "stopped", STEPS, "checkpoint.everySteps=100")
-    wait_for_step(process, job_file, "stopped", 1)
-    process.send_signal(signal.SIGINT)
-    assert process.stdout is not None
-    assert any("stopping" in line for line in process.stdout)
+    run = start(job_file, "stopped", STEPS, "checkpoint.everySteps=100")
+    run.until_step(1)
+    run.process.send_signal(signal.SIGINT)
+    run.until("stopping")
     hold.unlink()
-    code, output = ended(process)
+    code, output = run.ended()
     assert code == 130
     assert "--resume" in output, "says how to go on"
     done = len(lines_of(job_file, "stopped"))
@@ -95,22 +70,21 @@ def test_kill_at_any_moment_and_a_resume_continues_from_the_last_checkpoint(
 ) -> None:
     draw = random.Random(7)
     for attempt in range(3):
-        process = start(job_file, "killed", STEPS, resume=attempt > 0, popen=warmed.Popen)
-        wait_for_step(process, job_file, "killed", attempt + 1)
+        run = start(job_file, "killed", STEPS, resume=attempt > 0, fresh=False)
+        run.until_step(attempt + 1)
         time.sleep(draw.random() * 0.3)
-        process.kill()
-        process.communicate()
+        run.process.kill()
+        run.process.communicate()
     assert train(job_file, "killed", STEPS, resume=True) == whole
     ids = [json.loads(line)["id"] for line in (job_file.parent / "killed" / "samples.jsonl").read_text().splitlines()]
     assert len(ids) == len(set(ids)) == 5 * 9
 
 
 def test_ctrl_c_before_the_first_step_is_quiet(job_file: Path) -> None:
-    process = start(job_file, "early")
-    assert process.stdout is not None
-    assert "importing torch" in process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    code, output = ended(process)
+    run = start(job_file, "early")
+    run.until("importing torch")
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.ended()
     assert code == 130
     assert "stopped" in output
     assert not (job_file.parent / "early").exists()
@@ -155,14 +129,11 @@ def test_a_signal_during_the_summary_ends_it(job_file: Path, number: signal.Sign
     folder = job_file.parent / "out"
     folder.mkdir()
     os.mkfifo(folder / ".summary.md.tmp")
-    process = start(job_file, "out", "training.steps=1", "observability.sampleTexts=1")
-    end = time.monotonic() + PATIENCE_SECONDS
-    while '"completed"' not in (folder / "manifest.json").read_text() if (folder / "manifest.json").exists() else True:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    process.send_signal(number)
-    code, output = ended(process)
+    run = start(job_file, "out", "training.steps=1", "observability.sampleTexts=1")
+    manifest = folder / "manifest.json"
+    eventually(lambda: manifest.exists() and '"completed"' in manifest.read_text(), "it is done")
+    run.process.send_signal(number)
+    code, output = run.ended()
     assert code == 130
     assert output.endswith("\nstopped\n")
     assert "Aborted" not in output
@@ -177,16 +148,8 @@ def test_a_signal_during_the_summary_ends_it(job_file: Path, number: signal.Sign
         ("    import time; time.sleep(60)", "0.2 s"),
     ],
 )
-def test_a_failing_reward_ends_the_run_with_its_name(
-    job_file: Path,
-    function: str,
-    said: str,
-) -> None:
-    (job_file.parent / "failing.py").write_text(f"def reward(completion):\n{function}\n")
-    job = yaml.safe_load(job_file.read_text())
-    source = {"type": "function", "function": "failing:reward", "timeoutSeconds": 0.2, "retries": 0}
-    job["spec"]["rewards"]["sources"] = [source]
-    job_file.write_text(yaml.safe_dump(job))
+def test_a_failing_reward_ends_the_run_with_its_name(job_file: Path, function: str, said: str) -> None:
+    with_reward(job_file, f"def reward(completion):\n{function}\n", timeoutSeconds=0.2)
     result = invoke(job_file, "failing", OFF)
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit)
@@ -200,13 +163,8 @@ def test_a_failing_reward_ends_the_run_with_its_name(
 
 
 def test_a_dropped_sample_is_counted_and_never_a_zero(job_file: Path) -> None:
-    (job_file.parent / "picky.py").write_text(
-        "def reward(prompt, completion):\n    return len(completion) if '1+' not in prompt else None\n"
-    )
-    job = yaml.safe_load(job_file.read_text())
-    source = {"type": "function", "function": "picky:reward", "retries": 0, "onError": "drop"}
-    job["spec"]["rewards"]["sources"] = [source]
-    job_file.write_text(yaml.safe_dump(job))
+    code = "def reward(prompt, completion):\n    return len(completion) if '1+' not in prompt else None\n"
+    with_reward(job_file, code, onError="drop")
     result = invoke(job_file, "picky", OFF, "dataset.shuffle=false", "training.promptsPerStep=5", "training.steps=1")
     assert result.exit_code == 0, result.output
     [line] = map(json.loads, lines_of(job_file, "picky"))
@@ -261,8 +219,7 @@ def test_a_disk_that_is_really_full_is_one_line(job_file: Path, whole: list[dict
         "    return letters(completion)\n"
     )
     options = (STEPS, "checkpoint.everySteps=100", "rewards.sources=[{type: function, function: 'rewards:full'}]")
-    process = start(job_file, "disk/out", *options)
-    code, output = ended(process)
+    code, output = start(job_file, "disk/out", *options).ended()
     assert code == 1
     [line] = [line for line in output.splitlines() if "out: failed" in line]
     assert "samples.jsonl: cannot be written: No space left on device" in line

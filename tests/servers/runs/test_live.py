@@ -386,7 +386,7 @@ def test_top_says_in_one_line_why_there_is_nothing_to_show(tmp_path: Path) -> No
     assert (code, output.count("\n")) == (1, 1)
     assert output.startswith("redis: ")
     (tmp_path / "processes" / "connections.json").write_text("{}")
-    assert top()[1].startswith("RUN: processes/connections.json is damaged")
+    assert "connections.json" in top()[1]
 
 
 def write_connections(run: Path, place: Place) -> None:

@@ -31,10 +31,9 @@ from rlhfspec.messages.records.metrics import (
     curve,
     example_step,
 )
-from rlhfspec.runs.folder.evaluating import evaluation_of
 from rlhfspec.runs.folder.run_folder import RunFolder, example_job
 from rlhfspec.runs.folder.same_job import as_content
-from rlhfspec.runs.folder.sample_lines import example_sample, sample_line
+from rlhfspec.runs.folder.sample_lines import evaluation_of, example_sample, sample_line
 
 floats = st.floats(allow_nan=False, allow_infinity=False, width=64)
 

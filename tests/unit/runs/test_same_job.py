@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
-import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec.errors import InvalidRequest
 from rlhfspec.runs.folder.run_folder import RunFolder, example_job
-from rlhfspec.runs.folder.same_job import as_begun, as_content, first_difference, with_new_fields
+from rlhfspec.runs.folder.same_job import as_content, first_difference, with_new_fields
 
 
 def test_a_run_from_before_the_engine_was_named_goes_on(tmp_path: Path) -> None:
@@ -38,29 +36,3 @@ def test_a_field_that_was_not_there_had_its_default(data: st.DataObject) -> None
 
 def test_what_this_release_cannot_read_is_compared_as_it_is() -> None:
     assert with_new_fields({"spec": {"gone": 1}}) == {"spec": {"gone": 1}}
-
-
-def test_a_run_from_before_auto_goes_on_in_the_precision_that_it_recorded(tmp_path: Path) -> None:
-    """What was not written down was float32, and so was all that it trained."""
-    job = example_job()
-    recorded = as_content(job)
-    recorded["spec"]["model"]["dtype"] = recorded["spec"]["generation"]["dtype"] = "float32"
-    recorded["spec"]["training"]["autocast"] = "off"
-    with RunFolder(tmp_path) as folder:
-        folder.begin(job, resume=False)
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(recorded))
-    with RunFolder(tmp_path) as folder:
-        begun = folder.as_begun(job)
-        assert (begun.spec.generation.dtype, begun.spec.model.dtype, begun.spec.training.autocast) == (
-            "float32", "float32", "off",
-        )  # fmt: skip
-        folder.check(begun, resume=True)
-        asked = job.spec.model_copy(update={"generation": job.spec.generation.model_copy(update={"dtype": "bfloat16"})})
-        with pytest.raises(InvalidRequest, match=r"generation\.dtype was 'float32' and is 'bfloat16' now"):
-            folder.check(folder.as_begun(job.model_copy(update={"spec": asked})), resume=True)
-
-
-def test_where_no_run_is_the_job_stays_as_it_is(tmp_path: Path) -> None:
-    job = example_job()
-    assert RunFolder(tmp_path).as_begun(job) is job
-    assert as_begun(job, {"spec": {"gone": 1}}) is job

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhfspec.telemetry.folder import append_lines
+
 LEARNT = "drafter"  # the folder; of the weights there, rlhfspec.training.checkpoint.learnt knows
 
 
@@ -29,11 +31,7 @@ class LearntLine:
 
 
 def append_learnt_line(run_folder: Path, line: LearntLine) -> None:
-    path = run_folder / LEARNT / f"{line.generator}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        behind = "\n" if file.tell() and not path.read_bytes().endswith(b"\n") else ""  # of one killed in its line
-        file.write(behind + json.dumps(asdict(line)) + "\n")
+    append_lines(run_folder / LEARNT / f"{line.generator}.jsonl", [json.dumps(asdict(line)) + "\n"])
 
 
 def learnt_lines(run_folder: Path) -> Iterator[LearntLine]:

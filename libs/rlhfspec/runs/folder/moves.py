@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec.messages.records import Moved, Plan
+from rlhfspec.telemetry.folder import append_lines
 
 MOVES_FILE = "moves.jsonl"
 _ENDS = {"num_samples", "num_generators", "latest_end", "latest_end_after"}
@@ -32,7 +33,6 @@ class MovesFile:
         self._path = run / MOVES_FILE
         self._now = now
         self._is_broken = False
-        self._begun = False
 
     def plan(self, plan: Plan) -> None:
         self._append([{"kind": "plan", "at": round(self._now(), 3), "id": plan.id, **content_of(plan)}])
@@ -44,13 +44,8 @@ class MovesFile:
     def _append(self, lines: list[dict[str, Any]]) -> None:
         if self._is_broken:
             return
-        text = "".join(json.dumps(line) + "\n" for line in lines)
         try:
-            if not self._begun:
-                text = _end_of_line(self._path) + text
-                self._begun = True
-            with self._path.open("a") as file:
-                file.write(text)
+            append_lines(self._path, [json.dumps(line) + "\n" for line in lines])
         except OSError as error:
             log.warning("moves are no longer written: %s: %s", self._path, error.strerror)
             self._is_broken = True
@@ -81,10 +76,3 @@ def read_moves(run: Path, *, offset: int = 0) -> Iterator[tuple[dict[str, Any], 
                 continue
             if isinstance(content, dict) and content.keys() >= _KEYS.get(str(content.get("kind")), {""}):
                 yield content, offset
-
-
-def _end_of_line(path: Path) -> str:
-    """Return what is missing where a killed process left a line half written."""
-    if not path.exists() or not path.stat().st_size:
-        return ""
-    return "" if path.read_bytes().endswith(b"\n") else "\n"

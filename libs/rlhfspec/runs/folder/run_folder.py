@@ -37,7 +37,7 @@ from rlhfspec.messages.records import Sample, Score
 from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.runs.folder.manifest import RunManifest, RunOutcome
-from rlhfspec.runs.folder.same_job import as_begun, as_content, as_yaml, first_difference, with_new_fields
+from rlhfspec.runs.folder.same_job import as_content, as_yaml, first_difference, with_new_fields
 from rlhfspec.runs.folder.sample_lines import sample_lines
 from rlhfspec.telemetry.folder import TRACES
 
@@ -95,10 +95,6 @@ class RunFolder:
         self._manifest_lock = self.path / ".manifest.lock"
         self._last_step = 0
         self._lock: int | None = None
-
-    def as_begun(self, job: RLHFJob) -> RLHFJob:
-        """Return the job in the precision that the run here was begun with; as it is where no run is here."""
-        return as_begun(job, self._job_content()) if self.job_file.exists() else job
 
     def check(self, job: RLHFJob, *, resume: bool) -> None:
         """Raise what `begin` would refuse, without touching the folder: before models are loaded."""

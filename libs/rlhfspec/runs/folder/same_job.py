@@ -16,7 +16,6 @@ from rlhfspec.job.file.yaml_text import parts_of
 
 MAY_DIFFER = tuple(marked(RLHFJob, Mark.RESUMABLE))
 _PLACE_IN_A_LIST = re.compile(r"\[\d+\]")
-_LEFT_OPEN = (("generation", "dtype"), ("model", "dtype"), ("training", "autocast"))
 _DECAYING_SCHEDULES = ("linear", "cosine")
 
 
@@ -37,23 +36,6 @@ def with_new_fields(before: dict[str, Any]) -> dict[str, Any]:
         return as_content(RLHFJob.model_validate(before))
     except ValidationError:
         return before
-
-
-def as_begun(job: RLHFJob, before: dict[str, Any]) -> RLHFJob:
-    """Return the job with the precision that its run was begun with, where it leaves that open.
-
-    Before `auto` there was float32 by default, and a run's job.yaml says so: the run goes on in it.
-    """
-    try:
-        begun = RLHFJob.model_validate(before).spec
-    except ValidationError:
-        return job
-    changed = {}
-    for block, name in _LEFT_OPEN:
-        now = getattr(job.spec, block)
-        if getattr(now, name) == "auto":
-            changed[block] = now.model_copy(update={name: getattr(getattr(begun, block), name)})
-    return job.model_copy(update={"spec": job.spec.model_copy(update=changed)})
 
 
 def as_yaml(job: RLHFJob) -> str:

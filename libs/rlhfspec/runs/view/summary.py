@@ -12,19 +12,22 @@ Example:
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any, TypeVar
 
 from rich.console import Console
 
+from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records.evaluations import Evaluation, best
 from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.runs.folder.manifest import RunManifest, RunOutcome
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.view.equal_rewards import equal_rewards_warning
-from rlhfspec.runs.view.plots import STAGE_COLOURS, ends, num_of_ends
+from rlhfspec.runs.view.plots import STAGE_COLOURS, ends, num_of_ends, overview
 from rlhfspec.runs.view.text import duration, estimates, number, signed, visible
 from rlhfspec.runs.view.view import print_line
 
@@ -95,6 +98,27 @@ class Summary:
                 yield f"  reward {number(response.reward)}"
                 yield from (f"    | {line}" for line in _short(f"{response.prompt}{response.text}").splitlines())
         yield ""
+
+
+def finish_folder(folder: RunFolder, job: RLHFJob, outcome: RunOutcome, reason: str, *, resume_command: str) -> Summary:
+    """Finish the folder and return its summary, with pictures only where matplotlib is installed: a trainer's image may
+    do without."""
+    folder.finish(outcome, reason)
+    steps = folder.steps()
+    if steps and find_spec("matplotlib") is not None:
+        name, evaluations = job.metadata.name, folder.evaluations()
+        overview(steps, folder.plots / "training.png", title=name, evaluations=evaluations)
+    return summarize(folder, resume_command=resume_command, num_texts=job.spec.observability.sample_texts)
+
+
+def kept_traceback(folder: RunFolder, error: BaseException) -> str:
+    """Keep the traceback in the folder, and return where it is."""
+    failure = folder.path / "failure.txt"
+    try:
+        failure.write_text("".join(traceback.format_exception(error)))
+    except OSError as full:
+        return f"{failure} cannot be written: {full.strerror}"
+    return f"the whole traceback is in {failure}"
 
 
 def summarize(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +17,6 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.runs.view.text import one_line
 from rlhfspec.runs.view.view import print_line
 
-FOLLOW_SECONDS = 0.5
 _HOW = {
     "kv": "went with its KV",
     "tokens": "went without KV, to be computed again there",
@@ -29,48 +26,33 @@ _HOW = {
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per line, as in moves.jsonl.")]
-Follow = Annotated[bool, typer.Option("--follow", help="Also print new moves as they happen, until Ctrl-C.")]
 
 
-def explain_moves(run: Run, as_json: AsJson = False, follow: Follow = False) -> None:
+def explain_moves(run: Run, as_json: AsJson = False) -> None:
     """Show which samples went on at another generator, why they did or did not, and what came of each move."""
     with exit_on_problems():
-        lines = _lines(run, follow)
+        lines = _lines(run)
     console = wide_console()
     num_moves = 0
-    with suppress(KeyboardInterrupt):
-        for line in lines:
-            num_moves += len(line.get("moves", ()))
-            if as_json:
-                typer.echo(json.dumps(line))
-            else:
-                _print(console, line)
+    for line in lines:
+        num_moves += len(line.get("moves", ()))
+        if as_json:
+            typer.echo(json.dumps(line))
+        else:
+            _print(console, line)
     if not as_json:
         print_line(console, f"{num_moves} moves were advised")
 
 
-def _lines(run: Path, follow: bool) -> Iterator[dict[str, Any]]:
-    from rlhfspec.runs.folder.moves import MOVES_FILE
+def _lines(run: Path) -> Iterator[dict[str, Any]]:
+    from rlhfspec.runs.folder.moves import MOVES_FILE, read_moves
 
     if not run.is_dir():
         raise InvalidRequest("RUN", str(run), "is no folder of a run")
-    if not (run / MOVES_FILE).exists() and not follow:
+    if not (run / MOVES_FILE).exists():
         problem = f"has no {MOVES_FILE}: nothing was planned (one generator, or rebalance.mode: off)"
         raise InvalidRequest("RUN", str(run), problem)
-    return _read(run, follow)
-
-
-def _read(run: Path, follow: bool) -> Iterator[dict[str, Any]]:
-    from rlhfspec.runs.folder.moves import read_moves
-
-    offset = 0
-    while True:
-        for line, end in read_moves(run, offset=offset):
-            offset = end
-            yield line
-        if not follow:
-            return
-        time.sleep(FOLLOW_SECONDS)
+    return (line for line, _ in read_moves(run))
 
 
 def _print(console: Console, line: dict[str, Any]) -> None:

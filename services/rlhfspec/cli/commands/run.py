@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhfspec.cli.exit_codes import FAILED, STOPPED
+from rlhfspec.cli.commands.job import Job, Set
 from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.cli.progress import StatusLine, wide_console
-from rlhfspec.cli.signals import leave_at_once, on_signals
+from rlhfspec.cli.signals import FAILED, STOPPED, leave_at_once, on_signals
 from rlhfspec.common.ranks import rank_told
 from rlhfspec.errors import DataExhausted, InvalidRequest, RLHFSpecError, StorageError
 from rlhfspec.job.file import read_job
@@ -30,11 +30,6 @@ if TYPE_CHECKING:
     from rlhfspec.runs.folder.manifest import RunOutcome
     from rlhfspec.supervisor.job_run import JobRun
 
-Job = Annotated[Path, typer.Argument(metavar="JOB", help="Job file (rlhfspec init writes one).", show_default=False)]
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Override a field of spec, such as training.steps=3. Repeatable."),
-]
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Run folder.  [default: out/NAME-OF-THE-JOB]")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in the run folder.")]
 Processes = Annotated[
@@ -64,7 +59,6 @@ def run(
             problem = "starts the trainer's ranks itself (roles.trainer.ranksPerNode): not with torchrun"
             raise InvalidRequest("--processes", f"WORLD_SIZE={told.num_ranks}", problem)
         folder = out or Path("out") / checked.metadata.name
-        checked = _as_begun(checked, folder)
         if told.rank > 0:
             return _follow(checked)
         aside = left_aside(checked)
@@ -160,13 +154,6 @@ def _leave_before_it_began(run: JobRun) -> None:
     leave_at_once("stopped")
 
 
-def _as_begun(job: RLHFJob, folder: Path) -> RLHFJob:
-    """A run goes on in the precision that it was begun with."""
-    from rlhfspec.runs.folder.run_folder import RunFolder
-
-    return RunFolder(folder).as_begun(job)
-
-
 def _follow(job: RLHFJob) -> None:
     """Ranks other than 0 train along until rank 0 says stop."""
     from rlhfspec.prepare.tiny_paths import with_tiny_paths
@@ -182,7 +169,7 @@ def _outcome_of(run: JobRun) -> tuple[RunOutcome, str]:
     except DataExhausted as ended:
         return "completed", str(ended)
     except (RLHFSpecError, OSError) as error:
-        from rlhfspec.runs.view.ending import kept_traceback
+        from rlhfspec.runs.view.summary import kept_traceback
 
         return "failed", f"{error}; {kept_traceback(run.folder, error)}"
     return ("stopped", "Ctrl-C") if run.is_unfinished else ("completed", "")

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhfspec.cli.exit_codes import FAILED
 from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.cli.progress import StatusLine
+from rlhfspec.cli.signals import FAILED
 from rlhfspec.errors import InvalidRequest, nearest
 
 if TYPE_CHECKING:
