@@ -14,8 +14,8 @@ from rlhfspec.runs.folder.run_folder import example_job
 from rlhfspec.runs.folder.same_job import as_content
 from rlhfspec.runs.folder.sample_lines import example_sample
 from rlhfspec.runs.view.panel import panel
+from rlhfspec.runs.view.roster import ProcessState
 from rlhfspec.runs.view.view import View
-from rlhfspec.stage.vitals import WorkerState
 
 
 class Hand:
@@ -45,10 +45,11 @@ def a_view(console: Console, *, view: str = "auto", steps: int = 60) -> tuple[Vi
     return View(RLHFJob.model_validate(content), console, now=hand), hand
 
 
-def state(stage: str, doing: str, what: str, *, worker: int = 0, busy: float = 0.0) -> WorkerState:
-    return WorkerState(
-        stage=stage, worker=worker, doing=doing, what=what, since_seconds=1.5, overdue_seconds=-1.0, busy_seconds=busy,  # type: ignore[arg-type]
+def process(stage: str, worker: int, doing: str, what: str, **fields: object) -> ProcessState:
+    state = ProcessState(
+        stage=stage, worker=worker, pid=41000, doing=doing, what=what, since_seconds=3.0, busy_seconds=0.0  # type: ignore[arg-type]
     )  # fmt: skip
+    return replace(state, **fields)  # type: ignore[arg-type]
 
 
 def load(generator: str = "g0", speed: float = 1834.2, strategy: str = "suffix 1x4") -> Load:
@@ -70,7 +71,9 @@ def a_full_view(console: Console, *, texts: str = "12+34\n=46", strategy: str = 
     for step in range(1, 13):
         hand.seconds += 4.2
         view.step(replace(example_step(step=step, reward=step / 20), value_loss=0.5))
-        view.progress.vitals([state(name, "working", f"{texts} of {name}", busy=step * 2.0) for name in stages])
+        view.progress.take_workers(
+            [process(name, 0, "working", f"{texts} of {name}", pid=None, busy_seconds=step * 2.0) for name in stages]
+        )
     tell(view, load(strategy=strategy))
     view.progress.sample(replace(example_sample(step=13, text=texts * 9), prompt_text=texts))
     return view

@@ -29,7 +29,6 @@ from faults import processes
 from faults.harness import LOOK_SECONDS, Disturbed, FaultyRun
 from faults.schedule import SUPERVISOR
 from faults.trial import OVERRIDES, WORKERS, again, check, written
-
 from rlhfspec.cli.signals import FAILED, STOPPED
 
 Moment = Literal["start", "step", "checkpoint", "evaluation", "last step", "end", "Ctrl-C"]

@@ -338,7 +338,6 @@ async def test_who_answers_in_its_place_without_tls_hears_no_credentials(tmp_pat
         await transport.close()
 
 
-
 # --- chaos --------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import re
 import sys
@@ -15,21 +14,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
-from views import Hand, a_full_view, a_view, load, picture, state, tell, terminal, written
+from views import Hand, a_full_view, a_view, load, picture, process, tell, terminal, written
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.records import Load, Sample, Score
 from rlhfspec.messages.records.evaluations import example_evaluation
 from rlhfspec.messages.records.metrics import StepMetrics, example_step
-from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.runs.folder.run_folder import RunFolder, example_job
 from rlhfspec.runs.folder.sample_lines import example_sample
 from rlhfspec.runs.view.progress import RunProgress
-from rlhfspec.runs.view.roster import ProcessState
 from rlhfspec.runs.view.summary import summarize
 from rlhfspec.runs.view.text import histogram, sparkline, visible
-from rlhfspec.runs.view.view import View, print_line, step_line
-from rlhfspec.stage.vitals import Vitals
+from rlhfspec.runs.view.view import print_line, step_line
 from rlhfspec.training.checkpoint import CheckpointStore
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \x00 \x08\x08 \r \u202e \u2028 \u2029 [red]not markup[/red] :smile: \ud800"
@@ -48,17 +44,10 @@ def test_the_picture_says_everything() -> None:
     assert histogram(example_step().response_length.histogram) in text
 
 
-def process(stage: str, worker: int, doing: str, what: str, **fields: object) -> ProcessState:
-    state = ProcessState(
-        stage=stage, worker=worker, pid=41000, doing=doing, what=what, since_seconds=3.0, busy_seconds=0.0  # type: ignore[arg-type]
-    )  # fmt: skip
-    return replace(state, **fields)  # type: ignore[arg-type]
-
-
 def test_the_picture_of_a_run_with_processes_names_each_and_whom_it_waits_for() -> None:
     console = terminal(width=110, height=40)
     view = a_full_view(console)
-    view.progress.processes(
+    view.progress.take_workers(
         [
             process("generator", 0, "restarting", "killed by SIGKILL", pid=None, num_restarts=2),
             process(
@@ -74,13 +63,14 @@ def test_the_picture_of_a_run_with_processes_names_each_and_whom_it_waits_for() 
         "40+3 at 900 tok/s  12 samples", "waits for generator 1, 2: finished samples", "held  stopped from outside",
     ):  # fmt: skip
         assert said in text, said
-    assert "of reference" not in text, "the stages of one process are not there"
 
 
 def test_of_many_processes_those_that_have_something_to_tell_are_shown() -> None:
     console = terminal()
     view = a_full_view(console)
-    view.progress.processes([process("generator", n, "held" if n == 37 else "waiting", "prompts") for n in range(40)])
+    view.progress.take_workers(
+        [process("generator", n, "held" if n == 37 else "waiting", "prompts") for n in range(40)]
+    )
     lines = picture(view, console)
     assert len(lines) <= 24
     assert any("generator 37" in line for line in lines)
@@ -318,41 +308,14 @@ def test_history_goes_on() -> None:
 
 
 def test_utilisation_is_of_the_last_seconds() -> None:
-    """From real vitals: a stage idle for long that now works is busy, not half busy."""
-    clock = FakeClock()
-    vitals = Vitals(clock)
-    view = View(example_job(), terminal(), now=clock.now)
-    worker = vitals.worker("reward", 0)
-
-    async def pass_seconds(num_seconds: int) -> None:
-        for _ in range(num_seconds):
-            await clock.advance(1.0)
-            view.progress.vitals(vitals.snapshot())
-
-    asyncio.run(pass_seconds(100))
-    assert view.progress.stages[0].utilisation == 0.0
-    with worker.working("reward of sums/1/0/0", deadline_seconds=60.0):
-        asyncio.run(pass_seconds(10))
-    (stage,) = view.progress.stages
-    assert stage.working
-    assert stage.utilisation == pytest.approx(1.0)
-    assert stage.what == "reward of sums/1/0/0"
-
-
-def test_a_stage_tells_of_the_worker_that_works() -> None:
+    """A worker that was idle for long and now works is busy, not half busy."""
     view, hand = a_view(terminal())
-    hand.seconds += 10.0
-    view.progress.vitals(
-        [
-            state("reward", "waiting", "samples"),
-            state("reward", "working", "sums/1/0/0", worker=1, busy=5.0),
-            state("trainer", "stopped", "finished"),
-        ]
-    )
-    reward, trainer = view.progress.stages
-    assert (reward.num_workers, reward.working, reward.what) == (2, True, "sums/1/0/0")
-    assert reward.utilisation == pytest.approx(0.25)
-    assert (trainer.working, trainer.what) == (False, "stopped: finished")
+    for busy in [0.0] * 100 + [float(second) for second in range(1, 11)]:
+        hand.seconds += 1.0
+        view.progress.take_workers([process("reward", 0, "working", "reward of sums/1/0/0", busy_seconds=busy)])
+        if not busy:
+            assert [share for _, share in view.progress.workers] == [0.0]
+    assert [share for _, share in view.progress.workers] == [pytest.approx(1.0)]
 
 
 @given(st.lists(st.floats(-1e9, 1e9), max_size=200), st.integers(1, 60))
@@ -366,7 +329,7 @@ def test_a_sparkline_is_never_wider_than_its_place(values: list[float], width: i
 def test_what_is_reported_costs_the_same_however_much_there_was() -> None:
     """Of a run's own time: the calls of one more sample do not grow with the samples, loads and snapshots before it."""
     view, _ = a_view(terminal())
-    snapshot = [state(name, "working", "x") for name in ("prompts", "generator", "reward", "trainer")]
+    snapshot = [process(name, 0, "working", "x") for name in ("prompts", "generator", "reward", "trainer")]
     samples = [example_sample(step=1, prompt=prompt) for prompt in range(2000)]
 
     def num_calls(sample: Sample) -> int:
@@ -375,7 +338,7 @@ def test_what_is_reported_costs_the_same_however_much_there_was() -> None:
         try:
             view.progress.sample(sample)
             tell(view, load())
-            view.progress.vitals(snapshot)
+            view.progress.take_workers(snapshot)
         finally:
             sys.setprofile(None)
         return len(calls)

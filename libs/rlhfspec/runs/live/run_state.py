@@ -97,7 +97,8 @@ class RunWorker:
             return self.process.phase
         if self.is_held:
             return "held"
-        return "starting" if self.info is None else "running"
+        is_running = self.info is not None or (self.process is None and self.state is not None)
+        return "running" if is_running else "starting"
 
     @property
     def pid(self) -> int | None:

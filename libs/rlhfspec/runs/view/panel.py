@@ -14,13 +14,13 @@ from rlhfspec.messages.records import Load, Sample
 from rlhfspec.messages.records.evaluations import Evaluation, best
 from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.runs.view.equal_rewards import equal_rewards_warning
-from rlhfspec.runs.view.progress import RunProgress, StageState
+from rlhfspec.runs.view.progress import RunProgress
 from rlhfspec.runs.view.roster import ProcessState
 from rlhfspec.runs.view.text import bar, duration, estimates, histogram, number, one_line, signed, sparkline, visible
 
 WIDEST = 110
 _LABEL_WIDTH = 10
-_BAR_WIDTH, _PROCESS_BAR_WIDTH = 10, 5
+_BAR_WIDTH = 5
 _DULL = ("starting", "working", "waiting", "left")  # what a process does that may be left out, the last first
 _MOST_LINES_OF_TEXT = 6
 _FEWEST_PROCESSES, _LINES_BELOW = 8, 9  # of more there is no room for, those that have nothing to tell are left out
@@ -35,8 +35,6 @@ def panel(progress: RunProgress, size: ConsoleDimensions, on_interrupt: str) -> 
     rule = Text("─" * inner, "dim")
     if progress.workers:
         rows += [rule, *_processes(progress, max(_FEWEST_PROCESSES, size.height - len(rows) - _LINES_BELOW))]
-    elif progress.stages:
-        rows += [rule, *(_stage(state) for state in progress.stages)]
     if progress.last_sample is not None:
         num_lines = max(1, min(_MOST_LINES_OF_TEXT, size.height - len(rows) - _LINES_AROUND))
         rows += [rule, *_sample(progress.last_sample, inner, num_lines)]
@@ -188,34 +186,25 @@ def _agreement(last: StepMetrics) -> Text:
     return text.append(", mean ", "dim").append(number(last.log_prob_difference.mean))
 
 
-def _stage(state: StageState) -> Text:
-    said = state.what + (f" ({state.num_workers} workers)" if state.num_workers > 1 else "")
-    bold = "bold" if state.working else "dim"
-    row = Text(no_wrap=True, overflow="ellipsis")
-    row.append(f"{state.stage:<{_LABEL_WIDTH}}", bold)
-    row.append(bar(state.utilisation, _BAR_WIDTH), "green" if state.working else "dim")
-    row.append(f"{state.utilisation:>5.0%}{duration(state.since_seconds):>7}  ")
-    return row.append(one_line(said), "" if state.working else "dim")
-
-
 def _processes(progress: RunProgress, most: int) -> Iterator[Text]:
     shown = list(progress.workers)
     if len(shown) > most:
         telling = sorted(shown, key=lambda entry: _DULL.index(entry[0].doing) if entry[0].doing in _DULL else -1)
         shown = [entry for entry in shown if entry in telling[: most - 1]]
+    pid_width = 8 if any(state.pid for state, _ in shown) else 0
     for state, utilisation in shown:
-        yield _process(state, utilisation)
+        yield _process(state, utilisation, pid_width)
     if more := len(progress.workers) - len(shown):
         yield Text(f"and {more} more, which work or wait (rlhfspec top)", "dim")
 
 
-def _process(state: ProcessState, utilisation: float) -> Text:
-    """Return a line of a process: which, how busy, since when, what; what it waits for; of a generator its load."""
+def _process(state: ProcessState, utilisation: float, pid_width: int) -> Text:
+    """Return a line of a worker: which, how busy, since when, what; what it waits for; of a generator its load."""
     working, hand = state.doing == "working", "+" if state.by_hand else ""
     row = Text(no_wrap=True, overflow="ellipsis")
     row.append(f"{state.name + hand:<{_LABEL_WIDTH + 2}}", "bold" if working else "dim")
-    row.append(f"{state.pid or '':>7} ", "dim")
-    row.append(bar(utilisation, _PROCESS_BAR_WIDTH), "green" if working else "dim")
+    row.append(f"{f'{state.pid} ' if state.pid else '':>{pid_width}}", "dim")
+    row.append(bar(utilisation, _BAR_WIDTH), "green" if working else "dim")
     row.append(f"{utilisation:>5.0%}{duration(state.since_seconds):>6}  ")
     if state.num_restarts:
         row.append(f"restarted {state.num_restarts}x  ", "yellow")

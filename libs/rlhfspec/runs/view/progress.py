@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import Load, Moved, MoveOutcome, Plan, Sample
@@ -15,22 +14,9 @@ from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.runs.live.run_state import RunState
 from rlhfspec.runs.view.roster import ProcessState, process_states
-from rlhfspec.stage.vitals import WorkerState
 
 _STEPS_OF_ETA = 8
 _WINDOW_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageState:
-    """Hold the workers of one stage together."""
-
-    stage: str
-    num_workers: int
-    utilisation: float  # share of the last seconds that its workers worked
-    working: bool
-    what: str
-    since_seconds: float
 
 
 class RunProgress:
@@ -43,8 +29,7 @@ class RunProgress:
         self.steps: tuple[StepMetrics, ...] = ()
         self.evaluations: tuple[Evaluation, ...] = ()
         self.loads: tuple[Load, ...] = ()
-        self.stages: tuple[StageState, ...] = ()
-        self.workers: tuple[tuple[ProcessState, float], ...] = ()  # with each its utilisation: of a run with processes
+        self.workers: tuple[tuple[ProcessState, float], ...] = ()  # with each its utilisation
         self.last_sample: Sample | None = None
         self.moves: Counter[MoveOutcome] = Counter()  # that have ended, by how
         self._learnt = (-1, 0)  # the newest version that a drafter was seen to have learnt, and the policy's then
@@ -75,13 +60,9 @@ class RunProgress:
         self.last_sample = sample
 
     def known(self, run: RunState, now: float) -> None:
-        """Take what is known of the workers: by process where they have processes, else by stage. `now`: by the clock
-        of the run's state."""
+        """Take what is known of the workers. `now`: by the clock of the run's state."""
         self.take_loads([worker.load for worker in run.generators if worker.load is not None])
-        if any(worker.process is not None for worker in run.workers.values()):
-            self.processes(process_states(run, now))
-        else:
-            self.vitals(run.states)
+        self.take_workers(process_states(run, now))
 
     def take_loads(self, loads: Sequence[Load]) -> None:
         self.loads = tuple(loads)
@@ -101,12 +82,7 @@ class RunProgress:
         reasons = [move.reason for move in plan.moves] or plan.why_not
         self.why_moved = reasons[0] if reasons else self.why_moved
 
-    def vitals(self, states: Sequence[WorkerState]) -> None:
-        shares = self._shares({(state.stage, state.worker): state.busy_seconds for state in states})
-        self.stages = tuple(_stage(name, states, shares) for name in dict.fromkeys(state.stage for state in states))
-
-    def processes(self, states: Sequence[ProcessState]) -> None:
-        """Take the state of every worker's process."""
+    def take_workers(self, states: Sequence[ProcessState]) -> None:
         shares = self._shares({(state.stage, state.worker): state.busy_seconds for state in states})
         self.workers = tuple((state, shares[state.stage, state.worker]) for state in states)
 
@@ -145,18 +121,3 @@ class RunProgress:
         mean = sum(recent) / len(recent)
         remaining = (self.num_steps - self.num_steps_done) * mean
         return max(0.0, remaining - min(mean, self._now() - self._step_began))
-
-
-def _stage(name: str, states: Sequence[WorkerState], shares: Mapping[tuple[str, int], float]) -> StageState:
-    """Return what the stage's longest-working worker does or, if none works, what its workers have waited for
-    longest."""
-    workers = [state for state in states if state.stage == name]
-    told = max(workers, key=lambda state: (state.doing == "working", state.doing == "waiting", state.since_seconds))
-    return StageState(
-        stage=name,
-        num_workers=len(workers),
-        utilisation=sum(shares[state.stage, state.worker] for state in workers) / len(workers),
-        working=told.doing == "working",
-        what=told.what if told.doing == "working" else f"{told.doing}: {told.what}",
-        since_seconds=told.since_seconds,
-    )

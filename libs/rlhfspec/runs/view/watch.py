@@ -11,6 +11,7 @@ from rlhfspec.runs.view.view import View
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.bus import Inbox, StageBus
 from rlhfspec.stage.pace import Pace
+from rlhfspec.stage.supervisor import STAGE_NAMES
 from rlhfspec.stage.vitals import Vitals
 
 _LOOK_SECONDS, IDLE_LOOK_SECONDS = 0.1, 1.0
@@ -70,7 +71,8 @@ class WatchService(Service):
         progress = self._view.progress
         match record:
             case Heartbeat():
-                self._known.tell(record)
+                if record.stage in STAGE_NAMES:
+                    self._known.tell(record)
                 return False
             case Load():
                 self._known.tell(record)
