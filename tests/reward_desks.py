@@ -65,11 +65,12 @@ class Desk:
         return run(self.sources({"function": "rewards:reward", **source}), samples)
 
 
-def run(sources: RewardSources, samples: Sample | list[Sample] | None = None) -> list[Score]:
+def run(sources: RewardSources, samples: Sample | list[Sample] | None = None, **options: Any) -> list[Score]:
     async def go() -> list[Score]:
+        given = [samples or sample()] if not isinstance(samples, list) else samples
         try:
             await sources.start()
-            return await sources.score_many([samples or sample()] if not isinstance(samples, list) else samples)
+            return await sources.score_many(given, **options)
         finally:
             await sources.close()
 

@@ -146,7 +146,7 @@ class FakeSources:
     async def close(self) -> None:
         pass
 
-    async def score_many(self, samples: Sequence[Sample], during: Any = None) -> list[Score]:
+    async def score_many(self, samples: Sequence[Sample], *_: Any) -> list[Score]:
         self.calls.append([sample.id for sample in samples])
         await asyncio.sleep(0)
         return [reward_of(sample.id, self._rewards.get(sample.id, float(len(sample.text)))) for sample in samples]

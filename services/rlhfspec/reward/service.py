@@ -26,7 +26,6 @@ class RewardService(Service):
         super().__init__("reward", worker, vitals)
         self._bus = bus
         self.sources = sources
-        sources.told = self.vitals.in_trouble
         self._deadline = job.spec.roles.reward.deadline_seconds
         evaluation = job.spec.evaluation
         self._group_sizes: dict[Purpose, int] = {
@@ -96,7 +95,7 @@ class RewardService(Service):
         samples = [self._held[name].record for name in ids]
         async with self._slots:
             with self.vitals.working(f"scoring {samples[0].id}", deadline_seconds=self._deadline) as worked:
-                scores = await self.sources.score_many(samples, worked.at)
+                scores = await self.sources.score_many(samples, worked.at, self.vitals.in_trouble)
         seconds = self._seconds_since_told() / len(scores)
         for score in scores:
             await self._bus.publish(replace(score, seconds=seconds))

@@ -230,10 +230,9 @@ def reward(completion):
     desk.write("def good(completion): return 0.0", "fine")
     sources = desk.sources({"function": "rewards:reward", "retries": 9}, {"function": "fine:good"})
     told: list[str] = []
-    sources.told = told.append
     with pytest.raises(RewardError):  # the third call returns nothing
-        run(sources)
-    run(sources)
+        run(sources, in_trouble=told.append)
+    run(sources, in_trouble=told.append)
     failed, returned = "it raised OSError: busy", "what it returned is None, not a number"
     assert told == [f"reward 'reward': {failed}", f"reward 'reward': {returned}", ""]
 
@@ -328,8 +327,6 @@ def test_names(desk: Desk) -> None:
     http = {"type": "http", "url": "https://me:secret@judge.example:8443/v1/score?key=secret"}
     sources = desk.sources({"function": "rewards:reward"}, {"function": "rewards:reward"}, http)
     assert sources.names == ["reward", "reward-2", "judge.example/v1/score"]
-    with pytest.raises(InvalidRequest, match=r"spec.rewards.sources\[0\].name: is given twice"):
-        desk.sources({"function": "rewards:reward", "name": "a"}, {**http, "name": "a"})
 
 
 # Arrival

@@ -223,7 +223,7 @@ async def test_weights_that_cannot_be_had_yet_are_asked_for_again(
 
 
 class NeverDone(FakeSources):
-    async def score_many(self, samples: Any, during: Any = None) -> list[Score]:
+    async def score_many(self, samples: Any, *_: Any) -> list[Score]:
         await asyncio.Event().wait()
         raise AssertionError
 

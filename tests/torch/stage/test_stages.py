@@ -240,7 +240,7 @@ class SlowSources(FakeSources):
         super().__init__()
         self.go_on = asyncio.Event()
 
-    async def score_many(self, samples: Any, during: Any = None) -> list[Score]:
+    async def score_many(self, samples: Any, *_: Any) -> list[Score]:
         await self.go_on.wait()
         return await super().score_many(samples)
 
@@ -417,7 +417,7 @@ def test_two_hundred_steps_leave_nothing_behind(staleness: int) -> None:
 
 def test_a_reward_that_fails_ends_the_loop_with_its_name() -> None:
     class Failing(FakeSources):
-        async def score_many(self, samples: Any, during: Any = None) -> list[Score]:
+        async def score_many(self, samples: Any, *_: Any) -> list[Score]:
             raise ValueError(json.dumps({"no": "digits"}))
 
     async def main() -> None:

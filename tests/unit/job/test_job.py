@@ -12,15 +12,19 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from small_job import a_job
 
 from rlhfspec.errors import InvalidRequest, JobError
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.algorithms import ALGORITHMS
 from rlhfspec.job.file import read_job, resolve
+from rlhfspec.job.file.files import check_files
 from rlhfspec.job.file.memory import check_memory, free_bytes
+from rlhfspec.job.file.paths import input_paths, with_resolved_paths
 from rlhfspec.job.file.remarks import remarks
 from rlhfspec.job.file.schema import json_schema, structural_schema
 from rlhfspec.job.file.yaml_text import parse
+from rlhfspec.prepare.hub import with_hub_models
 
 JOB = """apiVersion: rlhfspec.io/v1alpha1
 kind: RLHFJob
@@ -246,3 +250,16 @@ def test_the_job_is_frozen(file: Path) -> None:
     job: RLHFJob = read_job(file)
     with pytest.raises(ValueError, match="frozen"):
         job.spec.training.steps = 3  # type: ignore[misc]
+
+
+def test_a_drafter_called_auto_is_looked_for_nowhere(tmp_path: Path) -> None:
+    """Neither beside the job nor at the hub: it is made of the policy."""
+    (tmp_path / "auto").mkdir()  # a folder of that name is another thing: it is written ./auto
+    job = a_job()
+    model = job.spec.model.model_copy(update={"path": str(tmp_path / "auto"), "drafter": "auto"})
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"model": model})})
+    for prepared in (with_resolved_paths(job, tmp_path), with_hub_models(job, print)):
+        assert prepared.spec.model.drafter == "auto"
+    assert not [each for each in check_files(job, tmp_path) if each.field == "spec.model.drafter"]
+    named = {"model": {"path": "./policy", "drafter": "auto"}}
+    assert input_paths(named, tmp_path) == ["policy"]

@@ -15,7 +15,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,18 @@ Found = tuple[int, Mapping[str, Any] | ValueError]  # a row's line, and the row 
 
 
 def read_text_rows(path: Path) -> tuple[list[Mapping[str, Any]], list[int]]:
-    """All rows and their lines (none where lines mean nothing). Every malformed row is named."""
+    """Return all rows and their lines (none where lines mean nothing). Every malformed row is named."""
     data = _bytes(path)
     suffix = Path(path.name.removesuffix(".gz")).suffix
-    unit, found = "line", _json_lines
-    if suffix == ".csv":
-        found = _csv_rows
-    elif suffix == ".json" and data.lstrip()[:1] == b"[":
-        unit, found = "row", _json_list
+    unit = "row" if suffix == ".json" and data.lstrip()[:1] == b"[" else "line"
     try:
-        rows = list(found(data))
+        if suffix == ".csv":
+            rows = list(_csv_rows(data))
+        elif unit == "row":
+            rows = [(number, _tried(_object, value)) for number, value in enumerate(_json(data), start=1)]
+        else:
+            lines = enumerate(data.split(b"\n"), start=1)
+            rows = [(number, _tried(lambda line: _object(_json(line)), line)) for number, line in lines if line.strip()]
     except ValueError as error:  # of the whole file
         raise unreadable(path, str(error)) from error
     problems = [
@@ -46,29 +48,19 @@ def read_text_rows(path: Path) -> tuple[list[Mapping[str, Any]], list[int]]:
     ]
     if problems:
         raise JobError(str(path), at_most(problems))
-    lines = [number for number, _ in rows] if unit == "line" else []
-    return [row for _, row in rows if not isinstance(row, ValueError)], lines
+    numbers = [number for number, _ in rows] if unit == "line" else []
+    return [row for _, row in rows if not isinstance(row, ValueError)], numbers
 
 
-def _json_lines(data: bytes) -> Iterator[Found]:
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if line.strip():
-            try:
-                yield number, _object(_json(line))
-            except ValueError as error:
-                yield number, error
-
-
-def _json_list(data: bytes) -> Iterator[Found]:
-    for number, value in enumerate(_json(data), start=1):
-        try:
-            yield number, _object(value)
-        except ValueError as error:
-            yield number, error
+def _tried(read: Callable[[Any], Mapping[str, Any]], value: Any) -> Mapping[str, Any] | ValueError:
+    try:
+        return read(value)
+    except ValueError as error:
+        return error
 
 
 def _json(data: bytes) -> Any:
-    """The value, or a ValueError that says what the text is instead."""
+    """Return the value of a JSON text. Raise ValueError that says what the text is instead."""
     try:
         return json.loads(data.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -91,7 +83,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _csv_rows(data: bytes) -> Iterator[Found]:
-    """Every value is text. The line is the row's last, where a quoted text has several."""
+    """Yield rows whose values are all text. The line of a row is its last, where a quoted text has several."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -123,7 +115,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def at_most(problems: list[Problem]) -> list[Problem]:
-    """The first few; the last line counts the rest."""
+    """Return the first problems, and one that counts the rest."""
     rest = len(problems) - MOST_PROBLEMS
     if rest <= 0:
         return problems

@@ -32,25 +32,22 @@ class Limits:
 class Attempts:
     """Calls a source until it answers or its retries are used up."""
 
-    def __init__(
-        self, name: str, source: Rewarder, limits: Limits, sleep: Sleep, told: Told = lambda name, problem: None
-    ) -> None:
+    def __init__(self, name: str, source: Rewarder, limits: Limits, sleep: Sleep) -> None:
         self.name = name
         self.source = source
         self._limits = limits
         self._sleep = sleep
-        self._told = told
         self._slots = asyncio.Semaphore(limits.concurrency)
 
-    async def rewards(self, samples: Sequence[Sample], during: During) -> list[Reward] | CallFailed:
+    async def rewards(self, samples: Sequence[Sample], during: During, told: Told) -> list[Reward] | CallFailed:
         """Failure is a value here: what it means for the job is decided once every source has spoken."""
         attempt = 1
         while True:
             result = await self._call(samples, during)
             if not isinstance(result, CallFailed):
-                self._told(self.name, "")
+                told(self.name, "")
                 return result
-            self._told(self.name, result.problem)
+            told(self.name, result.problem)
             too_long = result.wait_seconds > MAX_RETRY_AFTER_SECONDS
             if not result.temporary or attempt > self._limits.retries or too_long:
                 return _given_up(result, attempt)

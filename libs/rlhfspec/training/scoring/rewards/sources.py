@@ -11,11 +11,11 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 from urllib.parse import urlsplit
 
-from rlhfspec.errors import InvalidRequest, RewardError
+from rlhfspec.errors import RewardError
 from rlhfspec.job.file.secrets import request_of
 from rlhfspec.job.rewards import FunctionSource, HttpSource, ModelSource, Rewards
 from rlhfspec.messages.records import Sample, Score
-from rlhfspec.training.scoring.rewards.attempts import Attempts, During, Limits, Sleep
+from rlhfspec.training.scoring.rewards.attempts import Attempts, During, Limits, Sleep, Told
 from rlhfspec.training.scoring.rewards.base import CallFailed, Reward, Rewarder, combine
 from rlhfspec.training.scoring.rewards.function import FunctionRewards
 from rlhfspec.training.scoring.rewards.imports import load_function
@@ -63,14 +63,12 @@ class RewardSources:
         self._how = rewards.combine
         self._told_step = 0  # the last step of which a dropped sample was told
         self._failing: dict[str, str] = {}  # by source: what is wrong with its last call
-        self.told: Callable[[str], None] = lambda trouble: None  # what fails; empty: all answer again
         self._weights = [source.weight for source in rewards.sources]
         self._drops = [source.on_error == "drop" for source in rewards.sources]
         limits = [_limits(source, device) for source in rewards.sources]
         self.concurrency = max(each.concurrency for each in limits)
         self._attempts = [
-            Attempts(name, source, limit, sleep, self._call_ended)
-            for name, source, limit in zip(self.names, made, limits, strict=True)
+            Attempts(name, source, limit, sleep) for name, source, limit in zip(self.names, made, limits, strict=True)
         ]
 
     @property
@@ -91,18 +89,29 @@ class RewardSources:
     async def close(self) -> None:
         await asyncio.gather(*(attempts.source.close() for attempts in self._attempts))
 
-    async def score_many(self, samples: Sequence[Sample], during: During = lambda what: nullcontext()) -> list[Score]:
+    async def score_many(
+        self,
+        samples: Sequence[Sample],
+        during: During = lambda what: nullcontext(),
+        in_trouble: Callable[[str], None] = lambda what: None,
+    ) -> list[Score]:
         """All samples of one prompt (any order), or samples of any prompts when `grouping` is "sample". In id order.
 
         Samples that were not generated are not scored: their scores carry the generator's error. `during`: is around
-        every call of a source, told which sample (of a group, the first) and which source.
+        every call of a source, told which sample (of a group, the first) and which source. `in_trouble`: called with
+        what fails whenever that changes, at the first failed call; empty: all answer again.
         """
         ordered = sorted(samples, key=lambda sample: sample.sort_key)
         assert self.grouping == "sample" or len({sample.group_id for sample in ordered}) <= 1, "one group at a time"
         usable = [sample for sample in ordered if sample.finish_reason != "error"]
         if not usable:
             return [_not_generated(sample) for sample in ordered]
-        by_source = await asyncio.gather(*(_from(attempts, usable, during) for attempts in self._attempts))
+
+        def told(name: str, problem: str) -> None:
+            if self._has_changed(name, problem):
+                in_trouble("; ".join(f"reward {name!r}: {problem}" for name, problem in self._failing.items()))
+
+        by_source = await asyncio.gather(*(_from(attempts, usable, during, told) for attempts in self._attempts))
         scores = {
             sample.id: self._combined(sample, results)
             for sample, results in zip(usable, zip(*by_source, strict=True), strict=True)
@@ -124,15 +133,13 @@ class RewardSources:
             raise RewardError(", ".join(self.names), sample.id, f"their {self._how} is {total}: {dict(components)}")
         return _score(sample, values=(total,), components=tuple(components))
 
-    def _call_ended(self, name: str, problem: str) -> None:
-        """A source that fails is told of at its first failed call, not only when its retries are used up."""
-        before = dict(self._failing)
+    def _has_changed(self, name: str, problem: str) -> bool:
+        before = self._failing.get(name, "")
         if problem:
             self._failing[name] = problem
         else:
             self._failing.pop(name, None)
-        if self._failing != before:
-            self.told("; ".join(f"reward {name!r}: {problem}" for name, problem in self._failing.items()))
+        return problem != before
 
     def _tell(self, sample: Sample, error: str) -> None:
         """Only the first of a step: a source that is down fails for all of them."""
@@ -141,10 +148,10 @@ class RewardSources:
             log.warning("sample %s is left out: %s (num_dropped counts others of the step)", sample.id, error)
 
 
-async def _from(attempts: Attempts, samples: Sequence[Sample], during: During) -> list[Reward]:
+async def _from(attempts: Attempts, samples: Sequence[Sample], during: During, told: Told) -> list[Reward]:
     """One result a sample. What fails for a group fails for each of its samples."""
     groups = [list(samples)] if attempts.source.grouped else [[sample] for sample in samples]
-    results = await asyncio.gather(*(attempts.rewards(group, during) for group in groups))
+    results = await asyncio.gather(*(attempts.rewards(group, during, told) for group in groups))
     flat: list[Reward] = []
     for group, result in zip(groups, results, strict=True):
         flat += [result] * len(group) if isinstance(result, CallFailed) else result
@@ -224,11 +231,8 @@ def check_functions(rewards: Rewards, base_folder: Path, columns: Mapping[str, s
 
 
 def _names(sources: Sequence[AnySource]) -> list[str]:
-    """Given or derived; a derived name that is taken gets a number."""
+    """Return names: given, which the job's rules hold apart, or derived, with a number where one is taken."""
     given = [source.name for source in sources if source.name is not None]
-    for index, source in enumerate(sources):
-        if source.name is not None and given.count(source.name) > 1:
-            raise InvalidRequest(f"spec.rewards.sources[{index}].name", source.name, "is given twice")
     names: list[str] = []
     for source in sources:
         name = source.name or _free(_derived(source), {*given, *names})
