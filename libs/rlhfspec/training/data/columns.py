@@ -27,7 +27,7 @@ PROMPT, MESSAGES = "prompt", "messages"  # under these names every function find
 
 
 def columns_of(row: Mapping[str, Any], dataset: Dataset) -> dict[str, Any]:
-    """All columns; but `prompt` for the text that is already there, and chat messages under `messages` too."""
+    """Return all columns: without the text that is the prompt already, and with chat messages under `messages` too."""
     columns = {}
     for name, value in row.items():
         if name == PROMPT == dataset.prompt_column:
@@ -45,7 +45,7 @@ def columns_json(row: Mapping[str, Any], dataset: Dataset) -> str:
 
 
 def json_text(content: Mapping[str, Any]) -> str:
-    """One line, whatever the texts hold: half a surrogate pair is escaped, since UTF-8 has no place for it."""
+    """Return JSON in one line. Half a surrogate pair is escaped, since UTF-8 cannot hold it."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
@@ -55,7 +55,7 @@ def json_text(content: Mapping[str, Any]) -> str:
 
 
 def columns_of_rows(rows: Rows, dataset: Dataset, indices: Iterable[int]) -> dict[str, str]:
-    """Every column that one of these rows has; of one that is not in all of them, where it is missing first."""
+    """Return every column that one of these rows has, with the place of the first row that lacks it."""
     missing: dict[str, str] = {}
     first = None
     for index in indices:

@@ -34,7 +34,7 @@ _KEPT = 4  # permutations; a step touches two epochs at most when the data is la
 
 
 def num_steps(num_rows: int, prompts_per_step: int, epochs: int | None) -> int | None:
-    """Steps that the epochs fill; None when the data never ends.
+    """Return the number of steps that the epochs fill; None when the data never ends.
 
     >>> num_steps(10, 4, 1), num_steps(10, 4, 2), num_steps(10, 4, None)
     (2, 5, None)
@@ -43,7 +43,7 @@ def num_steps(num_rows: int, prompts_per_step: int, epochs: int | None) -> int |
 
 
 def permutation(seed: int, purpose: str, size: int) -> IndexArray:
-    """Sorts raw words of a Philox generator keyed by a hash of (seed, what for)."""
+    """Sort the raw words of a Philox generator that is keyed by a hash of (seed, purpose)."""
     digest = hashlib.blake2b(f"{seed}:{purpose}".encode(), digest_size=16).digest()
     words = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(size)
     return np.argsort(words, kind="stable").astype(np.int64)
@@ -51,7 +51,8 @@ def permutation(seed: int, purpose: str, size: int) -> IndexArray:
 
 @dataclass(slots=True, kw_only=True)
 class Order:
-    """epochs: None goes round for ever. shuffle False: in the rows' own order; demands are drawn by the seed still."""
+    """Order in which steps take rows. epochs: None goes round for ever. shuffle False: the rows' own order; demands
+    are drawn by the seed all the same."""
 
     num_rows: int
     prompts_per_step: int
@@ -71,11 +72,11 @@ class Order:
 
     @property
     def last_step(self) -> int | None:
-        """The last step the epochs fill; None when the data never ends."""
+        """Return the last step that the epochs fill; None when the data never ends."""
         return num_steps(self.num_rows, self.prompts_per_step, self.epochs)
 
     def indices(self, step: int, round: int = 0, count: int | None = None) -> list[int]:
-        """Rows of a step (round 0) or of one of its demands; `count` at most `prompts_per_step`, all by default."""
+        """Return the rows of a step (round 0) or of one of its demands; at most `prompts_per_step`, all by default."""
         count = self.prompts_per_step if count is None else count
         if step < 1 or round < 0 or not 0 <= count <= self.prompts_per_step:
             raise InvalidRequest("step, round, count", (step, round, count), f"at most {self.prompts_per_step} a round")
@@ -87,7 +88,7 @@ class Order:
         return self._demanded(step, (round - 1) * self.prompts_per_step, count)
 
     def places(self, round: int = 0, count: int | None = None) -> range:
-        """Places in the step (`Prompt.prompt`) of what `indices` gives for the round."""
+        """Return the places in the step (`Prompt.prompt`) of the rows that `indices` returns for the round."""
         first = round * self.prompts_per_step
         return range(first, first + (self.prompts_per_step if count is None else count))
 
@@ -100,7 +101,7 @@ class Order:
         return self._permutation(f"epoch {epoch}") if self.shuffle else np.arange(self.num_rows)
 
     def _demanded(self, step: int, start: int, count: int) -> list[int]:
-        """First every row that the step's own prompts leave, then all rows again and again."""
+        """Return first the rows that the step's own prompts leave, then all rows again and again."""
         own = np.unique(self._span((step - 1) * self.prompts_per_step, self.prompts_per_step))
         first = self._permutation(f"step {step} pass 0")
         fresh = first[~np.isin(first, own)]

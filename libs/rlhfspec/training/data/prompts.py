@@ -64,21 +64,21 @@ class Prompts:
 
     @property
     def columns(self) -> dict[str, str]:
-        """What rewards may ask for; of a column that some prompt lacks, where it is missing first."""
+        """Return the columns that rewards may ask for, with the place of the first prompt that lacks each."""
         return columns_of_rows(self._rows, self._dataset, self._kept)
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def __getitem__(self, index: int) -> PromptRow:
-        """A prompt by its index among those that are short enough, in the order of the data."""
+        """Return a prompt by its index among those that are short enough, in the order of the data."""
         return self._prompt(self._kept[index])
 
     def indices(self, step: int, round: int = 0, count: int | None = None) -> list[int]:
         return self.order.indices(step, round, count)
 
     def take(self, step: int, round: int = 0, count: int | None = None) -> list[tuple[int, PromptRow]]:
-        """The prompts of a step, or of one of its demands, each with its place in the step (`Prompt.prompt`)."""
+        """Return the prompts of a step, or of one of its demands, each with its place in the step (`Prompt.prompt`)."""
         chosen = self.indices(step, round, count)
         return [(place, self[index]) for place, index in zip(self.order.places(round, count), chosen, strict=True)]
 
@@ -120,12 +120,12 @@ class Prompts:
         )
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        """A template writes its own special tokens; a plain text gets the tokenizer's, as in the engine."""
+        """Tokenize. A template writes its own special tokens; a plain text gets the tokenizer's, as in the engine."""
         return self._tokenizer(texts, add_special_tokens=self._dataset.messages_column is None)["input_ids"]
 
 
 def render(tokenizer: Any, messages: list[Mapping[str, Any]], rows: Rows, index: int) -> str:
-    """Chat messages as the text that the model's template makes of them, up to where the answer begins."""
+    """Render chat messages by the model's template, up to where the answer begins."""
     from jinja2.exceptions import TemplateError
 
     field = "spec.dataset.messagesColumn"
@@ -140,7 +140,7 @@ def render(tokenizer: Any, messages: list[Mapping[str, Any]], rows: Rows, index:
 
 
 def load_tokenizer(model: Model) -> Any:
-    """The job's tokenizer: `model.tokenizer`, or the one beside the policy."""
+    """Load the job's tokenizer: `model.tokenizer`, or the one beside the policy."""
     from transformers import AutoTokenizer
 
     field, path = ("tokenizer", model.tokenizer) if model.tokenizer else ("path", model.path)
@@ -157,8 +157,9 @@ def load_tokenizer(model: Model) -> Any:
 
 
 def _check_ids(tokenizer: Any, model: str, field: str, path: str) -> None:
-    """Of words, and of special tokens that texts and the chat template begin with: the embedding has a row for each.
-    Others need none: several models leave those of pictures out."""
+    """Refuse a tokenizer whose words, or special tokens of texts and chat templates, have no row in the embedding.
+
+    Other special tokens need none: several models leave those of pictures out."""
     config = config_of(model)
     num_rows = None if config is None else getattr(config.get_text_config(decoder=True), "vocab_size", None)
     if num_rows is None:

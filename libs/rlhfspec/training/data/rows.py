@@ -26,7 +26,7 @@ from rlhfspec.training.data.text_files import read_text_rows, unreadable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """records: one mapping a row. lines: where each stands in its file; empty when rows have no lines."""
+    """Rows of a dataset: a mapping each, and their lines in the file, where they have lines."""
 
     source: str
     records: Sequence[Mapping[str, Any]]
@@ -40,7 +40,7 @@ class Rows:
 
 
 def load_rows(dataset: Dataset, base: Path | None = None) -> Rows:
-    """All rows; relative paths start at `base`, the job file's folder (`read_job` has made them absolute already)."""
+    """Load all rows. Relative paths start at `base`, the job file's folder."""
     base = base or Path()
     if not is_local(dataset.path, base):
         return _from_hub(dataset)
@@ -105,7 +105,7 @@ def _from_hub(dataset: Dataset) -> Rows:
 
 
 def _split(loaded: Any, dataset: Dataset, source: str) -> Any:
-    """One split of a DatasetDict; a plain Dataset is the split."""
+    """Return the split of a DatasetDict; a plain Dataset is the split itself."""
     if not isinstance(loaded, dict):
         return _without_media(loaded)
     if dataset.split not in loaded:
@@ -117,7 +117,7 @@ def _split(loaded: Any, dataset: Dataset, source: str) -> Any:
 
 
 def _without_media(rows: Any) -> Any:
-    """Images and sounds would be decoded with every row, and are not passed on."""
+    """Drop images and sounds, which would be decoded with every row and are not passed on."""
     return rows.remove_columns([name for name, kind in rows.features.items() if hasattr(kind, "decode_example")])
 
 

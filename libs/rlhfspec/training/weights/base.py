@@ -17,7 +17,7 @@ StateDict = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorePlace:
-    """What a process knows when it makes its store: each kind takes what it needs."""
+    """Everything that a process knows when it makes its store: each kind takes what it needs."""
 
     keep: int  # versions of each role
     folder: Path | None = None  # that the processes of a run share
@@ -33,14 +33,14 @@ class WeightStore(Protocol):
     """Keeps the newest `keep` versions of each job's role in one run. Safe to use from several threads."""
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
-        """The record to publish. The tensors are copied: the caller may go on training them in place.
+        """Keep a version and return the record to publish. The tensors are copied: the caller may train them in place.
 
         Later versions stay: a trainer that came back at its last checkpoint puts again what others are ahead of.
         """
         ...
 
     def get(self, record: Weights) -> dict[str, torch.Tensor]:
-        """The tensors as put, for reading only: load them into a module, never change them.
+        """Return the tensors as they were put, for reading only: load them into a module, never change them.
 
         WeightsVersionError when that version is no longer, or not yet, kept; StorageError when it is not what the
         record's digest says.
@@ -57,24 +57,24 @@ def weights_record(job: str, role: Role, version: int, *, uri: str, digest: str)
 
 
 def identity(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
-    """The same for names that are tied: one tensor. Empty tensors, which have no memory, are each their own."""
+    """Return a key that tied names share. Empty tensors, which have no memory, have a key each."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.numel() or name
 
 
 def not_kept(record: Weights, have: int) -> WeightsVersionError:
-    """`have`: the newest version that is."""
+    """Return the error for a version that is not kept. `have`: the newest one that is."""
     return WeightsVersionError(record.version, have, f"{record.uri} is not kept")
 
 
 def refuse_other(place: object, found: str, record: Weights) -> None:
-    """StorageError where the weights of this digest are not those of the record."""
+    """Raise StorageError where weights of the digest `found` are not those of the record."""
     if found != record.digest:
         raise StorageError(place, f"holds weights of digest {found}, not {record.digest}")
 
 
 def newest_kept(store: WeightStore, records: Iterable[Weights]) -> tuple[Weights, dict[str, torch.Tensor]] | None:
-    """The newest of these versions and its tensors; None when there is none, or when a newer one has replaced it:
-    who was busy or idle for several steps skips them, and the newer one's record is on its way."""
+    """Return the newest of these versions and its tensors; None when there is none, or a newer one has replaced it:
+    a reader that was busy for several steps skips them, and the newer record is on its way."""
     newest = max(records, key=lambda record: record.version, default=None)
     if newest is None:
         return None
@@ -87,7 +87,7 @@ def newest_kept(store: WeightStore, records: Iterable[Weights]) -> tuple[Weights
 
 
 def retired(kept: Collection[int], keep: int) -> list[int]:
-    """The versions that go.
+    """Return the versions to drop.
 
     >>> retired([1, 7, 3, 2], keep=2)
     [1, 2]

@@ -103,7 +103,7 @@ class FileWeightStore:
         return sorted(int(path.stem.removeprefix(f"{job}-{role}-")) for path in found)
 
     def _numbered(self, job: str, role: Role, suffix: str) -> list[Path]:
-        """Of this job's role, and of none whose name only begins alike."""
+        """Return the files of this job's role, and of none whose name only begins alike."""
         prefix = f"{job}-{role}-"
         found = self._folder.glob(f"{prefix}*{suffix}")
         return [path for path in found if path.name.removeprefix(prefix).split(".")[0].isdecimal()]
@@ -114,7 +114,7 @@ class FileWeightStore:
 
 
 def _written(path: Path, state_dict: StateDict) -> list[str]:
-    """Digest and checksum of what is in the file then. A device's tensors come down once."""
+    """Write tensors and return digest and checksum of the file. A device's tensors are copied to the host once."""
     found: dict[str, Future[tuple[bytes, bytes]]] = {}
     with hashing_threads() as threads:
 
@@ -130,7 +130,7 @@ def _written(path: Path, state_dict: StateDict) -> list[str]:
 
 
 def _hashes(path: Path, begin: int, end: int) -> tuple[bytes, bytes]:
-    """sha256 and xxh3 of a part of the file."""
+    """Return sha256 and xxh3 of a part of the file."""
     if begin == end:
         return hash_of(SHA256, b""), hash_of(XXH3, b"")
     page = begin - begin % mmap.ALLOCATIONGRANULARITY
@@ -144,7 +144,7 @@ def _hashes(path: Path, begin: int, end: int) -> tuple[bytes, bytes]:
 
 
 def _note(path: Path, hashes: Iterable[str]) -> None:
-    """In the header of a file, which is written while they are being computed."""
+    """Write the hashes into the header of a file, which was written while they were computed."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         at = file.read(size).index(f'"{HASHES}":"{NOT_YET_HASHED}"'.encode())

@@ -79,21 +79,21 @@ class GrpcWeightStore:
         )
 
     def add_to(self, server: grpc.Server) -> None:
-        """Serve what is here from the process's gRPC server."""
+        """Serve the kept versions from the process's gRPC server."""
         self._server.add_to(server)
 
     @property
     def sent(self) -> Counter[Key]:
-        """Bytes that left this process, by (job, role, version)."""
+        """Return the bytes that left this process, by (job, role, version)."""
         return self._server.sent
 
     @property
     def refused(self) -> Counter[str]:
-        """Requests, by reason."""
+        """Return the number of refused requests, by reason."""
         return self._server.refused
 
     def close(self) -> None:
-        """Whoever waits in `get` has a WeightsVersionError within a second. The server is its owner's to stop."""
+        """End every wait in `get` with a WeightsVersionError within a second. The owner stops the server."""
         self._closed.set()
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
@@ -110,7 +110,7 @@ class GrpcWeightStore:
         return packed.tensors()
 
     def _fetched(self, key: Key, record: Weights) -> PackedWeights:
-        """Threads that want the same version share one fetch."""
+        """Fetch a version; threads that want the same one share the fetch."""
         if self._trainer_address is None:
             raise not_kept(record, self._kept.newest(record.job, record.role))
         fetch = Fetch(

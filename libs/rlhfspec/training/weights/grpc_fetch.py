@@ -53,7 +53,7 @@ class Fetch:
         raise self._error(f"could not be had: {self._problem}")
 
     def _from_trainer(self) -> FetchOutcome | None:
-        """None: peers are to be asked."""
+        """Ask the trainer. None: peers are to be asked."""
         address = self._trainer_address()
         if address is None:
             return None

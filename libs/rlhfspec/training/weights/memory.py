@@ -57,7 +57,7 @@ class MemoryWeightStore:
 
 
 def _copy(state_dict: StateDict) -> dict[str, torch.Tensor]:
-    """Tied tensors stay one, so that they are copied, kept and loaded once."""
+    """Copy tensors. Tied ones stay one, so that they are copied, kept and loaded once."""
     copies: dict[tuple[object, ...], torch.Tensor] = {}
     result = {}
     for name, tensor in state_dict.items():

@@ -44,7 +44,7 @@ DTYPES = {
 
 
 class WeightsHeader(BaseModel):
-    """What goes before the bytes. Tied tensors are there once: `same_as` has the other names.
+    """Header before the bytes of a version. Tied tensors are there once: `same_as` has the other names.
 
     >>> WeightsHeader.parse(b"{", max_bytes=1)
     Traceback (most recent call last):
@@ -65,7 +65,7 @@ class WeightsHeader(BaseModel):
 
     @classmethod
     def parse(cls, content: bytes, *, max_bytes: int) -> WeightsHeader:
-        """MalformedRecord with a reason, before anything is allocated, unless it can be believed."""
+        """Parse and check a header before anything is allocated. Raise MalformedRecord with a reason."""
         if len(content) > MAX_HEADER_BYTES:
             raise _malformed(f"{len(content)} bytes, more than {MAX_HEADER_BYTES}")
         try:
@@ -98,7 +98,7 @@ class WeightsHeader(BaseModel):
             raise _malformed(f"{needed} bytes of weights, more than the {max_bytes} that are allowed")
 
     def places(self) -> list[TensorPlace]:
-        """Where each stored tensor lies."""
+        """Return where each stored tensor lies in the buffer."""
         places, at = [], 0
         for name, dtype, shape in self.tensors:
             begin = -(-at // ALIGNMENT) * ALIGNMENT
@@ -121,7 +121,7 @@ class PackedWeights:
     buffer: Tensor  # uint8 [header.num_bytes]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Views of the buffer."""
+        """Return the tensors as views of the buffer."""
         stored = {place.name: _view(self.buffer, place) for place in self.header.places()}
         return stored | {name: stored[same] for name, same in self.header.same_as.items()}
 
@@ -131,7 +131,7 @@ class PackedWeights:
 
 
 class GrowingDigest:
-    """modeling.digest of a buffer that fills from its beginning."""
+    """Digest (modeling.digest) of a buffer that fills from its beginning."""
 
     def __init__(self, packed: PackedWeights) -> None:
         self._header = packed.header
@@ -142,7 +142,7 @@ class GrowingDigest:
         self._begin()
 
     def advance(self, num_bytes: int) -> None:
-        """So many are there."""
+        """Hash the first `num_bytes`, which have been written."""
         while len(self._hashes) < len(self._places):
             place = self._places[len(self._hashes)]
             upto = min(place.end, num_bytes)
@@ -165,7 +165,7 @@ class GrowingDigest:
 
 
 def digest_of(header: WeightsHeader, hashes: Sequence[bytes]) -> str:
-    """modeling.digest of a version whose stored tensors have these hashes, in their order."""
+    """Return the digest (modeling.digest) of a version from the hashes of its stored tensors, in their order."""
     of_stored = {
         place.name: HashedTensor(place.name, place.dtype, place.shape, own)
         for place, own in zip(header.places(), hashes, strict=True)
@@ -175,7 +175,7 @@ def digest_of(header: WeightsHeader, hashes: Sequence[bytes]) -> str:
 
 
 def described_tensors(what: str, state_dict: StateDict) -> tuple[list[tuple[str, str, list[int]]], dict[str, str]]:
-    """For a header: name, type and shape of each, in order; and of tied ones the other names."""
+    """Return what a header says of tensors: name, type and shape in order, and the other names of tied ones."""
     stored: list[tuple[str, str, list[int]]] = []
     same_as: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
@@ -194,7 +194,7 @@ def described_tensors(what: str, state_dict: StateDict) -> tuple[list[tuple[str,
 
 
 def pack(job: str, role: Role, version: int, state_dict: StateDict, buffers: Buffers) -> PackedWeights:
-    """A copy, whose tensors are hashed in threads as they are there."""
+    """Copy tensors into one buffer, and hash each in a thread once it is there."""
     stored, same_as = described_tensors(f"{role}/{version}", state_dict)
     header = WeightsHeader.model_construct(
         job=job, role=role, version=version, digest="", num_bytes=0, tensors=stored, same_as=same_as
@@ -212,7 +212,7 @@ def pack(job: str, role: Role, version: int, state_dict: StateDict, buffers: Buf
 
 
 def machine_memory() -> int:
-    """Bytes: no version can be larger."""
+    """Return the bytes of this machine's memory: no version can be larger."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -232,7 +232,7 @@ _MINE = 3  # references to memory that nobody uses: the list's, the loop's, and 
 
 
 class Buffers:
-    """A buffer is free again once no tensor looks at it, not even one that a caller of `get` still holds.
+    """Buffers that are used again once no tensor looks at them, not even one that a caller of `get` still holds.
 
     Example:
         >>> buffers = Buffers()
@@ -251,7 +251,7 @@ class Buffers:
         self._all: list[mmap.mmap] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], whatever is in it. Those that are free and of another size are given back."""
+        """Return a uint8 tensor [num_bytes] of any content. Free buffers of another size are released."""
         size = max(num_bytes, 1)
         with self._lock:
             used: list[mmap.mmap] = []

@@ -22,7 +22,7 @@ During = Callable[[str], AbstractContextManager[object]]  # entered where a call
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """concurrency: calls at a time. timeout_seconds: of one call. retries: after the first call."""
+    """Limits of a source: calls at a time, seconds of one call, and retries after the first call."""
 
     concurrency: int
     timeout_seconds: float
@@ -30,7 +30,7 @@ class Limits:
 
 
 class Attempts:
-    """Calls a source until it answers or its retries are used up."""
+    """Caller of a source that retries until it answers or the retries are used up."""
 
     def __init__(self, name: str, source: Rewarder, limits: Limits, sleep: Sleep) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class Attempts:
         self._slots = asyncio.Semaphore(limits.concurrency)
 
     async def rewards(self, samples: Sequence[Sample], during: During, told: Told) -> list[Reward] | CallFailed:
-        """Failure is a value here: what it means for the job is decided once every source has spoken."""
+        """Return rewards or the failure, whose meaning for the job is decided once every source has answered."""
         attempt = 1
         while True:
             result = await self._call(samples, during)
@@ -55,7 +55,7 @@ class Attempts:
             attempt += 1
 
     async def _call(self, samples: Sequence[Sample], during: During) -> list[Reward] | CallFailed:
-        """The slot is free again while a failed call waits for its next attempt."""
+        """Make one call. Its slot is free again while a failed call waits for its next attempt."""
         timeout_seconds = self._limits.timeout_seconds
         async with self._slots:
             try:
@@ -69,7 +69,7 @@ class Attempts:
 
 
 def delay_seconds(source: str, sample_id: str, attempt: int) -> float:
-    """Doubles with every attempt; spread by the sample's id, so that calls which failed together come back apart.
+    """Return a delay that doubles with every attempt, spread by sample so that calls which failed together retry apart.
 
     Example:
         >>> [round(delay_seconds("judge", "sums/1/0/0", attempt), 2) for attempt in (1, 2, 3)]

@@ -43,18 +43,18 @@ class Rewarder(Protocol):
         ...
 
     async def start(self) -> None:
-        """Makes ready what takes long (a model), so that the first call is as fast as the others."""
+        """Load a model, so that the first call is as fast as the others."""
         ...
 
     async def rewards(self, samples: Sequence[Sample], around: Around = nullcontext) -> list[Reward]:
-        """For each sample, in order, a finite number or what is wrong with it; raises CallFailed when all failed."""
+        """Return a finite number or a failure for each sample, in order; raise CallFailed when all failed."""
         ...
 
     async def close(self) -> None: ...
 
 
 def number(value: Any, of: str) -> float:
-    """A finite Python float; Python's, numpy's and torch's scalars are numbers, and so are bools.
+    """Return a finite float. Scalars of Python, numpy and torch are numbers, and so are bools.
 
     Example:
         >>> number(True, "the reward"), number(3, "the reward")
@@ -78,7 +78,7 @@ def number(value: Any, of: str) -> float:
 
 
 def numbers_of(values: Any, samples: Sequence[Sample]) -> list[Reward]:
-    """What a batched function returned, as a number a sample."""
+    """Return a number a sample from the result of a batched function."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     if not isinstance(values, (list, tuple)):
@@ -96,7 +96,7 @@ def _number_or_failure(value: Any) -> Reward:
 
 
 def describe(value: object) -> str:
-    """Short enough for a message.
+    """Describe a value, short enough for a message.
 
     >>> describe(None), describe("good"), describe([0.5] * 100)
     ('None', "'good' (str)", 'a list of length 100')
@@ -110,7 +110,7 @@ def describe(value: object) -> str:
 
 
 def columns_of(sample: Sample) -> dict[str, Any]:
-    """The data row's other columns, fresh for every call: what a function changes stays its own."""
+    """Return the data row's other columns, fresh for every call, so that functions cannot change each other's."""
     columns: dict[str, Any] = json.loads(sample.columns_json)
     return columns
 
@@ -119,7 +119,7 @@ Combination = Literal["sum", "min", "product"]
 
 
 def combine(how: Combination, weights: Sequence[float], components: Sequence[float]) -> float:
-    """Of the weighted components, in the order of the job.
+    """Combine the weighted components, in the order of the job.
 
     Example:
         >>> combine("sum", [1.0, 0.5], [1.0, -2.0]), combine("min", [1.0, 0.5], [1.0, -2.0])

@@ -73,17 +73,17 @@ class RewardSources:
 
     @property
     def grouping(self) -> Literal["sample", "group"]:
-        """group: some source wants all samples of a prompt, so `score_many` is called once they are there."""
+        """Return "group" where a source wants all samples of a prompt: `score_many` is called once they are there."""
         return "group" if any(attempts.source.grouped for attempts in self._attempts) else "sample"
 
     def check_columns(self, columns: Mapping[str, str]) -> None:
-        """To be asked once the data is known (`Prompts.columns`): every function's arguments can be given."""
+        """Check that the data's columns (`Prompts.columns`) have every function's arguments."""
         for attempts in self._attempts:
             if isinstance(attempts.source, FunctionRewards):
                 attempts.source.check_columns(columns)
 
     async def start(self) -> None:
-        """Loads what takes long, before the first sample."""
+        """Load models before the first sample."""
         await asyncio.gather(*(attempts.source.start() for attempts in self._attempts))
 
     async def close(self) -> None:
@@ -95,7 +95,7 @@ class RewardSources:
         during: During = lambda what: nullcontext(),
         in_trouble: Callable[[str], None] = lambda what: None,
     ) -> list[Score]:
-        """All samples of one prompt (any order), or samples of any prompts when `grouping` is "sample". In id order.
+        """Score all samples of one prompt, or of any prompts when `grouping` is "sample". Scores are in id order.
 
         Samples that were not generated are not scored: their scores carry the generator's error. `during`: is around
         every call of a source, told which sample (of a group, the first) and which source. `in_trouble`: called with
@@ -142,14 +142,14 @@ class RewardSources:
         return problem != before
 
     def _tell(self, sample: Sample, error: str) -> None:
-        """Only the first of a step: a source that is down fails for all of them."""
+        """Log the first dropped sample of a step only: a source that is down fails for all of them."""
         if sample.step != self._told_step:
             self._told_step = sample.step
             log.warning("sample %s is left out: %s (num_dropped counts others of the step)", sample.id, error)
 
 
 async def _from(attempts: Attempts, samples: Sequence[Sample], during: During, told: Told) -> list[Reward]:
-    """One result a sample. What fails for a group fails for each of its samples."""
+    """Return one result a sample. A failure of a group is one of each of its samples."""
     groups = [list(samples)] if attempts.source.grouped else [[sample] for sample in samples]
     results = await asyncio.gather(*(attempts.rewards(group, during, told) for group in groups))
     flat: list[Reward] = []
@@ -183,7 +183,7 @@ def _not_generated(sample: Sample) -> Score:
 
 
 def _limits(source: AnySource, device: str) -> Limits:
-    """A model on a device runs what waits together, so that more may wait for it than the job's default says."""
+    """Return the limits of a source. A model on a device runs waiting calls together, so that more of them may wait."""
     concurrency = source.concurrency
     if isinstance(source, ModelSource) and device != "cpu" and "concurrency" not in source.model_fields_set:
         concurrency = ON_DEVICE_CONCURRENCY
@@ -222,7 +222,7 @@ def _function(source: FunctionSource, base_folder: Path, field: str) -> Function
 
 
 def check_functions(rewards: Rewards, base_folder: Path, columns: Mapping[str, str] | None) -> None:
-    """Before a run: every function can be imported, and called with these columns where they are known."""
+    """Check before a run that every function can be imported, and called with these columns where they are known."""
     for index, source in enumerate(rewards.sources):
         if isinstance(source, FunctionSource):
             function = _function(source, base_folder, f"spec.rewards.sources[{index}]")
