@@ -13,7 +13,6 @@ DEAD = loop.dead_letters(JOB, UID)
 STAGES = {stage.name: stage for stage in loop.STAGES}
 WORK = [record for record, kind in loop.KINDS.items() if kind == "work"]
 STATE = [record for record, kind in loop.KINDS.items() if kind == "state"]
-SIGNALS = [record for record, kind in loop.KINDS.items() if kind == "signal"]
 
 
 def subject(record: type) -> str:

@@ -67,6 +67,7 @@ def weights_of(engine: Engine) -> str:
     return engine.state.draft.runner.fingerprint()
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
 @pytest.mark.parametrize("draft", ["auto", "bad"])

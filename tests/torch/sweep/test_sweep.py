@@ -41,7 +41,7 @@ def table_of(document: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-@pytest.mark.sweep(parts=3)
+@pytest.mark.sweep(parts=6)
 @pytest.mark.parametrize("model_type", RIGHT)
 def test_types_that_are_right(model_type: str) -> None:
     verdict = judge_case(Case(model_type, ""))
@@ -51,6 +51,7 @@ def test_types_that_are_right(model_type: str) -> None:
     assert table_of(DOCUMENT.read_text())[model_type][0] == "Right in every bit"
 
 
+@pytest.mark.sweep(parts=4)
 @pytest.mark.parametrize(("model_type", "variant"), RIGHT_VARIANTS)
 def test_variants_that_are_right(model_type: str, variant: str) -> None:
     verdict = judge_case(Case(model_type, variant))
