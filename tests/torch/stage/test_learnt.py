@@ -134,8 +134,14 @@ def test_not_every_step_of_learning_is_handed_out(tmp_path: Path) -> None:
     async def act(place: Place) -> None:
         genuine = place.stages.weights.put
         place.stages.weights.put = lambda *given: (put.append(given[2]), genuine(*given))[1]  # type: ignore[method-assign]
-        engine = place.start(0, Learner(left=1000))
-        await until(lambda: not engine.left, "it has learnt")
+        engine = place.start(0, Learner())
+        for _ in range(20):  # however long it takes to hand out, it has not learnt all meanwhile
+            engine.left = 50
+            service = place.running[0][1]
+            service.state.news.set()
+            await until(lambda: not engine.left, "it has learnt")
+            assert service._learnt is not None
+            await service._learnt.handed_out()
 
     run(tmp_path, act)
     assert 2 < len(put) < 40, put
