@@ -56,12 +56,12 @@ def joined(
             options = _group_of(torch.device(device))
             dist.init_process_group(store=store, rank=told.rank, world_size=told.num_ranks, timeout=usual, **options)
             if options == {"backend": "gloo"}:
-                prove(None, told.rank, told.num_ranks, told.secret)
+                prove(None, told.rank, told.num_ranks, told.secret, usual)
             ranks = Ranks(
                 rank=told.rank,
                 num_ranks=told.num_ranks,
                 silence_seconds=silence_seconds,
-                commands=_host_group(told, patient),
+                commands=_host_group(told, usual, patience=patient),
                 host=_host_group(told, usual),
             )
             if tensor_parallel > 1:
@@ -72,12 +72,17 @@ def joined(
             dist.destroy_process_group()
 
 
-def _host_group(told: RankTold, timeout: timedelta, members: Sequence[int] | None = None) -> Any:
-    """Make a group for the host, of these ranks or all, each of which has proved that it belongs."""
+def _host_group(
+    told: RankTold, timeout: timedelta, members: Sequence[int] | None = None, *, patience: timedelta | None = None
+) -> Any:
+    """Make a group for the host, of these ranks or all, each of which has proved that it belongs.
+
+    `patience`: for one exchange, once they have.
+    """
     members = range(told.num_ranks) if members is None else members
-    group = dist.new_group(list(members), timeout=timeout, backend="gloo")
+    group = dist.new_group(list(members), timeout=patience or timeout, backend="gloo")
     if told.rank in members:
-        prove(group, members.index(told.rank), len(members), told.secret)
+        prove(group, members.index(told.rank), len(members), told.secret, timeout)
     return group
 
 

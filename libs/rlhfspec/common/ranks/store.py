@@ -102,15 +102,15 @@ class SealedStore(Store):
         return hmac.digest(self._secret, key.encode(), "sha256").hex()
 
 
-def prove(group: Any, rank: int, num_ranks: int, secret: bytes) -> None:
+def prove(group: Any, rank: int, num_ranks: int, secret: bytes, timeout: timedelta) -> None:
     """Have each pair of a gloo group show each other that they know the secret. RuntimeError: another is in a seat.
 
     gloo gives a seat to whatever connects first, so each connection is tried before anything else is sent over it.
     """
     own = [os.urandom(32) for _ in range(num_ranks)]
-    theirs = _exchanged(own, group, rank)
+    theirs = _exchanged(own, group, rank, timeout)
     answers = [_proof(secret, rank, challenge) for challenge in theirs]
-    for other, answer in enumerate(_exchanged(answers, group, rank)):
+    for other, answer in enumerate(_exchanged(answers, group, rank, timeout)):
         if other != rank and not hmac.compare_digest(answer, _proof(secret, other, own[other])):
             raise RuntimeError(f"what is connected as rank {other} does not know the ranks' secret")
 
@@ -119,7 +119,7 @@ def _proof(secret: bytes, rank: int, challenge: bytes) -> bytes:
     return hmac.digest(secret, b"rank %d " % rank + challenge, "sha256")
 
 
-def _exchanged(sent: list[bytes], group: Any, rank: int) -> list[bytes]:
+def _exchanged(sent: list[bytes], group: Any, rank: int, timeout: timedelta) -> list[bytes]:
     """Send 32 bytes to each other rank of a group, and return the 32 bytes of each."""
     received = [torch.zeros(32, dtype=torch.uint8) for _ in sent]
     others = [other for other in range(len(sent)) if other != rank]
@@ -133,5 +133,5 @@ def _exchanged(sent: list[bytes], group: Any, rank: int) -> list[bytes]:
     ]
     for work in under_way:
         assert work is not None
-        work.wait()
+        work.wait(timeout)
     return [each.numpy().tobytes() for each in received]
