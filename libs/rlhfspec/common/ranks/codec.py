@@ -122,4 +122,6 @@ def gather(value: Any, group: Any, num_ranks: int) -> list[Any]:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor's content on the host as bytes: gloo does not know every type."""
+    if not tensor.numel():  # whose strides torch may not look at as bytes
+        return torch.empty(0, dtype=torch.uint8)
     return tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
