@@ -47,10 +47,8 @@ class GeneratorService(Service):
         self._engine = engine
         self._deadline = spec.roles.generator.deadline_seconds
         self.state = GeneratorState(worker=self.worker, prefetch=spec.prefetch, piece=spec.pulled_at_a_time)
-        self._params, self._histories = (
-            sampling_params(spec.generation),
-            Histories(keep=spec.algorithm.samples_per_prompt),
-        )
+        self._params = sampling_params(spec.generation)
+        self._histories = Histories(keep=spec.algorithm.samples_per_prompt)
         self._movable = engine.abilities.moves_tokens if spec.has_movable_samples else None
         self._calls = EngineCalls(self.state.news.set)
         self._moves: OwnMoves | None = None  # while it runs, where samples can move
