@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhfspec.job import RLHFJob
@@ -18,7 +16,8 @@ from rlhfspec.worker.worker import host_told
 if TYPE_CHECKING:
     from rlhfspec.runs.folder.run_folder import RunFolder
     from rlhfspec.trainer.keeping import KeptFolder
-    from rlhfspec.trainer.service import Learns, TrainerService
+    from rlhfspec.trainer.service import TrainerService
+    from rlhfspec.training.leading import Leader
 
 
 def build(job: RLHFJob, context: Context) -> TrainerService:
@@ -44,7 +43,7 @@ def build(job: RLHFJob, context: Context) -> TrainerService:
             send = partial(leader.send, Shares().send) if leader.num_sharing > 1 else None
             sending = SendingRanks(num_senders=leader.num_sharing, send=send, kept_as=kept_as(learner.policy))
             context = replace(context, weights=SendingStore(context.weights, context.group_sender, sending))
-        service = _service(job, context, leader, learner.policy, leader.verify)
+        service = _service(job, context, leader, learner.policy)
         if settled(job.spec, device).training.autocast == "bfloat16":
             report = service.models["trainer"]
             service.models = {"trainer": replace(report, dtype=f"{report.dtype}, computed in bfloat16")}
@@ -52,9 +51,7 @@ def build(job: RLHFJob, context: Context) -> TrainerService:
         return service
 
 
-def _service(
-    job: RLHFJob, context: Context, learner: Learns, policy: Any, verify: Callable[[Path], None]
-) -> TrainerService:
+def _service(job: RLHFJob, context: Context, leader: Leader, policy: Any) -> TrainerService:
     from rlhfspec.huggingface.proof.check import report_of
     from rlhfspec.runs.folder.run_folder import RunFolder
     from rlhfspec.trainer.recorder import RunRecorder
@@ -76,9 +73,11 @@ def _service(
         context.vitals,
         context.bus,
         job=job,
-        learner=learner,
+        learner=leader,
         weights=context.weights,
-        recorder=RunRecorder(job, folder, export=export, verify=verify, say=context.say, mirror=context.run.mirror),
+        recorder=RunRecorder(
+            job, folder, export=export, verify=leader.verify, say=context.say, mirror=context.run.mirror
+        ),
     )
     service.models = {"trainer": report_of(policy)}
     if kept is not None:

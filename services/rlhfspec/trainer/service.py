@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from rlhfspec.errors import DataExhausted
 from rlhfspec.job import RLHFJob
@@ -27,24 +27,11 @@ from rlhfspec.stage.vitals import Vitals, WorkerVitals
 from rlhfspec.trainer.agreement import Agreement
 from rlhfspec.trainer.collector import Chosen, Collector, StepShape
 from rlhfspec.trainer.recorder import RunRecorder, StepTime, Trained
-from rlhfspec.training.checkpoint.folders import Writes
-from rlhfspec.training.learning.learner import LearnReport
+from rlhfspec.training.leading import Leader
 from rlhfspec.training.learning.rollouts import Rollouts
 from rlhfspec.training.weights import WeightStore
 
 _LATE_SECONDS = 0.5  # a sample may come after its last score
-
-
-class Learns(Protocol):
-    """What the trainer needs of `rlhfspec.training.learning.learner.Learner` (or of a leader of several ranks)."""
-
-    @property
-    def version(self) -> int: ...
-    def learn(self, rollouts: Rollouts) -> LearnReport: ...
-    def policy_state(self) -> dict[str, Any]: ...
-    def critic_state(self) -> dict[str, Any]: ...
-    def state(self) -> dict[str, Any] | Writes: ...
-    def load_state(self, state: dict[str, Any]) -> None: ...
 
 
 class TrainerService(Service):
@@ -58,7 +45,7 @@ class TrainerService(Service):
         bus: StageBus,
         *,
         job: RLHFJob,
-        learner: Learns,
+        learner: Leader,
         weights: WeightStore,
         recorder: RunRecorder,
     ) -> None:
