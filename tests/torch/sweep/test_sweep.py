@@ -58,6 +58,7 @@ def test_variants_that_are_right(model_type: str, variant: str) -> None:
     assert verdict.kind == "right", verdict
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_types_that_are_refused_say_why(model_type: str) -> None:
     verdict = judge_case(Case(model_type, ""))
