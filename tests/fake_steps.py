@@ -28,7 +28,7 @@ from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.huggingface.structure.attention import AttentionSpec
 from rlhfspec.huggingface.structure.causal_lm import Anatomy, keep_anatomy
 from rlhfspec.job import Spec
-from rlhfspec.training.learning import distributed
+from rlhfspec.training.learning import sharding
 from rlhfspec.training.learning.optim import make_optimizer
 from rlhfspec.training.modeling import packed, tensor_parallel
 from rlhfspec.training.modeling.log_probs import TorchForward
@@ -103,7 +103,7 @@ def peak_of_step(config: Any, spec: Spec, num_tokens: int, *, again: bool) -> in
         if again:
             recompute(forward.parts.trunk)
         computes_in = torch.bfloat16 if spec.training.autocast == "bfloat16" else torch.float32
-        ranks.shard(forward, forward.parts.trunk, DEVICE, computes_in)
+        sharding.shard(forward, forward.parts.trunk, DEVICE, ranks, computes_in=computes_in, widens=False)
         optimizer = make_optimizer(model.parameters(), spec.training.optimizer, field="optimizer")
         quarter = num_tokens // 4
         row = packed.pack_sequences([[1] * quarter], [[2] * (num_tokens - quarter + 1)]).to(DEVICE)
@@ -136,8 +136,8 @@ def _others(ranks: Ranks, parts: int, patch: pytest.MonkeyPatch) -> Iterator[Ran
             data, tensor = (Ranks(num_ranks=len(of), device=dist.new_group(of)) for of in (columns, row))
             mesh = DeviceMesh.from_group(data.device, DEVICE.type)
             ranks = replace(ranks, data=data, tensor=tensor)
-        patch.setattr(Ranks, "_mesh", lambda *_: mesh)
-        patch.setattr(distributed, "_take", lambda *_: None)  # all is there
+        patch.setattr(sharding, "_mesh", lambda *_: mesh)
+        patch.setattr(sharding, "_take", lambda *_: None)  # all is there
         yield ranks
     finally:
         dist.destroy_process_group()
