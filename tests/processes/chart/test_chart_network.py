@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
@@ -139,13 +140,20 @@ ALL_OWN: dict[str, Any] = {"trainer": {"nodes": 2}, "generator": {"workers": 2, 
 
 def of_job(name: str, roles: dict[str, Any]) -> tuple[list[Policy], dict[str, Pod]]:
     """The policies that the operator makes for a job, and the job's pods by role."""
-    body = job_body(roles=roles)
-    body["metadata"] |= {"name": name, "namespace": "ml", "uid": f"{name}-42"}
-    world = World(body, settings=replace(SETTINGS, network_policies=True))
+    world = World(job_body(roles=roles), settings=replace(SETTINGS, network_policies=True))
     world.to_running()
-    policies = [each for (kind, _), each in world.objects.items() if kind == "NetworkPolicy"]
-    pods = {labels[names.ROLE]: labels for pod in world.pods.values() if (labels := pod["metadata"]["labels"])}
-    return policies, {role: Pod(role, "ml", labels) for role, labels in pods.items()}
+
+    def named(thing: dict[str, Any]) -> Any:
+        """As the operator would make it for a job of this name."""
+        return json.loads(json.dumps(thing).replace("sums", name))
+
+    policies = [
+        named(each) | {"metadata": named(each["metadata"]) | {"namespace": "ml"}}
+        for (kind, _), each in world.objects.items()
+        if kind == "NetworkPolicy"
+    ]
+    pods = [named(pod["metadata"]["labels"]) for pod in world.pods.values()]
+    return policies, {labels[names.ROLE]: Pod(labels[names.ROLE], "ml", labels) for labels in pods}
 
 
 def own_edges(policies: list[Policy], pods: dict[str, Pod], others: dict[str, Pod]) -> set[tuple[str, str, int]]:
