@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhfspec.common.arrays import FloatArray, IntArray
-from rlhfspec.engine.params import SamplingParams, is_int, plain
-from rlhfspec.errors import InvalidRequest
+from rlhfspec.engine.params import SamplingParams, plain
 
 if TYPE_CHECKING:
     from rlhfspec.messages.records.models import ModelReport
@@ -47,38 +46,6 @@ class Request:
     def __post_init__(self) -> None:
         for name in ("seed", "weights_version"):
             object.__setattr__(self, name, plain(getattr(self, name)))
-
-
-def check_types(request: Request) -> None:
-    """Raise InvalidRequest, naming the field, for a request that no engine can run.
-
-    >>> check_types(Request(id="a", prompt_token_ids=(1.5,), params=SamplingParams(), seed=0))  # type: ignore[arg-type]
-    Traceback (most recent call last):
-    ...
-    rlhfspec.errors.InvalidRequest: prompt_token_ids: must be a tuple of whole numbers, at least one (got (1.5,))
-    """
-    seed, version = request.seed, request.weights_version
-    checks = (
-        ("id", isinstance(request.id, str) and request.id != "", "must be a text"),
-        ("prompt_token_ids", _are_ids(request.prompt_token_ids) and len(request.prompt_token_ids) > 0,
-         "must be a tuple of whole numbers, at least one"),
-        ("params", isinstance(request.params, SamplingParams), "must be SamplingParams"),
-        ("seed", is_int(seed) and 0 <= seed < 1 << 64, "must be a whole number that fits in 64 bits without sign"),
-        ("group", isinstance(request.group, str), "must be a text"),
-        ("history", isinstance(request.history, tuple) and all(map(_are_ids, request.history)),
-         "must be a tuple of tuples of whole numbers"),
-        ("weights_version", version is None or is_int(version), "must be a whole number, or None"),
-        ("stays", isinstance(request.stays, bool), "must be true or false"),
-    )  # fmt: skip
-    for name, holds, problem in checks:
-        if not holds:
-            raise InvalidRequest(name, getattr(request, name), problem)
-
-
-def _are_ids(values: object) -> bool:
-    if not isinstance(values, tuple):
-        return False
-    return set(map(type, values)) <= {int} or all(map(is_int, values))  # the first is ten times as fast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

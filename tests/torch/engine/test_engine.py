@@ -77,18 +77,6 @@ def test_stop_strings_end_at_the_first_token_that_completes_one(model: Any) -> N
         assert stop not in engine.state.tokenizer.decode(list(free.token_ids[: kept - 1]))
 
 
-def test_cancel_frees_everything_and_leaves_the_others(engine: Engine) -> None:
-    for index in range(12):  # more than rows: some wait
-        engine.submit(request(f"r{index}", max_tokens=20, seed=index))
-    engine.step()
-    assert engine.cancel("r3")
-    assert engine.cancel("r11")
-    assert not engine.cancel("nobody")
-    engine.check_integrity()
-    assert set(drain(engine)) == {f"r{index}" for index in range(12)} - {"r3", "r11"}
-    assert engine.stats().num_free_blocks == engine.stats().num_blocks
-
-
 def test_generate_leaves_the_completions_of_others_for_their_owner(engine: Engine) -> None:
     engine.submit(request("mine", max_tokens=9))
     streams = GainStreams()

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlhfspec.engine.base import Bytes, KVRange, Manifest, Request, SequenceState, Watermark, check_types
+from rlhfspec.engine.base import Bytes, KVRange, Manifest, Request, SequenceState, Watermark
 from rlhfspec.engine.kv.state_bytes import checksum_of
 from rlhfspec.engine.params import is_int
+from rlhfspec.engine.requests import check_types
 from rlhfspec.engine.scheduling.sequences import NUM_COUNTERS, Sequence
 from rlhfspec.errors import SequenceStateError
 

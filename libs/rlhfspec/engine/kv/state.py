@@ -9,16 +9,16 @@ import numpy as np
 import torch
 
 from rlhfspec.common.arrays import BoolArray, IntArray
-from rlhfspec.engine.base import Bytes, Request, check_types
+from rlhfspec.engine.base import Bytes, Request
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.distilling.student import Student
 from rlhfspec.engine.forward.chunks import ChunkedMeta
 from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.engine.forward.staging import Staging
 from rlhfspec.engine.kv.cache import BlockPool, Prefix, RestingKV, SlotTable, check_slots
+from rlhfspec.engine.requests import check_request
 from rlhfspec.engine.scheduling.sequences import Generated, RowTable, Sequence
 from rlhfspec.engine.scheduling.text import Tokenizer
-from rlhfspec.errors import InvalidRequest, WeightsVersionError
 from rlhfspec.kernels.tree_attention import AttentionMeta
 
 
@@ -169,24 +169,11 @@ class EngineState:
 
     def validate(self, request: Request) -> None:
         """Raise InvalidRequest, naming the field, for what can never run here."""
-        check_types(request)
-        prompt, params, num_token_ids = request.prompt_token_ids, request.params, self.target.runner.num_token_ids
-        ids = (("prompt_token_ids", prompt), ("stop_token_ids", params.stop_token_ids))
-        for name, token_ids in (*ids, *(("history", sample) for sample in request.history)):
-            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < num_token_ids:
-                outside = next(token for token in token_ids if not 0 <= token < num_token_ids)
-                raise InvalidRequest(name, outside, f"token id outside [0, {num_token_ids})")
-        limit = min(self.config.max_context, (self.pool.num_blocks - 1) * self.config.block_size)
-        if len(prompt) >= limit:
-            raise InvalidRequest("prompt_token_ids", f"{len(prompt)} tokens", f"must be shorter than {limit}")
-        if len(prompt) + params.max_tokens > limit:
-            raise InvalidRequest(
-                "max_tokens", params.max_tokens, f"with a prompt of {len(prompt)} must be <= {limit - len(prompt)}"
-            )
-        if params.stop and self.tokenizer is None:
-            raise InvalidRequest("stop", params.stop, "stop strings need a tokenizer, and the model folder holds none")
-        if request.weights_version not in (None, self.weights_version):
-            raise WeightsVersionError(request.weights_version or 0, self.weights_version, "not the loaded one")
+        check_request(
+            request, num_token_ids=self.target.runner.num_token_ids,
+            most_tokens=min(self.config.max_context, (self.pool.num_blocks - 1) * self.config.block_size),
+            has_tokenizer=self.tokenizer is not None, weights_version=self.weights_version,
+        )  # fmt: skip
 
     def check_row(self, sequence: Sequence) -> None:
         """It is the sequence's, and its tables are permutations of its blocks' slots."""

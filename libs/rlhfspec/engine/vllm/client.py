@@ -23,9 +23,9 @@ from rlhfspec.engine.base import (
     Request,
     SequenceState,
     SequenceView,
-    check_types,
 )
 from rlhfspec.engine.kv import arrival
+from rlhfspec.engine.requests import check_request
 from rlhfspec.engine.scheduling import text
 from rlhfspec.engine.scheduling.sequences import PREEMPTIONS
 from rlhfspec.engine.vllm.process import VllmEnded, VllmProcess
@@ -126,25 +126,10 @@ class VllmEngine:
         sequence.is_running = False
 
     def _validate(self, request: Request) -> None:
-        check_types(request)
-        params, vocabulary = request.params, self._opened["num_token_ids"]
-        for field_name, ids in (
-            ("prompt_token_ids", request.prompt_token_ids),
-            ("stop_token_ids", params.stop_token_ids),
-        ):
-            for token in ids:
-                if not 0 <= token < vocabulary:
-                    raise InvalidRequest(field_name, token, f"token id outside [0, {vocabulary})")
-        num_prompt, limit = len(request.prompt_token_ids), self._max_context
-        if num_prompt >= limit:
-            raise InvalidRequest("prompt_token_ids", f"{num_prompt} tokens", f"must be shorter than {limit}")
-        if num_prompt + params.max_tokens > limit:
-            problem = f"with a prompt of {num_prompt} must be <= {limit - num_prompt}"
-            raise InvalidRequest("max_tokens", params.max_tokens, problem)
-        if params.stop and self._tokenizer is None:
-            raise InvalidRequest("stop", params.stop, "stop strings need a tokenizer, and the model folder holds none")
-        if request.weights_version not in (None, self.weights_version):
-            raise WeightsVersionError(request.weights_version or 0, self.weights_version, "not the loaded one")
+        check_request(
+            request, num_token_ids=self._opened["num_token_ids"], most_tokens=self._max_context,
+            has_tokenizer=self._tokenizer is not None, weights_version=self.weights_version,
+        )  # fmt: skip
         if request.id in self._by_id or request.id in self._away:
             raise InvalidRequest("id", request.id, "is already in the engine")
 
