@@ -164,7 +164,7 @@ HARMLESS: dict[str, Edits] = {
     "no-containers": {f"{SPEC}.containers": None},
     "command-removed": container(command=None),
     "workers-twice": {f"{SPEC}.containers": [{"name": "worker"}, {"name": "worker"}]},
-    "status": {"/status": {"phase": "Succeeded", "memory": {"number": 7}, "startTime": "2020-01-01T00:00:00Z"}},
+    "status": {"/status": {"phase": "Succeeded", "internal": {"number": 7}, "startTime": "2020-01-01T00:00:00Z"}},
     "finalizer-short": {"/metadata.finalizers": ["stay"]},
     "grace-1e9": {f"{SPEC}.terminationGracePeriodSeconds": 1_000_000_000},
     "node-name-selector": {f"{SPEC}.nodeSelector": {"a": "b" * 60}},

@@ -139,7 +139,7 @@ def belongings(world: World) -> dict[tuple[str, str], Any]:
     jobs = world.jobs.list_namespaced_custom_object(names.GROUP, names.VERSION, CALM, names.PLURAL)["items"]
     for job in jobs:
         metadata, status = job["metadata"], job["status"]
-        found["job", metadata["name"]] = (metadata["uid"], job["spec"], status["phase"], status.get("memory"))
+        found["job", metadata["name"]] = (metadata["uid"], job["spec"], status["phase"], status.get("internal"))
     return found
 
 

@@ -284,7 +284,7 @@ def test_every_word_of_the_status_is_known(jobs: Jobs) -> None:
         "progress": {"step": 1, "totalSteps": 2, "shown": "1/2", "checkpointStep": 0, "reward": 0.5, "kl": 0.01,
                      "tokensPerSecond": 10.5, "acceptedPerVerification": 2.0, "etaSeconds": 3.5},
         "restarts": {"total": 1, "counted": 1, "byWorker": {"generator-0": 1}},
-        "memory": {"number": 1, "workers": {"generator-0": {"counted": 1}}},
+        "internal": {"number": 1, "workers": {"generator-0": {"counted": 1}}},
     }  # fmt: skip
     assert jobs.set_status("status", status)["status"] == status
 
@@ -294,7 +294,7 @@ def test_what_the_operator_applies_may_become_empty(cluster: ControlPlane, jobs:
     jobs.create(edited({"/metadata.name": "empties"}))
     head = {"apiVersion": "rlhfspec.io/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "empties"}}
     for roles, by_worker in (({"reward": {"wanted": 1}}, {"reward-0": 1}), ({}, {})):
-        status = {"phase": "Running", "roles": roles, "restarts": {"byWorker": by_worker}, "memory": by_worker}
+        status = {"phase": "Running", "roles": roles, "restarts": {"byWorker": by_worker}, "internal": by_worker}
         applied = json.dumps(head | {"status": status})
         cluster.kubectl("apply", "--server-side", "--subresource=status", "-f", "-", stdin=applied)
     assert not cluster.get("rlhf", "empties")["status"].get("roles")

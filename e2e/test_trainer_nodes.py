@@ -143,7 +143,7 @@ def struck(run: Job, role: str, which: int, pause: float) -> None:
 
 
 def last_words(run: Job, worker: str) -> str:
-    return str(run.status["memory"].get("workers", {}).get(worker))
+    return str(run.status["internal"].get("workers", {}).get(worker))
 
 
 def uids(run: Job) -> dict[str, str]:

@@ -15,7 +15,7 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
 from rlhfspec.errors import Problem
 from rlhfspec.job import RLHFJob
-from rlhfspec.operator.deciding.draft import Delete, Event, ReconcilePlan, WorkloadWrite
+from rlhfspec.operator.deciding.memory import maybe_time_of, text_of
 from rlhfspec.operator.deciding.observed import (
     ChartSettings,
     DryRunResult,
@@ -27,7 +27,7 @@ from rlhfspec.operator.deciding.observed import (
     Said,
 )
 from rlhfspec.operator.deciding.reconcile import reconcile
-from rlhfspec.operator.deciding.times import maybe_time_of, text_of, time_of
+from rlhfspec.operator.deciding.situation import Delete, Event, ReconcilePlan, WorkloadWrite
 from rlhfspec.operator.looking.views import manifest_of, pod_view, read
 from rlhfspec.operator.making.workloads import Queueing, workload_view
 
@@ -83,7 +83,7 @@ def view_of(body: dict[str, Any]) -> JobView:
     metadata = body["metadata"]
     return JobView(
         namespace=metadata["namespace"], name=metadata["name"], uid=metadata["uid"], generation=metadata["generation"],
-        resource_version=metadata["resourceVersion"], created=time_of(metadata["creationTimestamp"]),
+        resource_version=metadata["resourceVersion"], created=datetime.fromisoformat(metadata["creationTimestamp"]),
         deleting_since=maybe_time_of(metadata.get("deletionTimestamp")), manifest=manifest_of(body),
         leaves_orphans="orphan" in metadata.get("finalizers", ()),
         status=body["status"], job=job, problems=problems,

@@ -113,8 +113,8 @@ def _status() -> dict[str, Any]:
             "gpus": _COUNT,
             "startTime": _TIME,
             "completionTime": _TIME,
-            # Of the operator alone, from one look to the next.
-            "memory": {"type": "object", "nullable": True, "x-kubernetes-preserve-unknown-fields": True},
+            # The operator's own, from one reconcile to the next: no interface.
+            "internal": {"type": "object", "nullable": True, "x-kubernetes-preserve-unknown-fields": True},
         }
     )
 

@@ -24,9 +24,9 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.access import KubeAccess
 from rlhfspec.cluster.api import Api
 from rlhfspec.errors import ClusterUnavailable, LeadershipLost
-from rlhfspec.operator.deciding.draft import ReconcilePlan, worker_name
-from rlhfspec.operator.deciding.observed import ChartSettings, JobView, Observed, Said, worker_of
+from rlhfspec.operator.deciding.observed import ChartSettings, JobView, Observed, Said, worker_name, worker_of
 from rlhfspec.operator.deciding.reconcile import reconcile
+from rlhfspec.operator.deciding.situation import ReconcilePlan
 from rlhfspec.operator.lease import LEADER_LOOK_SECONDS, Lease
 from rlhfspec.operator.looking.cache import Cache
 from rlhfspec.operator.looking.looks import Reconciler

@@ -16,8 +16,8 @@ from api_servers import serving
 from hypothesis import HealthCheck, given, settings
 from operator_world import SETTINGS, World, job_body
 
-from rlhfspec.operator.deciding.draft import MOST_AT_ONCE
 from rlhfspec.operator.deciding.reconcile import reconcile
+from rlhfspec.operator.deciding.situation import MOST_AT_ONCE
 from rlhfspec.operator.looking.cache import Cache
 from rlhfspec.operator.looking.looks import Reconciler
 from rlhfspec.operator.looking.views import job_view
@@ -88,7 +88,7 @@ def test_every_job_that_an_api_server_takes_has_a_status(manifest: dict[str, Any
     for _ in range(3):
         if "phase" not in status or status["phase"] == "Failed":
             break
-        body["status"] = status | {"memory": status.get("memory", {}) | {"prepared": True}}
+        body["status"] = status | {"internal": status.get("internal", {}) | {"prepared": True}}
         plan = reconcile(job_view(body), world.observed(), SETTINGS, world.now)
         json.dumps(plan.create)
         status = plan.status
@@ -137,7 +137,7 @@ def test_a_job_that_cannot_be_decided_says_why_and_is_tried_again(tmp_path: Path
 def test_whatever_somebody_wrote_into_a_status_is_digested(memory: dict[str, Any]) -> None:
     """Some may write it; a job that is wrong besides has its pods counted and no others."""
     for changes in ({}, {"no_such": "field"}):
-        body = job_body(**changes) | {"status": {"memory": memory}}
+        body = job_body(**changes) | {"status": {"internal": memory}}
         status = reconcile(job_view(body), World(body).observed(), SETTINGS, World().now).status
         assert len(json.dumps(status)) < 10_000
 
@@ -145,7 +145,7 @@ def test_whatever_somebody_wrote_into_a_status_is_digested(memory: dict[str, Any
 @pytest.mark.parametrize("memory", [{"number": "x"}, {"workers": [1]}, {"opened": 7}, [1], "x"])
 def test_a_status_of_wrong_types_is_that_jobs_trouble_alone(memory: Any) -> None:
     with pytest.raises((TypeError, ValueError, AttributeError)):
-        reconcile(job_view(job_body() | {"status": {"memory": memory}}), World().observed(), SETTINGS, World().now)
+        reconcile(job_view(job_body() | {"status": {"internal": memory}}), World().observed(), SETTINGS, World().now)
 
 
 def test_restarts_of_workers_that_cannot_be_are_not_told() -> None:
@@ -169,7 +169,7 @@ def test_a_job_whose_pods_are_to_stay_leaves_them() -> None:
 def test_a_status_that_says_a_run_of_no_number_is_open_begins_anew() -> None:
     world = World()
     world.settle()
-    world.body["status"] = {"memory": {"number": 0, "state": "open"}}
+    world.body["status"] = {"internal": {"number": 0, "state": "open"}}
     world.now += timedelta(seconds=60)
     world.settle()
     assert world.body["status"]["run"]["number"] == 1

@@ -301,7 +301,7 @@ def test_a_redis_of_ones_own_needs_the_user_that_the_chart_documents(servers: Sh
 
 
 def of_run(number: int, state: str, version: int) -> dict[str, object]:
-    return {**job(version=version), "status": {"memory": {"number": number, "state": state}}}
+    return {**job(version=version), "status": {"internal": {"number": number, "state": state}}}
 
 
 def test_the_cache_knows_which_runs_are_open_and_tells_when_that_changes() -> None:

@@ -20,7 +20,7 @@ from api_servers import kubeconfig
 from operator_world import SETTINGS, job_body
 from scraping import Scrape, family, named_anywhere, names_of, samples_of, values_of
 
-from rlhfspec.operator.deciding.times import text_of
+from rlhfspec.operator.deciding.memory import text_of
 from rlhfspec.operator.lease import Lease
 from rlhfspec.operator.running import Operator, ReplicaPlace
 from rlhfspec.operator.settings import OperatorFile

@@ -10,7 +10,7 @@ from aiohttp import web
 from api_servers import serving
 from operator_world import SETTINGS, job_body
 
-from rlhfspec.operator.deciding.draft import ReconcilePlan
+from rlhfspec.operator.deciding.situation import ReconcilePlan
 from rlhfspec.operator.looking.cache import Cache
 from rlhfspec.operator.looking.looks import Reconciler
 from rlhfspec.operator.looking.queue import ReconcileResult
@@ -36,7 +36,7 @@ def test_of_steps_faster_than_once_a_second_the_last_is_written_and_none_is_lost
             looks = Reconciler(cache, api, SETTINGS, decide=lambda *_: ReconcilePlan(status=dict(wanted)))
 
             async def look(phase: str, step: int) -> ReconcileResult:
-                wanted.update(phase=phase, progress={"step": step}, memory={"step": step})
+                wanted.update(phase=phase, progress={"step": step}, internal={"step": step})
                 return await looks.reconcile(KEY)
 
             found = [await look("Running", 1)]

@@ -28,7 +28,7 @@ def cache_of(*job_uids: str) -> Cache:
     for uid in job_uids:
         body = job_body()
         body["metadata"] |= {"name": f"job-{uid}", "uid": uid}
-        cache.put_job(body | {"status": {"memory": {"number": 1, "state": "open"}}})
+        cache.put_job(body | {"status": {"internal": {"number": 1, "state": "open"}}})
     return cache
 
 

@@ -10,8 +10,8 @@ from operator_objects import job, pod
 from operator_world import job_body, spec_of
 
 from rlhfspec.cluster import names
+from rlhfspec.operator.deciding.memory import text_of
 from rlhfspec.operator.deciding.observed import DryRunResult, Refusal
-from rlhfspec.operator.deciding.times import text_of
 from rlhfspec.operator.looking.cache import Cache
 
 KEY = ("team", "sums")

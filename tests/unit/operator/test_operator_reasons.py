@@ -12,10 +12,10 @@ from operator_world import World
 from places import ROOT, TESTS
 
 from rlhfspec.cluster.report import Trouble
-from rlhfspec.operator.deciding.draft import ReconcilePlan
 from rlhfspec.operator.deciding.observed import Refusal, Said
 from rlhfspec.operator.deciding.reasons import CAUSES, OTHERS
 from rlhfspec.operator.deciding.reconcile import reconcile
+from rlhfspec.operator.deciding.situation import ReconcilePlan
 from rlhfspec.operator.deciding.status import PHASES
 from rlhfspec.operator.looking.views import job_view, pod_view
 

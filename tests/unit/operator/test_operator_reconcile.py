@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from operator_world import World, job_body
 
-from rlhfspec.operator.deciding.draft import Delete, ReconcilePlan
 from rlhfspec.operator.deciding.observed import Said
+from rlhfspec.operator.deciding.situation import Delete, ReconcilePlan
 from rlhfspec.operator.deciding.status import seconds_to_write
 
 STAGES = ("control", "prompts", "generator", "reward", "trainer")
@@ -536,11 +536,11 @@ def test_progress_is_written_now_and_then_and_news_at_once() -> None:
     assert [waits(gauge, since) for since in (None, 0, 4, 5, 60)] == [0, 5, 1, 0, 0]
     world.say(step=2, reward=0.3)
     step = world.plan().status
-    assert step["memory"] != old["memory"]
+    assert step["internal"] != old["internal"]
     assert [waits(step, since) for since in (None, 0, 0.25, 1, 60)] == [0, 1, 0.75, 0, 0]
     fewer_ready = {**old, "roles": {}, "generators": 0}
     assert waits(fewer_ready, 0.25) == 0.75
-    for news in ({"phase": "Failed"}, {"message": "no"}, {"memory": {**old["memory"], "total": 3}}, {"conditions": []}):
+    for news in ({"phase": "Failed"}, {"message": "no"}, {"restarts": {"total": 3}}, {"conditions": []}):
         assert waits({**step, **news}, 0) == 0, news
     assert waits(dict(old), None) is None
 

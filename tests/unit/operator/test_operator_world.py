@@ -18,9 +18,9 @@ from operator_world import SETTINGS, World, job_body, view_of
 from sweeps import examples
 
 from rlhfspec.cluster import names
-from rlhfspec.operator.deciding.draft import ReconcilePlan, WorkloadWrite
 from rlhfspec.operator.deciding.observed import Observed
 from rlhfspec.operator.deciding.reconcile import reconcile
+from rlhfspec.operator.deciding.situation import ReconcilePlan, WorkloadWrite
 from rlhfspec.operator.looking.views import pod_view
 from rlhfspec.operator.making.pods import CHECKPOINT_SECONDS
 from rlhfspec.operator.making.workloads import Queueing, workload_view
@@ -108,8 +108,8 @@ class Wild:
             role, phase = pod["metadata"]["labels"][names.ROLE], pod["status"]["phase"]
             if role == "trainer" and phase not in ("Succeeded", "Failed"):
                 assert delete.grace_seconds in (None, CHECKPOINT_SECONDS), "a trainer has its grace, always"
-            counted_in = plan.status.get("memory", {}).get("workers", {}).get(delete.name.removeprefix("sums-"), {})
-            is_open = plan.status.get("memory", {}).get("state") == "open" and plan.status["phase"] in (
+            counted_in = plan.status.get("internal", {}).get("workers", {}).get(delete.name.removeprefix("sums-"), {})
+            is_open = plan.status.get("internal", {}).get("state") == "open" and plan.status["phase"] in (
                 "Running",
                 "Starting",
             )
@@ -123,7 +123,7 @@ class Wild:
                 assert not pass_on, "the trainer goes first"
 
     def judge_queue(self, plan: ReconcilePlan, observed: Observed) -> None:
-        before, after = (body.get("memory", {}).get("number", 0) for body in (self.seen_body["status"], plan.status))
+        before, after = (body.get("internal", {}).get("number", 0) for body in (self.seen_body["status"], plan.status))
         if before < after and self.seen_body["spec"].get("scheduling"):
             seen = observed.queueing.workload
             assert seen is not None
@@ -287,7 +287,7 @@ class Wild:
                 generators = [
                     pod for pod in world.pods.values() if pod["metadata"]["labels"][names.ROLE] == "generator"
                 ]
-                assert len(generators) == world.status["memory"]["generators"]
+                assert len(generators) == world.status["internal"]["generators"]
             if round_ > 40:
                 self.finish_trainer()
             world.pass_time(20)
@@ -301,7 +301,7 @@ def is_deleting(pod: Json) -> bool:
 
 def is_surplus(pod: Json, plan: ReconcilePlan) -> bool:
     labels = pod["metadata"]["labels"]
-    return labels[names.ROLE] == "generator" and int(labels[names.WORKER]) >= plan.status["memory"]["generators"]
+    return labels[names.ROLE] == "generator" and int(labels[names.WORKER]) >= plan.status["internal"]["generators"]
 
 
 SPECS: tuple[Json, ...] = (

@@ -1,5 +1,5 @@
-"""How a pod ended, whether that counts, and when its worker is started again: the laptop's rule (`service.restarts`),
-its counters in the job's status.
+"""How a pod ended, whether that counts, and when its worker is started again: by the rule of the supervisor
+(`supervisor.restarts`), with the counters in the job's status.
 
 Example:
     >>> from dataclasses import replace
@@ -17,17 +17,20 @@ Example:
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
 
 from rlhfspec.job.cluster import Rule
 from rlhfspec.messages.loop import BY_NAME
-from rlhfspec.operator.deciding.draft import Draft, worker_name
-from rlhfspec.operator.deciding.observed import PodView
+from rlhfspec.operator.deciding.memory import WorkerMemory
+from rlhfspec.operator.deciding.observed import PodView, Worker, worker_name
+from rlhfspec.operator.deciding.situation import Actions, Situation
 from rlhfspec.supervisor.restarts import Restarts
 from rlhfspec.worker.exits import PERMANENT, Failure, failure_of, is_about_full_disk, said
 
+# The grace of the rest of a set that lacks a rank: it can finish nothing, and may hang in an exchange.
+BROKEN_SECONDS = 2
 COMPLETED, _LEFT = "completed:", "left:"  # how the last line of a worker begins
 # Reasons of a whole pod that its node, or the cluster, had for ending it: no fault of the job's.
 DISRUPTIONS = {
@@ -46,7 +49,7 @@ class PodEnd:
 
 
 def end_of(pod: PodView) -> PodEnd:
-    """Of a finished pod."""
+    """Return how a finished pod ended."""
     ended = pod.terminated
     code = ended.exit_code if ended else None
     message = (ended.message if ended else "") or ""
@@ -72,54 +75,54 @@ def end_of(pod: PodView) -> PodEnd:
 
 
 def is_complete(pod: PodView) -> bool:
-    """The last step is trained."""
+    """Return whether this is the trainer's pod and its last step is trained."""
     return pod.role == "trainer" and pod.phase == "Succeeded" and end_of(pod).cause == "completed"
 
 
-def count_in(draft: Draft, pod: PodView) -> None:
-    """The end of a pod that is not to have ended: once, however often it is looked at."""
-    memory = draft.worker_memory(pod.key)
-    if memory.pod == pod.uid:
-        return
+def count_end(known: Situation, pod: PodView) -> Situation:
+    """Count the end of a pod that should not have ended: once, however often it is seen."""
+    name = worker_name(pod.key)
+    before = known.memory.of_worker(name)
+    if before.pod == pod.uid:
+        return known
     end = end_of(pod)
-    memory.pod, memory.reason, memory.message = pod.uid, end.reason, end.message[:500]
-    rule = _rule_for(draft, pod.role, end)
+    worker = replace(before, pod=pod.uid, reason=end.reason, message=end.message[:500])
+    rule = _rule_for(known, pod.role, end)
     if end.cause == "failure" and (rule.action == "FailJob" if rule else end.exit_code == PERMANENT):
         reason = "FailurePolicy" if rule else reason_of_permanent(pod.role, end.message)
-        return draft.end("Failed", reason, f"{worker_name(pod.key)}: {end.message}")
-    delay = _delay_after(draft, pod, end, rule)
+        return known.remembering_worker(name, worker).ended("Failed", reason, f"{name}: {end.message}")
+    worker, delay = _delay_after(known, worker, end, rule)
+    known = known.remembering(counted=known.memory.counted + worker.counted - before.counted)
     if delay is None:
         reason = "StorageFull" if is_about_full_disk(end.message) else "CrashLoop"
-        many = f"{memory.num_failures} failures since step {draft.memory.step}, the last: {end.message}"
-        return draft.end("Failed", reason, f"{worker_name(pod.key)}: {many}")
-    draft.memory.total += 1
-    memory.restarts += 1
-    ended_at = pod.terminated.at if pod.terminated and pod.terminated.at else draft.now
-    memory.restart_not_before = min(ended_at, draft.now) + timedelta(milliseconds=round(delay * 1000))
-    return None
+        many = f"{worker.num_failures} failures since step {known.memory.step}, the last: {end.message}"
+        return known.remembering_worker(name, worker).ended("Failed", reason, f"{name}: {many}")
+    ended_at = pod.terminated.at if pod.terminated and pod.terminated.at else known.now
+    not_before = min(ended_at, known.now) + timedelta(milliseconds=round(delay * 1000))
+    worker = replace(worker, restarts=worker.restarts + 1, not_before=not_before)
+    return known.remembering(total=known.memory.total + 1).remembering_worker(name, worker)
 
 
-def _delay_after(draft: Draft, pod: PodView, end: PodEnd, rule: Rule | None) -> float | None:
-    memory = draft.worker_memory(pod.key)
-    draw = random.Random(pod.uid)  # the same for every replica, and however often
-    restarts = Restarts(draft.spec.failure_policy, draw, num_counted=memory.counted, num_uncounted=memory.uncounted)
-    if end.failure == "temporary" and draft.observed.broker is not None:  # the operator cannot reach it either
-        return restarts.delay(memory.restarts + 1)
+def _delay_after(
+    known: Situation, worker: WorkerMemory, end: PodEnd, rule: Rule | None
+) -> tuple[WorkerMemory, float | None]:
+    """Return the worker with this end counted, and the seconds before it starts again; None: never."""
+    draw = random.Random(worker.pod)  # the same for every replica, and however often
+    restarts = Restarts(known.spec.failure_policy, draw, num_counted=worker.counted, num_uncounted=worker.uncounted)
+    if end.failure == "temporary" and known.observed.broker is not None:  # the operator cannot reach it either
+        return worker, restarts.delay(worker.restarts + 1)
     if end.cause == "disruption":
-        memory.disrupted += 1
-        return restarts.delay(memory.disrupted)
+        return replace(worker, disrupted=worker.disrupted + 1), restarts.delay(worker.disrupted + 1)
     counts = {None: None, "Ignore": False, "Restart": True}[rule.action if rule else None]
     failure = end.failure or "killed"
     delay = restarts.delay_after(failure, counts=False if end.cause in ("left", "completed") else counts)
-    draft.memory.counted += restarts.num_counted - memory.counted
-    memory.counted, memory.uncounted = restarts.num_counted, restarts.num_uncounted
-    return delay
+    return replace(worker, counted=restarts.num_counted, uncounted=restarts.num_uncounted), delay
 
 
-def _rule_for(draft: Draft, role: str, end: PodEnd) -> Rule | None:
+def _rule_for(known: Situation, role: str, end: PodEnd) -> Rule | None:
     if end.cause != "failure":
         return None
-    rules = draft.spec.failure_policy.rules
+    rules = known.spec.failure_policy.rules
     return next((r for r in rules if end.exit_code in r.exit_codes and (not r.roles or role in r.roles)), None)
 
 
@@ -132,7 +135,7 @@ def is_about_storage_away(text: str) -> bool:
 
 
 def reason_of_permanent(role: str, message: str) -> str:
-    """Of an end that would only happen again.
+    """Return the reason of a failure that would only happen again.
 
     >>> reason_of_permanent("prepare", "spec.model.path: no such folder"), reason_of_permanent("reward", "exact: boom")
     ('BadConfig', 'RewardFailing')
@@ -144,11 +147,60 @@ def reason_of_permanent(role: str, message: str) -> str:
     return "RewardFailing" if role == "reward" else "WorkerFailed"
 
 
-def forget_after_progress(draft: Draft) -> None:
-    """A step was trained since: what failed before it is forgiven."""
-    report = draft.report
-    if report is None or report.step <= draft.memory.step:
-        return
-    draft.memory.step = report.step
-    for memory in draft.memory.workers.values():
-        memory.counted = memory.uncounted = memory.disrupted = 0
+def forgive_after_progress(known: Situation) -> Situation:
+    """Forget the failures from before the last trained step."""
+    report = known.report
+    if report is None or report.step <= known.memory.step:
+        return known
+    workers = {
+        name: replace(worker, counted=0, uncounted=0, disrupted=0) for name, worker in known.memory.workers.items()
+    }
+    return known.remembering(step=report.step, workers=workers)
+
+
+# --- a trainer of several nodes: its pods are one worker, which begins again as a whole -------------------------------
+
+
+def has_left(pod: PodView) -> bool:
+    """Return whether this is a rank that rank 0, at another node, let go, and that may still have something to do."""
+    return pod.role == "trainer" and pod.worker > 0 and pod.is_finished and end_of(pod).cause != "failure"
+
+
+def count_end_of_set(known: Situation, ended: list[PodView]) -> Situation:
+    """Count the end of the pod that ended the set; that the others ended for want of it is no failure of theirs."""
+    ended = [pod for pod in ended if not has_left(pod)]
+    new = [pod for pod in ended if known.memory.of_worker(worker_name(pod.key)).pod != pod.uid]
+    if new and len(new) == len(ended):
+        first = min(new, key=_likely_cause)
+        known = count_end(known, first)
+        new.remove(first)
+    for pod in new:
+        name = worker_name(pod.key)
+        known = known.remembering_worker(name, replace(known.memory.of_worker(name), pod=pod.uid))
+    return known
+
+
+def _likely_cause(pod: PodView) -> tuple[bool, float, int]:
+    """Sort pods that were killed, or that their node ended, before those that say that they failed, then by time."""
+    end = end_of(pod)
+    at = pod.terminated.at if pod.terminated else None
+    return end.cause == "failure" and end.failure != "killed", at.timestamp() if at else 0.0, pod.worker
+
+
+def keep_together(known: Situation, due: list[Worker]) -> tuple[list[Worker], Actions]:
+    """Return which of the pods that are due may be made, and what ends the rest of a broken set.
+
+    No pod of a set is made while one of an earlier set is there, or before the set may begin. When one ends, so do all.
+    """
+    if known.spec.roles.trainer.nodes == 1:
+        return due, Actions()
+    pods = [pod for pod in known.pods if pod.role == "trainer"]
+    ends = any((pod.is_finished and not has_left(pod)) or pod.is_deleting or pod.run != known.run_uid for pod in pods)
+    grace = BROKEN_SECONDS if any(pod.is_finished and end_of(pod).cause == "failure" for pod in pods) else None
+    to_end = [pod for pod in pods if ends and not pod.is_deleting and (not pod.is_finished or has_left(pod))]
+    own = [key for key in due if key[0] == "trainer"]
+    times = [worker.not_before for name, worker in known.memory.workers.items() if name.startswith("trainer-")]
+    waits = any(at is not None and at > known.now for at in times)
+    lacks_some = len(own) + len(pods) < known.spec.roles.trainer.nodes  # one that was refused, or may not begin yet
+    may_begin = [key for key in due if key not in own] if ends or waits or lacks_some else due
+    return may_begin, Actions.merged(known.removal_of(pod, grace) for pod in to_end)

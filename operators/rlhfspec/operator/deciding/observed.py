@@ -25,6 +25,14 @@ Worker = tuple[str, int]  # role, number
 Credentials = Callable[[str, str, str, str, str, datetime], Mapping[str, bytes]]
 
 
+def worker_name(key: Worker) -> str:
+    """
+    >>> worker_name(("generator", 2))
+    'generator-2'
+    """
+    return f"{key[0]}-{key[1]}"
+
+
 def worker_of(name: str) -> Worker:
     """
     >>> worker_of("generator-2"), worker_of("nonsense")

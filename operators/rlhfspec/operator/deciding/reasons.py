@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 from rlhfspec.cluster import names
 from rlhfspec.job import RLHFJob
-from rlhfspec.operator.deciding.draft import FRESH_SECONDS, Draft, worker_name
 from rlhfspec.operator.deciding.failures import is_about_storage_away
 from rlhfspec.operator.deciding.memory import WorkerMemory
-from rlhfspec.operator.deciding.observed import PodView, Refusal, Said
-from rlhfspec.operator.deciding.wanted import pods_of, wanted_workers
+from rlhfspec.operator.deciding.observed import PodView, Refusal, Said, worker_name
+from rlhfspec.operator.deciding.situation import FRESH_SECONDS, Situation, pods_of
 from rlhfspec.operator.making import kueue
 from rlhfspec.operator.making.workloads import WORKLOAD_KIND as WORKLOAD
 from rlhfspec.worker.exits import is_about_full_disk
@@ -40,7 +39,7 @@ ABOUT_VOLUMES = re.compile(r"persistent ?volume|volume node affinity", re.IGNORE
 NOT_THERE = re.compile(r'(secret|configmap) "[^"]*" not found|references non-existent (secret|config) key')
 # Reasons of refusals, of what has the name of something that the job needs: somebody's, or of an older job of its name.
 IN_THE_WAY, LEAVING = "AlreadyExists", "Leaving"
-Find = Callable[[Draft], Iterator[str]]
+Find = Callable[[Situation], Iterator[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,39 +50,39 @@ class Cause:
     find: Find
 
 
-def finding(draft: Draft) -> Said | None:
+def finding(known: Situation) -> Said | None:
     """The first cause, with its first evidence; None: all is well, as far as anybody knows."""
-    outcome = draft.memory.outcome
+    outcome = known.memory.outcome
     if outcome is not None:
         return Said(outcome.reason, outcome.message) if outcome.type == "Failed" else None
     for cause in CAUSES:
-        evidence = list(dict.fromkeys(cause.find(draft)))
+        evidence = list(dict.fromkeys(cause.find(known)))
         if evidence:
             more = f" (and {len(evidence) - 1} more)" if len(evidence) > 1 else ""
             return Said(cause.reason, evidence[0][:900] + more)
     return None
 
 
-def config_problem(draft: Draft) -> str:
+def config_problem(known: Situation) -> str:
     """What keeps the job from starting at all; empty: nothing."""
-    job = draft.job
+    job = known.job
     if job.job is None:
         return str(job.problems[0]) if job.problems else "it cannot be read"
     storage = job.job.spec.storage
-    if not (storage.uri or storage.claim or draft.settings.default_claim):
+    if not (storage.uri or storage.claim or known.settings.default_claim):
         return (
             "spec.storage.claim: name a PersistentVolumeClaim of this namespace, or an object store as "
             "spec.storage.uri: the operator has no claim by default"
         )
-    if kueue.is_queued(draft) and not draft.settings.kueue:
+    if kueue.is_queued(known) and not known.settings.kueue:
         return "spec.scheduling.gang: kueue is not among operator.gang of the operator's chart: add it there"
     if (nodes := job.job.spec.roles.trainer.nodes) > 1 and storage.uri:
         return (
             f"spec.roles.trainer.nodes: {nodes}: ranks write checkpoints into one folder, which needs a storage.claim"
         )
-    if too_many := _too_many(job.job, draft.settings.max_workers):
+    if too_many := _too_many(job.job, known.settings.max_workers):
         return too_many
-    last = draft.observed.trial
+    last = known.observed.trial
     return last.problem if last is not None and last.generation == job.generation else ""
 
 
@@ -101,39 +100,39 @@ def _too_many(job: RLHFJob, allowed: int) -> str:
     )
 
 
-def all_ready(draft: Draft) -> bool:
-    pods = [draft.by_key.get(key) for key in wanted_workers(draft)]
+def all_ready(known: Situation) -> bool:
+    pods = [known.by_key.get(key) for key in known.wanted]
     return bool(pods) and all(pod is not None and pod.ready and not pod.is_deleting for pod in pods)
 
 
 # --- what is looked at -----------------------------------------------------------------------------------------------
 
 
-def _pods(draft: Draft) -> Iterator[PodView]:
+def _pods(known: Situation) -> Iterator[PodView]:
     """Those that should run, and do not end."""
-    for key in wanted_workers(draft):
-        pod = draft.by_key.get(key)
+    for key in known.wanted:
+        pod = known.by_key.get(key)
         if pod is not None and not pod.is_deleting and not pod.is_finished:
             yield pod
 
 
-def _down(draft: Draft) -> Iterator[tuple[str, WorkerMemory]]:
+def _down(known: Situation) -> Iterator[tuple[str, WorkerMemory]]:
     """Workers that ended and are not back. One that ended again and again since the last trained step is back when it
     has stayed for a while."""
-    for key in wanted_workers(draft):
-        memory, pod = draft.memory.of_worker(worker_name(key)), draft.by_key.get(key)
+    for key in known.wanted:
+        memory, pod = known.memory.of_worker(worker_name(key)), known.by_key.get(key)
         is_back = pod is not None and pod.ready and pod.uid != memory.pod
         if is_back and pod is not None and memory.num_failures >= 2:
-            is_back = draft.seconds_since(pod.ready_changed or pod.created) >= _STEADY_SECONDS
+            is_back = known.seconds_since(pod.ready_changed or pod.created) >= _STEADY_SECONDS
         if memory.reason and not is_back:
             yield worker_name(key), memory
 
 
-def _refusals(draft: Draft) -> Iterator[Refusal]:
-    wanted = {names.pod_name(draft.job.name, *key) for key in wanted_workers(draft)}
-    for refusal in draft.observed.refusals:
+def _refusals(known: Situation) -> Iterator[Refusal]:
+    wanted = {names.pod_name(known.job.name, *key) for key in known.wanted}
+    for refusal in known.observed.refusals:
         if refusal.kind not in ("Pod", WORKLOAD) or (
-            refusal.name in wanted and refusal.name not in {pod.name for pod in draft.pods}
+            refusal.name in wanted and refusal.name not in {pod.name for pod in known.pods}
         ):
             yield refusal
 
@@ -141,16 +140,16 @@ def _refusals(draft: Draft) -> Iterator[Refusal]:
 # --- the causes ------------------------------------------------------------------------------------------------------
 
 
-def _bad_config(draft: Draft) -> Iterator[str]:
-    if problem := config_problem(draft):
+def _bad_config(known: Situation) -> Iterator[str]:
+    if problem := config_problem(known):
         yield problem
-    for refusal in _refusals(draft):
+    for refusal in _refusals(known):
         if refusal.reason == IN_THE_WAY:
             yield f"{refusal.kind} {refusal.name} is there already, and is not of this job: remove it"
 
 
-def _missing_secret(draft: Draft) -> Iterator[str]:
-    return (f"{pod.name}: {message}" for pod in _pods(draft) for message in _missing(pod))
+def _missing_secret(known: Situation) -> Iterator[str]:
+    return (f"{pod.name}: {message}" for pod in _pods(known) for message in _missing(pod))
 
 
 def _missing(pod: PodView) -> Iterator[str]:
@@ -172,22 +171,22 @@ def _mount_warnings(pod: PodView) -> Iterator[str]:
             yield warning.message
 
 
-def roles_that_lack_ours(draft: Draft) -> list[str]:
+def roles_that_lack_ours(known: Situation) -> list[str]:
     """Whose pods cannot start because somebody removed what the operator made."""
-    config, roles = names.config_name(draft.job.name, draft.job.uid), list[str]()
-    for pod in _pods(draft):
-        ours = {f'"{config}" not found', f'"{names.secret_name(draft.job.name, pod.role, draft.job.uid)}" not found'}
+    config, roles = names.config_name(known.job.name, known.job.uid), list[str]()
+    for pod in _pods(known):
+        ours = {f'"{config}" not found', f'"{names.secret_name(known.job.name, pod.role, known.job.uid)}" not found'}
         if any(name in message for message in _missing(pod) for name in ours):
             roles.append(pod.role)
     return list(dict.fromkeys(roles))
 
 
-def _quota(draft: Draft) -> Iterator[str]:
-    return (f"{r.name}: {r.message}" for r in _refusals(draft) if _is_quota(r))
+def _quota(known: Situation) -> Iterator[str]:
+    return (f"{r.name}: {r.message}" for r in _refusals(known) if _is_quota(r))
 
 
-def _refused(draft: Draft) -> Iterator[str]:
-    other = (r for r in _refusals(draft) if not _is_quota(r) and r.reason not in (IN_THE_WAY, LEAVING))
+def _refused(known: Situation) -> Iterator[str]:
+    other = (r for r in _refusals(known) if not _is_quota(r) and r.reason not in (IN_THE_WAY, LEAVING))
     return (f"{r.kind} {r.name}: {r.message}" for r in other)
 
 
@@ -195,118 +194,118 @@ def _is_quota(refusal: Refusal) -> bool:
     return "exceeded quota" in refusal.message or "failed quota" in refusal.message
 
 
-def _image_pull(draft: Draft) -> Iterator[str]:
-    for pod in _pods(draft):
+def _image_pull(known: Situation) -> Iterator[str]:
+    for pod in _pods(known):
         if pod.waiting is not None and pod.waiting.reason in PULL_REASONS:
             # The kubelet says the same in turns with and without this, and each change would be written.
             text = re.sub(r'Back-off pulling image "[^"]*":? ?|ErrImagePull: ', "", pod.waiting.message)
             yield f"{pod.name}: {text or pod.waiting.reason}"
 
 
-def _storage_unavailable(draft: Draft) -> Iterator[str]:
-    for pod in _pods(draft):
+def _storage_unavailable(known: Situation) -> Iterator[str]:
+    for pod in _pods(known):
         if pod.unscheduled is not None and ABOUT_VOLUMES.search(pod.unscheduled.message):
             yield f"{pod.name}: {pod.unscheduled.message}"
         yield from (f"{pod.name}: {warning}" for warning in _mount_warnings(pod))
-    yield from (f"{name}: {memory.message}" for name, memory in _down(draft) if is_about_storage_away(memory.message))
+    yield from (f"{name}: {memory.message}" for name, memory in _down(known) if is_about_storage_away(memory.message))
 
 
-def _unschedulable(draft: Draft) -> Iterator[str]:
-    for pod in _pods(draft):
+def _unschedulable(known: Situation) -> Iterator[str]:
+    for pod in _pods(known):
         if pod.unscheduled is not None:
             lacking = dict.fromkeys(re.findall(r"Insufficient ([\w./-]*\w)", pod.unscheduled.message))
             which = f"no node has enough {', '.join(lacking)}: " if lacking else ""
             yield f"{pod.name}: {which}{pod.unscheduled.message or pod.unscheduled.reason}"
 
 
-def _node_lost(draft: Draft) -> Iterator[str]:
-    for pod in draft.pods:
+def _node_lost(known: Situation) -> Iterator[str]:
+    for pod in known.pods:
         if pod.is_finished or not pod.is_deleting:
             continue
-        if draft.is_lost(pod) and pod.role == "trainer":
+        if known.is_lost(pod) and pod.role == "trainer":
             yield (
                 f"{pod.name} is on node {pod.node}, which does not answer. It is not made elsewhere, because it may "
                 "still write the run folder: bring the node back, or, once that machine is off for certain, "
                 f"kubectl delete pod {pod.name} --force"
             )
-        elif draft.is_lost(pod) or (pod.disruption is not None and pod.disruption.reason in LOST_REASONS):
+        elif known.is_lost(pod) or (pod.disruption is not None and pod.disruption.reason in LOST_REASONS):
             yield f"{pod.name} is on node {pod.node}, which does not answer"
-    for name, memory in _down(draft):
+    for name, memory in _down(known):
         if memory.reason in LOST_REASONS:
             yield f"{name}: {memory.message or memory.reason}"
 
 
-def _evicted(draft: Draft) -> Iterator[str]:
-    for pod in draft.pods:
+def _evicted(known: Situation) -> Iterator[str]:
+    for pod in known.pods:
         if pod.disruption is not None and pod.is_deleting and pod.disruption.reason not in LOST_REASONS:
             yield f"{pod.name}: {pod.disruption.message or pod.disruption.reason}"
-    for name, memory in _down(draft):
+    for name, memory in _down(known):
         if memory.disrupted and memory.reason not in LOST_REASONS and not memory.num_failures:
             yield f"{name}: {memory.reason}: {memory.message}"
 
 
-def _storage_full(draft: Draft) -> Iterator[str]:
-    for name, memory in _down(draft):
+def _storage_full(known: Situation) -> Iterator[str]:
+    for name, memory in _down(known):
         if is_about_full_disk(memory.message):
             yield f"{name}: {memory.message}"
-    for trouble in draft.fresh_report.troubles if draft.fresh_report else ():
+    for trouble in known.fresh_report.troubles if known.fresh_report else ():
         if is_about_full_disk(trouble.message):
             yield trouble.message
 
 
-def _out_of_memory(draft: Draft) -> Iterator[str]:
-    return (f"{name}: {memory.message}" for name, memory in _down(draft) if memory.reason == "OOMKilled")
+def _out_of_memory(known: Situation) -> Iterator[str]:
+    return (f"{name}: {memory.message}" for name, memory in _down(known) if memory.reason == "OOMKilled")
 
 
 def _trouble(reason: str) -> Find:
     """What control says of the run."""
 
-    def find(draft: Draft) -> Iterator[str]:
-        for trouble in draft.fresh_report.troubles if draft.fresh_report else ():
+    def find(known: Situation) -> Iterator[str]:
+        for trouble in known.fresh_report.troubles if known.fresh_report else ():
             if trouble.reason == reason:
                 yield trouble.message
 
     return find
 
 
-def _broker(draft: Draft) -> Iterator[str]:
-    if draft.observed.broker is not None and draft.memory.state == "open":
-        yield draft.observed.broker.message
-    yield from _trouble("BrokerUnavailable")(draft)
-    for name, memory in _down(draft):
+def _broker(known: Situation) -> Iterator[str]:
+    if known.observed.broker is not None and known.memory.state == "open":
+        yield known.observed.broker.message
+    yield from _trouble("BrokerUnavailable")(known)
+    for name, memory in _down(known):
         if memory.reason == "Temporary" and not is_about_storage_away(memory.message):
             yield f"{name}: {memory.message}"
 
 
-def _crash_loop(draft: Draft) -> Iterator[str]:
-    for name, memory in _down(draft):
+def _crash_loop(known: Situation) -> Iterator[str]:
+    for name, memory in _down(known):
         if memory.num_failures >= 2:
-            yield f"{name}: {memory.num_failures} failures since step {draft.memory.step}, the last: {memory.message}"
+            yield f"{name}: {memory.num_failures} failures since step {known.memory.step}, the last: {memory.message}"
 
 
-def _control_silent(draft: Draft) -> Iterator[str]:
-    since = draft.memory.running_since
-    if draft.memory.state != "open" or since is None:
+def _control_silent(known: Situation) -> Iterator[str]:
+    since = known.memory.running_since
+    if known.memory.state != "open" or since is None:
         return
-    at = draft.observed.report_at
-    since = max(since, at) if at is not None and draft.report is not None else since
-    since = max(since, draft.observed.listening_since or since)
-    if draft.seconds_since(since) >= FRESH_SECONDS:
-        yield f"{names.pod_name(draft.job.name, names.CONTROL, 0)} has reported nothing since {since:%H:%M:%S} UTC"
+    at = known.observed.report_at
+    since = max(since, at) if at is not None and known.report is not None else since
+    since = max(since, known.observed.listening_since or since)
+    if known.seconds_since(since) >= FRESH_SECONDS:
+        yield f"{names.pod_name(known.job.name, names.CONTROL, 0)} has reported nothing since {since:%H:%M:%S} UTC"
 
 
-def _not_ready(draft: Draft) -> Iterator[str]:
-    allowed = FIRST_READY_SECONDS if draft.memory.running_since is None else READY_SECONDS
-    for name, memory in _down(draft):
+def _not_ready(known: Situation) -> Iterator[str]:
+    allowed = FIRST_READY_SECONDS if known.memory.running_since is None else READY_SECONDS
+    for name, memory in _down(known):
         yield f"{name} ended: {memory.message or memory.reason}; it is started again"
-    for refusal in _refusals(draft):
+    for refusal in _refusals(known):
         if refusal.reason == LEAVING:
             yield f"{refusal.name} of an older job of this name is still ending"
-    for pod in _pods(draft):
+    for pod in _pods(known):
         if pod.role == names.PREPARE:
             continue
         since = max(pod.created, pod.ready_changed or pod.created)
-        if not pod.ready and draft.seconds_since(since) >= allowed:
+        if not pod.ready and known.seconds_since(since) >= allowed:
             yield f"{pod.name} is {pod.phase} and not ready since {since:%H:%M:%S} UTC"
 
 

@@ -1,9 +1,9 @@
-"""The operator's one decision: given a job and all that is known of it, what to do now. Pure and idempotent: no clock,
-no network, no memory but the job's status, and on its own result it changes nothing more.
+"""The operator's one decision: given a job and all that is known of it, what to do now. It is a pure function without a
+clock, a network or a memory but the job's status, and applied to its own result it changes nothing more.
 
     a job's life     prepare -> control and all stages -> the trainer's last step -> Succeeded
     a run            opened; closed for suspension, or to begin anew under the next number
-    a worker         its pod is made; when it ended, that is counted in, and it is made again after a while
+    a worker         its pod is made; when it ended, that is counted, and it is made again after a while
 
 Example:
     >>> reconcile.__annotations__["return"]
@@ -12,18 +12,24 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from rlhfspec.cluster import names
 from rlhfspec.operator.deciding import runs, status
-from rlhfspec.operator.deciding.draft import MOST_AT_ONCE, Delete, Draft, ReconcilePlan, worker_name
-from rlhfspec.operator.deciding.failures import count_in, forget_after_progress, is_complete
+from rlhfspec.operator.deciding.failures import (
+    count_end,
+    count_end_of_set,
+    forgive_after_progress,
+    has_left,
+    is_complete,
+    keep_together,
+)
 from rlhfspec.operator.deciding.memory import Memory
-from rlhfspec.operator.deciding.observed import ChartSettings, JobView, Observed, PodView, Worker
-from rlhfspec.operator.deciding.rank_sets import count_in_set, has_left, keep_together
+from rlhfspec.operator.deciding.observed import ChartSettings, JobView, Observed, PodView, Worker, worker_name
 from rlhfspec.operator.deciding.reasons import all_ready, config_problem, roles_that_lack_ours
-from rlhfspec.operator.deciding.times import in_milliseconds
-from rlhfspec.operator.deciding.wanted import must_restart, settle_generators, wanted_workers
+from rlhfspec.operator.deciding.situation import MOST_AT_ONCE, Actions, Delete, ReconcilePlan, Situation, requeued
 from rlhfspec.operator.making import kueue, trial
 from rlhfspec.operator.making.objects import mounted_by, objects_for
 
@@ -32,81 +38,75 @@ SEEN_AGAIN_SECONDS = 15.0  # while something goes on, the job is reconciled so o
 
 
 def reconcile(job: JobView, observed: Observed, settings: ChartSettings, now: datetime) -> ReconcilePlan:
-    draft = Draft(job, observed, settings, in_milliseconds(now), Memory.of(job.status))
+    now = now.replace(microsecond=now.microsecond // 1000 * 1000)  # as it reads back from the status
+    known = Situation(job, observed, settings, now, Memory.of(job.status))
     if job.deleting_since is not None:
-        return _deleting(draft)
-    if _is_stale(draft):
+        return _deleting(known)
+    if runs.is_stale(known, STALE_AT_MOST_SECONDS):
         return ReconcilePlan(status=dict(job.status), requeue_seconds=STALE_SECONDS)
-    problem = config_problem(draft)
-    if problem:
-        _refuse(draft, problem)
-    else:
-        _decide(draft)
-        if trial.is_due(draft):  # also where the last pod of a run is gone only now: nothing else would bring us back
-            draft.trial += trial.pods(draft)
-    return _finish(draft)
+    if problem := config_problem(known):
+        return _finish(_refuse(known, problem), Actions())
+    known, actions = _decide(known)
+    if trial.is_due(known):  # also where the last pod of a run is gone only now: nothing else would bring us back
+        actions += Actions(trial=trial.pods(known))
+    return _finish(known, actions)
 
 
-def _is_stale(draft: Draft) -> bool:
-    """There are pods of a run of which the status does not know yet: this is an old copy of the job."""
-    new = [pod for pod in draft.pods if draft.seconds_since(pod.created) < STALE_AT_MOST_SECONDS]
-    return any(pod.run in runs.next_runs(draft) for pod in new)
-
-
-def _refuse(draft: Draft, problem: str) -> None:
+def _refuse(known: Situation, problem: str) -> Situation:
     """A job with such a problem never starts. One that runs already is left as it is until it is right again."""
-    outcome = draft.memory.outcome
-    if draft.memory.number == 0:
-        if outcome is not None and outcome.message != problem:
-            draft.memory.outcome = None  # it was edited, and is wrong in another way
-        draft.end("Failed", "BadConfig", problem)
+    outcome = known.memory.outcome
+    if known.memory.number:
+        return known
+    if outcome is not None and outcome.message != problem:
+        known = known.remembering(outcome=None)  # it was edited, and is wrong in another way
+    return known.ended("Failed", "BadConfig", problem)
 
 
-def _decide(draft: Draft) -> None:
-    runs.reopen(draft)
-    forget_after_progress(draft)
-    _look_at_ends(draft)
-    _look_at_deadlines(draft)
-    if draft.memory.outcome is not None:
-        return _over(draft)
-    runs.turn(draft)
-    if draft.memory.state == "open":
-        _look_whether_all_run(draft)  # how many generators there should be depends on it
-        settle_generators(draft)
-        _keep_workers(draft)
-    elif draft.memory.state == "closing":
-        runs.take_down(draft, keep_finished=False)
-    return None
+def _decide(known: Situation) -> tuple[Situation, Actions]:
+    known = _look_at_ends(forgive_after_progress(runs.reopen(known)))
+    known, waits = _look_at_deadlines(known)
+    if known.memory.outcome is not None:
+        known, actions = _over(known)
+        return known, waits + actions
+    known = runs.turn(known)
+    if known.memory.state == "open":
+        known = runs.settle_generators(_look_whether_all_run(known))
+        return known, waits + _keep_workers(known)
+    if known.memory.state == "closing":
+        return known, waits + runs.take_down(known, keep_finished=False)
+    return known, waits
 
 
-def _look_at_ends(draft: Draft) -> None:
+def _look_at_ends(known: Situation) -> Situation:
     """Success first: what else ended meanwhile no longer matters."""
-    memory = draft.memory
+    memory = known.memory
     if memory.outcome is not None or memory.number == 0 or memory.state == "closed":
-        return
-    ours = [pod for pod in draft.pods if pod.run == draft.run_uid]
-    for pod in filter(is_complete, ours):
-        ended = pod.terminated
-        draft.end("Succeeded", "Completed", ended.message if ended else "")
-    if memory.outcome is not None or memory.state == "closing":
-        return  # the others are asked to end
-    if draft.spec.roles.trainer.nodes > 1:
-        count_in_set(draft, [pod for pod in ours if pod.role == "trainer" and pod.is_finished and not pod.is_deleting])
-        ours = [pod for pod in ours if pod.role != "trainer"]
-    for pod in sorted(ours, key=lambda pod: pod.key):
-        if pod.role == names.PREPARE and pod.phase == "Succeeded":
-            memory.prepared = True
-        elif pod.is_finished and not pod.is_deleting:
-            count_in(draft, pod)
+        return known
+    ours = [pod for pod in known.pods if pod.run == known.run_uid]
+    complete = next(filter(is_complete, ours), None)
+    if complete is not None:
+        return known.ended("Succeeded", "Completed", complete.terminated.message if complete.terminated else "")
+    if memory.state == "closing":
+        return known  # the others are asked to end
+    ended = [pod for pod in ours if pod.is_finished and not pod.is_deleting]
+    if known.spec.roles.trainer.nodes > 1:
+        known = count_end_of_set(known, [pod for pod in ended if pod.role == "trainer"])
+        ended = [pod for pod in ended if pod.role != "trainer"]
+    for pod in sorted(ended, key=lambda pod: pod.key):
+        if pod.role != names.PREPARE or pod.phase != "Succeeded":
+            known = count_end(known, pod)
+    is_prepared = any(pod.role == names.PREPARE and pod.phase == "Succeeded" for pod in ours)
+    return known.remembering(prepared=True) if is_prepared else known
 
 
-def _look_at_deadlines(draft: Draft) -> None:
-    memory, spec = draft.memory, draft.spec
+def _look_at_deadlines(known: Situation) -> tuple[Situation, Actions]:
+    memory, spec = known.memory, known.spec
     if memory.outcome is not None or memory.state != "open" or memory.opened is None:
-        return
+        return known, Actions()
     starting = spec.pre_running_deadline_seconds if memory.running_since is None else None
     active = spec.active_deadline_seconds
     left = None if active is None else active - memory.active_before
+    waits = Actions()
     for field, allowed, written in (
         ("preRunningDeadlineSeconds", starting, starting),
         ("activeDeadlineSeconds", left, active),
@@ -114,116 +114,126 @@ def _look_at_deadlines(draft: Draft) -> None:
         if allowed is None:
             continue
         at = memory.opened + timedelta(seconds=allowed)
-        if draft.now >= at:
-            draft.end("Failed", "DeadlineExceeded", f"spec.{field}: {written} s are over")
+        if known.now >= at:
+            known = known.ended("Failed", "DeadlineExceeded", f"spec.{field}: {written} s are over")
         else:
-            draft.requeue_at(at)
+            waits += known.requeued_at(at)
+    return known, waits
 
 
-def _look_whether_all_run(draft: Draft) -> None:
-    memory = draft.memory
-    if memory.prepared and memory.running_since is None and all_ready(draft):
-        memory.running_since = draft.now
+def _look_whether_all_run(known: Situation) -> Situation:
+    memory = known.memory
+    is_new = memory.prepared and memory.running_since is None and all_ready(known)
+    return known.remembering(running_since=known.now) if is_new else known
 
 
-def _over(draft: Draft) -> None:
+def _over(known: Situation) -> tuple[Situation, Actions]:
     """Nothing runs any more; what finished stays, if the job says so."""
-    memory = draft.memory
-    outcome = memory.outcome
+    outcome, policy = known.memory.outcome, known.spec.deletion_policy
     assert outcome is not None
-    policy = draft.spec.deletion_policy
     keep = (policy.succeeded if outcome.type == "Succeeded" else policy.failed) == "keep"
-    runs.take_down(draft, keep_finished=keep)
-    if not any(pod.is_running for pod in draft.pods):
-        runs.close(draft)
-        _forget_in_time(draft)
+    actions = runs.take_down(known, keep_finished=keep)
+    if any(pod.is_running for pod in known.pods):
+        return known, actions
+    return runs.close(known), actions + _forget_in_time(known)
 
 
-def _forget_in_time(draft: Draft) -> None:
-    seconds, ended = draft.spec.ttl_seconds_after_finished, draft.memory.completed
+def _forget_in_time(known: Situation) -> Actions:
+    seconds, ended = known.spec.ttl_seconds_after_finished, known.memory.completed
     if seconds is None or ended is None:
-        return
+        return Actions()
     at = ended + timedelta(seconds=seconds)
-    if draft.now < at:
-        draft.requeue_at(at)
-    else:
-        draft.delete.append(Delete("RLHFJob", draft.job.name, None, draft.job.uid))
+    if known.now < at:
+        return known.requeued_at(at)
+    return Actions(delete=(Delete("RLHFJob", known.job.name, None, known.job.uid),))
 
 
 # --- an open run -----------------------------------------------------------------------------------------------------
 
 
-def _keep_workers(draft: Draft) -> None:
-    wanted = wanted_workers(draft)
-    due = keep_together(draft, [key for key in wanted if _is_to_be_made(draft, key)])
-    if any(draft.is_refused(each.kind, each.name) for each in draft.observed.refusals if each.kind != "Pod"):
-        due = []  # what pods mount
+def _keep_workers(known: Situation) -> Actions:
+    missing = {key: _seconds_before_made(known, key) for key in known.wanted if key not in known.by_key}
+    due, ends = keep_together(known, [key for key, seconds in missing.items() if not seconds])
+    waits = [seconds for seconds in missing.values() if seconds]
+    # What pods mount comes first.
+    refused = [known.refused_seconds(each.kind, each.name) for each in known.observed.refusals if each.kind != "Pod"]
+    if any(refused):
+        due, waits = [], [*waits, *filter(None, refused)]
     if len(due) > MOST_AT_ONCE:
-        draft.requeue_in(0.0)
-    draft.create += objects_for(draft, due[:MOST_AT_ONCE])
-    if roles := roles_that_lack_ours(draft):
-        draft.create += mounted_by(draft, roles)
-    if draft.memory.prepared:
-        _remove_surplus(draft, set(wanted))
+        waits.append(0.0)
+    created = objects_for(known, due[:MOST_AT_ONCE])
+    if roles := roles_that_lack_ours(known):
+        created += mounted_by(known, roles)
+    kept = (known.by_key[key] for key in known.wanted if key in known.by_key)
+    return Actions.merged(
+        [
+            *map(requeued, waits),
+            *(_look_after(known, pod) for pod in kept),
+            ends,
+            Actions(create=tuple(created)),
+            *(known.removal_of(pod) for pod in _surplus(known)),
+        ]
+    )
 
 
-def _is_to_be_made(draft: Draft, key: Worker) -> bool:
-    pod = draft.by_key.get(key)
-    if pod is not None:
-        _look_after(draft, pod)
-        return False
-    not_before = draft.memory.of_worker(worker_name(key)).restart_not_before
-    if not_before is not None and not_before > draft.now:
-        draft.requeue_at(not_before)
-        return False
-    return not draft.is_refused("Pod", names.pod_name(draft.job.name, *key))
+def _seconds_before_made(known: Situation, key: Worker) -> float:
+    """Return how long a worker that has no pod waits for one; 0: it may be made now."""
+    not_before = known.memory.of_worker(worker_name(key)).not_before
+    if not_before is not None and not_before > known.now:
+        return (not_before - known.now).total_seconds()
+    return known.refused_seconds("Pod", names.pod_name(known.job.name, *key))
 
 
-def _look_after(draft: Draft, pod: PodView) -> None:
+def _look_after(known: Situation, pod: PodView) -> Actions:
     """A finished one stays, with its logs, until it is to be made again. How it ended is in the status by then."""
-    not_before = draft.memory.of_worker(worker_name(pod.key)).restart_not_before
-    if pod.is_deleting or pod.run != draft.run_uid or must_restart(draft, pod.role, pod.restart_id):
-        draft.remove(pod)
-    elif not pod.is_finished or (pod.role == names.PREPARE and draft.memory.prepared) or has_left(pod):
+    not_before = known.memory.of_worker(worker_name(pod.key)).not_before
+    if pod.is_deleting or pod.run != known.run_uid or _must_restart(known, pod):
+        return known.removal_of(pod)
+    if not pod.is_finished or (pod.role == names.PREPARE and known.memory.prepared) or has_left(pod):
+        return Actions()
+    if not_before is not None and not_before > known.now:
+        return known.requeued_at(not_before)
+    return known.removal_of(pod)
+
+
+def _must_restart(known: Situation, pod: PodView) -> bool:
+    """Return whether somebody asked for this role since. The whole job restarts by a new run instead."""
+    restart = known.spec.restart
+    return pod.role in restart.roles and restart.id not in ("", pod.restart_id)
+
+
+def _surplus(known: Situation) -> Iterator[PodView]:
+    """Yield pods to remove. Running generators go one at a time, the last first: each hands over what it is at."""
+    if not known.memory.prepared:
         return
-    elif not_before is not None and not_before > draft.now:
-        draft.requeue_at(not_before)
-    else:
-        draft.remove(pod)
-
-
-def _remove_surplus(draft: Draft, wanted: set[Worker]) -> None:
-    """Generators go one at a time, the last first: each hands over what it is at."""
-    surplus = [pod for pod in draft.pods if pod.key not in wanted and pod.role != names.PREPARE]
-    generators = sorted((pod for pod in surplus if pod.role == "generator"), key=lambda pod: pod.worker)
+    wanted = set(known.wanted)
+    surplus = [pod for pod in known.pods if pod.key not in wanted and pod.role != names.PREPARE]
+    generators = [pod for pod in surplus if pod.role == "generator"]
     for pod in surplus:
         if pod.role != "generator" or pod.is_deleting or pod.is_finished:
-            draft.remove(pod)
-    if generators and not any(pod.is_deleting for pod in draft.pods if pod.role == "generator"):
-        last = generators[-1]
+            yield pod
+    if generators and not any(pod.is_deleting for pod in known.pods if pod.role == "generator"):
+        last = max(generators, key=lambda pod: pod.worker)
         if not last.is_finished:
-            draft.remove(last)
+            yield last
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
-def _deleting(draft: Draft) -> ReconcilePlan:
+def _deleting(known: Situation) -> ReconcilePlan:
     """Somebody else holds it, such as a deletion in the foreground: until it is gone nothing is made any more."""
-    if draft.job.leaves_orphans:
-        return ReconcilePlan(status=dict(draft.job.status))
-    runs.take_down(draft, keep_finished=False)
-    if draft.memory.number and not draft.pods:
-        runs.close(draft)
-    return _finish(draft)
+    if known.job.leaves_orphans:
+        return ReconcilePlan(status=dict(known.job.status))
+    actions = runs.take_down(known, keep_finished=False)
+    return _finish(runs.close(known) if known.memory.number and not known.pods else known, actions)
 
 
-def _finish(draft: Draft) -> ReconcilePlan:
-    kueue.settle(draft)
-    new, events = status.render(draft)
-    if draft.memory.state != "closed":
-        draft.requeue_in(SEEN_AGAIN_SECONDS)
-    return ReconcilePlan(
-        status=new, trial=tuple(draft.trial), create=tuple(draft.create), delete=tuple(draft.delete),
-        workload=draft.workload, events=tuple(events), requeue_seconds=draft.requeue,
-    )  # fmt: skip
+def _finish(known: Situation, actions: Actions) -> ReconcilePlan:
+    new, events = status.render(known)
+    actions += kueue.settle(known)
+    if known.memory.state != "closed":
+        actions += requeued(SEEN_AGAIN_SECONDS)
+    if len(actions.delete) > MOST_AT_ONCE:
+        actions = replace(actions, delete=actions.delete[:MOST_AT_ONCE]) + requeued(0.0)
+    return ReconcilePlan(status=new, events=tuple(events), **vars(actions))

@@ -1,72 +1,117 @@
-"""A job's runs: opened, closed for suspension or to begin anew."""
+"""A job's runs, which are opened, and closed for suspension or to begin anew, and how many generators a run has."""
 
 from __future__ import annotations
 
 from rlhfspec.cluster import names
 from rlhfspec.messages.loop import workers_of
-from rlhfspec.operator.deciding.draft import Draft
-from rlhfspec.operator.deciding.wanted import whole_restart_is_wanted
+from rlhfspec.operator.deciding.situation import Actions, Situation
 from rlhfspec.operator.making import kueue, trial
 from rlhfspec.operator.making.pods import trainer_seconds
 
 STOP_SECONDS = 30  # for all but the trainer, where no worker is left to hand anything to
 
 
-def turn(draft: Draft) -> None:
-    """open -> closing -> closed -> open: the next run. Within one reconcile as far as it goes."""
-    memory = draft.memory
-    if memory.state == "open" and (draft.spec.suspend or whole_restart_is_wanted(draft) or kueue.withdraws(draft)):
-        memory.state = "closing"
-    if memory.state == "closed" and memory.number and draft.pods:
-        memory.state = "closing"  # made just before the end, and not seen then
-    if memory.state == "closing" and not draft.pods:
-        close(draft)
-    if memory.state == "closed" and not draft.spec.suspend and trial.is_passed(draft) and kueue.admits(draft):
-        _open(draft)
+def turn(known: Situation) -> Situation:
+    """Advance open -> closing -> closed -> open (the next run), within one reconcile as far as it goes."""
+    memory = known.memory
+    if memory.state == "open" and (known.spec.suspend or _restart_is_wanted(known) or kueue.withdraws(known)):
+        known = known.remembering(state="closing")
+    if memory.state == "closed" and memory.number and known.pods:
+        known = known.remembering(state="closing")  # made just before the end, and not seen then
+    if known.memory.state == "closing" and not known.pods:
+        known = close(known)
+    if known.memory.state == "closed" and not known.spec.suspend and trial.is_passed(known) and kueue.admits(known):
+        known = _open(known)
+    return known
 
 
-def close(draft: Draft) -> None:
-    memory = draft.memory
-    if memory.number and memory.state != "closed" and memory.opened is not None:
-        memory.active_before += draft.seconds_since(memory.opened)
-    memory.state, memory.opened, memory.running_since = "closed", None, None
+def close(known: Situation) -> Situation:
+    memory = known.memory
+    active = 0.0 if memory.state == "closed" or memory.opened is None else known.seconds_since(memory.opened)
+    return known.remembering(
+        state="closed", opened=None, running_since=None, active_before=memory.active_before + active
+    )
 
 
-def _open(draft: Draft) -> None:
-    memory = draft.memory
-    memory.number += 1
-    memory.state, memory.prepared = "open", False
-    memory.opened, memory.running_since = draft.now, None
-    memory.restart_id = draft.spec.restart.id
-    memory.workers.clear()
-    memory.placed = kueue.places(draft)
-    memory.asked = 0  # the generators that the job itself says
-    memory.rebalanced = "rebalancer" in workers_of(draft.job.job) if draft.job.job else False
-    memory.started = memory.started or draft.now
+def _open(known: Situation) -> Situation:
+    assert known.job.job is not None
+    return known.remembering(
+        number=known.memory.number + 1,
+        state="open",
+        prepared=False,
+        opened=known.now,
+        running_since=None,
+        restart_id=known.spec.restart.id,
+        workers={},
+        placed=kueue.places(known),
+        asked=0,  # the generators that the job itself says
+        rebalanced="rebalancer" in workers_of(known.job.job),
+        started=known.memory.started or known.now,
+    )
 
 
-def reopen(draft: Draft) -> None:
-    """A failed job that somebody asked to begin anew goes on from its last checkpoint."""
-    memory = draft.memory
-    if memory.outcome is not None and memory.outcome.type == "Failed" and draft.job.job is not None:
-        is_mended = draft.never_ran and trial.is_passed(draft)
-        if is_mended or (memory.number and whole_restart_is_wanted(draft)):
-            memory.outcome = memory.completed = None
-            memory.state = "closing" if memory.number else "closed"
+def reopen(known: Situation) -> Situation:
+    """Let a failed job that somebody asked to begin anew go on from its last checkpoint."""
+    memory = known.memory
+    if memory.outcome is None or memory.outcome.type != "Failed":
+        return known
+    is_mended = known.never_ran and trial.is_passed(known)
+    if is_mended or (memory.number and _restart_is_wanted(known)):
+        return known.remembering(outcome=None, completed=None, state="closing" if memory.number else "closed")
+    return known
 
 
-def take_down(draft: Draft, *, keep_finished: bool) -> None:
-    """The trainer's pod first: it ends what it learns and writes a checkpoint while the others are still there."""
-    pods = [pod for pod in draft.pods if pod.lingers or not (keep_finished and pod.is_finished)]
+def _restart_is_wanted(known: Situation) -> bool:
+    """Return whether somebody asked for a restart of the whole job, which is a new run."""
+    restart = known.spec.restart
+    return not restart.roles and restart.id not in ("", known.memory.restart_id)
+
+
+def take_down(known: Situation, *, keep_finished: bool) -> Actions:
+    """End the trainer's pod first: it finishes its step and writes a checkpoint while the others are still there."""
+    pods = [pod for pod in known.pods if pod.lingers or not (keep_finished and pod.is_finished)]
     trainers = [pod for pod in pods if pod.role == "trainer" and not pod.is_finished]
-    for pod in trainers:
-        draft.remove(pod, trainer_seconds(draft) if draft.memory.state == "closing" else None)
-    for pod in pods if not trainers else ():
-        draft.remove(pod, STOP_SECONDS)
+    grace = trainer_seconds(known) if known.memory.state == "closing" else None
+    if trainers:
+        return Actions.merged(known.removal_of(pod, grace) for pod in trainers)
+    return Actions.merged(known.removal_of(pod, STOP_SECONDS) for pod in pods)
 
 
-def next_runs(draft: Draft) -> set[str]:
-    """Those that a replica which acted before us may have opened since. A pod that says anything else is only
-    removed."""
-    number = draft.memory.number
-    return {names.run_uid(draft.job.uid, later) for later in (number + 1, number + 2)}
+def is_stale(known: Situation, new_seconds: float) -> bool:
+    """Return whether pods of a run of which the status does not know yet were made lately, by another replica: this is
+    an old copy of the job. Older pods with any other run are only removed."""
+    number = known.memory.number
+    next_runs = {names.run_uid(known.job.uid, later) for later in (number + 1, number + 2)}
+    return any(pod.run in next_runs and known.seconds_since(pod.created) < new_seconds for pod in known.pods)
+
+
+# --- how many generators ---------------------------------------------------------------------------------------------
+
+
+def settle_generators(known: Situation) -> Situation:
+    """Decide how many generators should run from now on; never more than have quota of Kueue."""
+    generator, memory = known.spec.roles.generator, known.memory
+    wanted = memory.generators if memory.asked == generator.workers else generator.workers  # somebody scaled it
+    if generator.replicas is None:
+        wanted = generator.workers
+    else:
+        least, most = generator.replicas.min, max(generator.replicas.min, generator.replicas.max)
+        wanted = min(max(wanted, least), most)
+        report = known.fresh_report
+        if report is not None and report.generators_wanted is not None and memory.running_since is not None:
+            advice = min(max(report.generators_wanted, least), most)
+            wanted = _next_count(known, wanted, advice)
+    if (place := memory.placed.get("generator")) is not None:
+        wanted = min(wanted, place["count"])
+    return known.remembering(generators=wanted, asked=generator.workers)
+
+
+def _next_count(known: Situation, count: int, advice: int) -> int:
+    """Return one more or one fewer than `count`, once there are as many as there should be. A generator that found no
+    place, or is not ready, is no reason to start another; one on its way may be taken back."""
+    generators = [pod for pod in known.pods if pod.role == "generator"]
+    if len(generators) != count or any(pod.is_deleting for pod in generators):
+        return count
+    if advice >= count and not all(pod.ready for pod in generators):
+        return count
+    return count + (advice > count) - (advice < count)

@@ -9,12 +9,10 @@ from datetime import datetime
 from typing import Any
 
 from rlhfspec.cluster import names
-from rlhfspec.operator.deciding.draft import Draft, Event
-from rlhfspec.operator.deciding.memory import Memory, tidy
+from rlhfspec.operator.deciding.memory import INTERNAL, Memory, text_of, tidy
 from rlhfspec.operator.deciding.observed import JobView, Said
 from rlhfspec.operator.deciding.reasons import all_ready, finding
-from rlhfspec.operator.deciding.times import text_of
-from rlhfspec.operator.deciding.wanted import wanted_workers
+from rlhfspec.operator.deciding.situation import Event, Situation
 from rlhfspec.operator.making import kueue
 from rlhfspec.operator.making.objects import run_folder
 from rlhfspec.operator.making.pods import num_gpus
@@ -37,25 +35,25 @@ PHASES = {
 }
 
 
-def render(draft: Draft) -> tuple[dict[str, Any], list[Event]]:
+def render(known: Situation) -> tuple[dict[str, Any], list[Event]]:
     """The new status, and what is worth an event since the old one."""
-    old, memory = draft.job.status, draft.memory
-    found, phase = finding(draft), phase_of(draft)
+    old, memory = known.job.status, known.memory
+    found, phase = finding(known), phase_of(known)
     said = found or (Said(memory.outcome.reason, memory.outcome.message) if memory.outcome else Said(""))
     new = {
         "phase": phase,
-        "observedGeneration": draft.job.generation,
+        "observedGeneration": known.job.generation,
         "reason": said.reason,
         "message": said.message,
-        "conditions": _conditions(draft, phase, found),
-        "roles": _roles(draft),
-        "generators": sum(pod.role == "generator" and pod.is_running for pod in draft.pods),
-        "selector": f"{names.JOB}={draft.job.name},{names.ROLE}=generator",
-        "gpus": _gpus(draft),
-        "progress": _progress(draft),
-        "run": _run(draft),
+        "conditions": _conditions(known, phase, found),
+        "roles": _roles(known),
+        "generators": sum(pod.role == "generator" and pod.is_running for pod in known.pods),
+        "selector": f"{names.JOB}={known.job.name},{names.ROLE}=generator",
+        "gpus": _gpus(known),
+        "progress": _progress(known),
+        "run": _run(known),
         "restarts": _restarts(memory),
-        "memory": memory.as_status(),
+        INTERNAL: memory.as_internal(),
     }
     times = {"startTime": memory.started, "completionTime": memory.completed}
     new |= {name: text_of(time) for name, time in times.items() if time is not None}
@@ -95,16 +93,16 @@ def _without_gauges(status: Mapping[str, Any]) -> dict[str, Any]:
 def _news(status: Mapping[str, Any]) -> dict[str, Any]:
     """Without what changes all the time. What the operator remembers is never late, but for the last step: that is
     in the next report again."""
-    memory = {name: value for name, value in (status.get("memory") or {}).items() if name != "step"}
+    internal = {name: value for name, value in (status.get(INTERNAL) or {}).items() if name != "step"}
     often = ("progress", "roles", "generators")
-    return {name: value for name, value in status.items() if name not in often} | {"memory": memory}
+    return {name: value for name, value in status.items() if name not in often} | {INTERNAL: internal}
 
 
-def _run(draft: Draft) -> dict[str, Any]:
-    if not draft.memory.number:
+def _run(known: Situation) -> dict[str, Any]:
+    if not known.memory.number:
         return {"number": 0}
-    run: dict[str, Any] = {"number": draft.memory.number, "uid": draft.run_uid, "restartId": draft.memory.restart_id}
-    folder = run_folder(draft) if draft.job.job else (draft.job.status.get("run") or {}).get("folder", "")
+    run: dict[str, Any] = {"number": known.memory.number, "uid": known.run_uid, "restartId": known.memory.restart_id}
+    folder = run_folder(known) if known.job.job else (known.job.status.get("run") or {}).get("folder", "")
     return run | {"folder": folder}
 
 
@@ -114,12 +112,12 @@ def _restarts(memory: Memory) -> dict[str, Any]:
     return {"total": memory.total, "counted": memory.counted, "byWorker": by_worker}
 
 
-def _roles(draft: Draft) -> dict[str, dict[str, int]]:
-    wanted = wanted_workers(draft)
-    roles = dict.fromkeys([*(role for role, _ in wanted), *sorted(p.role for p in draft.pods if p.is_running)])
+def _roles(known: Situation) -> dict[str, dict[str, int]]:
+    wanted = known.wanted
+    roles = dict.fromkeys([*(role for role, _ in wanted), *sorted(p.role for p in known.pods if p.is_running)])
     counts = {}
     for role in roles:
-        pods = [pod for pod in draft.pods if pod.role == role]
+        pods = [pod for pod in known.pods if pod.role == role]
         counts[role] = {
             "wanted": sum(key[0] == role for key in wanted),
             "ready": sum(pod.ready and not pod.is_deleting for pod in pods),
@@ -128,15 +126,15 @@ def _roles(draft: Draft) -> dict[str, dict[str, int]]:
     return counts
 
 
-def _gpus(draft: Draft) -> int:
-    return sum(num_gpus(draft, role) for role, _ in wanted_workers(draft))
+def _gpus(known: Situation) -> int:
+    return sum(num_gpus(known, role) for role, _ in known.wanted)
 
 
-def _progress(draft: Draft) -> dict[str, Any]:
-    report = draft.report
-    old = dict(draft.job.status.get("progress") or {})
-    step = max(report.step if report else draft.memory.step, old.get("step", 0), _completed_step(draft))
-    total = (report.total_steps if report else old.get("totalSteps")) or _steps_of(draft)
+def _progress(known: Situation) -> dict[str, Any]:
+    report = known.report
+    old = dict(known.job.status.get("progress") or {})
+    step = max(report.step if report else known.memory.step, old.get("step", 0), _completed_step(known))
+    total = (report.total_steps if report else old.get("totalSteps")) or _steps_of(known)
     new = {"step": step, "totalSteps": total, "shown": f"{step}/{total}"}
     if report is None:
         return old | new
@@ -148,22 +146,22 @@ def _progress(draft: Draft) -> dict[str, Any]:
     return new | {name: round(value, 4) for name, value in gauges.items() if value is not None}
 
 
-def _steps_of(draft: Draft) -> int:
-    return draft.spec.training.steps if draft.job.job else 0
+def _steps_of(known: Situation) -> int:
+    return known.spec.training.steps if known.job.job else 0
 
 
-def _completed_step(draft: Draft) -> int:
+def _completed_step(known: Situation) -> int:
     """By the trainer's last line: the control pod may be gone before it can report that step."""
-    outcome = draft.memory.outcome
+    outcome = known.memory.outcome
     said = re.match(r"completed: step (\d+)", outcome.message) if outcome and outcome.type == "Succeeded" else None
     return int(said[1]) if said else 0
 
 
-def _conditions(draft: Draft, phase: str, found: Said | None) -> list[dict[str, Any]]:
-    memory, outcome = draft.memory, draft.memory.outcome
+def _conditions(known: Situation, phase: str, found: Said | None) -> list[dict[str, Any]]:
+    memory, outcome = known.memory, known.memory.outcome
     is_open = memory.state == "open" and outcome is None
     ended = Said(outcome.reason, outcome.message) if outcome else Said(phase)
-    is_ready = is_open and memory.prepared and all_ready(draft)
+    is_ready = is_open and memory.prepared and all_ready(known)
     now = {
         "Ready": (is_ready, Said("AllReady" if is_ready else phase)),
         "Prepared": (memory.prepared, Said("Prepared" if memory.prepared else phase)),
@@ -173,9 +171,9 @@ def _conditions(draft: Draft, phase: str, found: Said | None) -> list[dict[str, 
         "Suspended": (phase == "Suspended", Said(phase)),
         "Healthy": (found is None, found or Said("AsExpected")),
     }
-    before = {condition["type"]: condition for condition in draft.job.status.get("conditions") or ()}
+    before = {condition["type"]: condition for condition in known.job.status.get("conditions") or ()}
     return [
-        _condition(draft.job, draft.now, type_, is_true, said, before.get(type_))
+        _condition(known.job, known.now, type_, is_true, said, before.get(type_))
         for type_, (is_true, said) in now.items()
     ]
 
@@ -203,7 +201,7 @@ def _events(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
         yield Event("Warning" if is_bad else "Normal", new["phase"], message or new["phase"])
     if now["status"] == "False" and now["reason"] != was.get("reason") and new["phase"] != "Failed":
         yield Event("Warning", now["reason"], now["message"])
-    if old.get("memory") == new.get("memory"):
+    if old.get(INTERNAL) == new.get(INTERNAL):
         return
     before, after = Memory.of(old), Memory.of(new)
     for name, memory in after.workers.items():
@@ -220,16 +218,16 @@ def _healthy(status: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def phase_of(draft: Draft) -> str:
+def phase_of(known: Situation) -> str:
     """The first one that holds."""
-    memory = draft.memory
-    suspend = draft.job.job is not None and draft.spec.suspend
-    prepare = draft.by_key.get((names.PREPARE, 0))
+    memory = known.memory
+    suspend = known.job.job is not None and known.spec.suspend
+    prepare = known.by_key.get((names.PREPARE, 0))
     is_preparing = memory.state == "open" and not memory.prepared
     rules = (
-        ("Terminating", draft.job.deleting_since is not None),
+        ("Terminating", known.job.deleting_since is not None),
         (memory.outcome.type if memory.outcome else "", memory.outcome is not None),
-        ("Suspending", memory.state == "closing" and (suspend or kueue.withdraws(draft))),
+        ("Suspending", memory.state == "closing" and (suspend or kueue.withdraws(known))),
         ("Suspended", memory.state == "closed" and suspend),
         ("Pending", memory.state == "closed"),
         ("Pending", is_preparing and (prepare is None or prepare.node is None)),

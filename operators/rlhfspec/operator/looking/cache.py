@@ -17,6 +17,7 @@ from typing import Any, Literal
 from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
 from rlhfspec.job.cluster import DEFAULT_MANAGER
+from rlhfspec.operator.deciding.memory import INTERNAL
 from rlhfspec.operator.deciding.observed import DryRunResult, JobView, Observed, PodView, Refusal, Said
 from rlhfspec.operator.looking.queue import Key
 from rlhfspec.operator.looking.views import job_view, owner_of, pod_view
@@ -284,8 +285,8 @@ class Cache:
 
 def _open_run(view: JobView) -> str:
     """Its uid; empty: none is open."""
-    memory = view.status.get("memory")
-    if not isinstance(memory, dict):
+    internal = view.status.get(INTERNAL)
+    if not isinstance(internal, dict):
         return ""
-    number, state = memory.get("number", 0), memory.get("state", "closed")
+    number, state = internal.get("number", 0), internal.get("state", "closed")
     return names.run_uid(view.uid, number) if number and state != "closed" else ""

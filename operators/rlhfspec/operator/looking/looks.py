@@ -20,10 +20,10 @@ from typing import Any
 from rlhfspec.cluster import names
 from rlhfspec.cluster.api import JOB_VERSION, Api, ApiResponse, in_parallel
 from rlhfspec.errors import ClusterRefused, ClusterUnavailable, LeadershipLost
-from rlhfspec.operator.deciding.draft import Delete, Event, ReconcilePlan, WorkloadWrite
 from rlhfspec.operator.deciding.observed import ChartSettings, DryRunResult, JobView, Observed, Refusal
 from rlhfspec.operator.deciding.reasons import LEAVING
 from rlhfspec.operator.deciding.reconcile import reconcile
+from rlhfspec.operator.deciding.situation import Delete, Event, ReconcilePlan, WorkloadWrite
 from rlhfspec.operator.deciding.status import seconds_to_write, undecided
 from rlhfspec.operator.looking.cache import Cache
 from rlhfspec.operator.looking.queue import Key, ReconcileResult

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,9 +21,8 @@ from rlhfspec.errors import Problem
 from rlhfspec.job import API_VERSION, RLHFJob
 from rlhfspec.job.file.checks import check
 from rlhfspec.job.file.problems import explain
-from rlhfspec.operator.deciding.memory import tidy
+from rlhfspec.operator.deciding.memory import maybe_time_of, tidy
 from rlhfspec.operator.deciding.observed import JobView, PodView, Said, Terminated, Worker, worker_of
-from rlhfspec.operator.deciding.times import maybe_time_of, time_of
 
 _MOST_WARNINGS = 8
 FINISHED = ("Succeeded", "Failed")
@@ -41,7 +41,7 @@ def job_view(body: Mapping[str, Any], before: JobView | None = None) -> JobView:
     return JobView(
         namespace=metadata["namespace"], name=metadata["name"], uid=metadata["uid"],
         generation=metadata.get("generation", 1), resource_version=metadata.get("resourceVersion", ""),
-        created=time_of(metadata["creationTimestamp"]),
+        created=datetime.fromisoformat(metadata["creationTimestamp"]),
         deleting_since=maybe_time_of(metadata.get("deletionTimestamp")),
         leaves_orphans="orphan" in (metadata.get("finalizers") or ()),
         manifest=manifest, status=tidy(body.get("status") or {}), job=job, problems=problems,
@@ -89,7 +89,8 @@ def pod_view(pod: Mapping[str, Any], events: Iterable[Mapping[str, Any]] = ()) -
         phase=phase, lingers=phase in FINISHED and status.get("phase") not in FINISHED,
         ready=bool(container.get("ready", ready.get("status") == "True")) and phase not in FINISHED,
         ready_changed=maybe_time_of(ready.get("lastTransitionTime")), node=spec.get("nodeName"),
-        created=time_of(metadata["creationTimestamp"]), gone_by=maybe_time_of(metadata.get("deletionTimestamp")),
+        created=datetime.fromisoformat(metadata["creationTimestamp"]),
+        gone_by=maybe_time_of(metadata.get("deletionTimestamp")),
         grace_seconds=metadata.get("deletionGracePeriodSeconds") or 0.0,
         why=_said(status) if status.get("reason") else None,
         unscheduled=_unless(conditions.get("PodScheduled"), "True"), waiting=_maybe_said(state.get("waiting")),

@@ -18,10 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 from rlhfspec.cluster import names
-from rlhfspec.operator.deciding.draft import Draft, WorkloadWrite
-from rlhfspec.operator.deciding.memory import Memory
-from rlhfspec.operator.deciding.times import text_of
-from rlhfspec.operator.deciding.wanted import pods_of
+from rlhfspec.operator.deciding.memory import JobOutcome, Memory, text_of
+from rlhfspec.operator.deciding.situation import Actions, Situation, WorkloadWrite, pods_of, requeued
 from rlhfspec.operator.making import objects, trial
 from rlhfspec.operator.making.workloads import (
     ASKED,
@@ -44,45 +42,45 @@ _NOT_THERE = ("NotFound", "404")  # the second where the API server knows nothin
 _AT_ONCE = ("Preempted", "NodeFailures")
 
 
-def is_queued(draft: Draft) -> bool:
+def is_queued(known: Situation) -> bool:
     """The job runs when Kueue lets it."""
-    return draft.job.job is not None and draft.spec.scheduling.gang == "kueue"
+    return known.job.job is not None and known.spec.scheduling.gang == "kueue"
 
 
 # --- what Kueue says -------------------------------------------------------------------------------------------------
 
 
-def admits(draft: Draft) -> bool:
+def admits(known: Situation) -> bool:
     """A run may open."""
-    if not is_queued(draft):
+    if not is_queued(known):
         return True
-    seen = draft.observed.queueing.workload
-    if seen is None or not seen.is_admitted or seen.asked != _asked(workload_of(draft)):
+    seen = known.observed.queueing.workload
+    if seen is None or not seen.is_admitted or seen.asked != _asked(workload_of(known)):
         return False
-    return not _unknown_flavors(draft, seen)
+    return not _unknown_flavors(known, seen)
 
 
-def withdraws(draft: Draft) -> bool:
+def withdraws(known: Situation) -> bool:
     """The run has to close. A Workload of which nothing is known withdraws nothing: it is made again first."""
-    seen = draft.observed.queueing.workload
-    return is_queued(draft) and seen is not None and not seen.is_admitted
+    seen = known.observed.queueing.workload
+    return is_queued(known) and seen is not None and not seen.is_admitted
 
 
-def why_it_waits(draft: Draft) -> Iterator[str]:
-    if not is_queued(draft) or draft.spec.suspend or draft.memory.state == "open":
+def why_it_waits(known: Situation) -> Iterator[str]:
+    if not is_queued(known) or known.spec.suspend or known.memory.state == "open":
         return
-    for refusal in draft.observed.refusals:
+    for refusal in known.observed.refusals:
         if refusal.kind == WORKLOAD_KIND:
             hint = (
                 f"; is Kueue installed, and does it serve {WORKLOAD_VERSION}?" if refusal.reason in _NOT_THERE else ""
             )
             yield f"{WORKLOAD_KIND} {refusal.name}: {refusal.message}{hint}"
-    if (seen := draft.observed.queueing.workload) is not None:
-        yield from _said_of(draft, seen)
+    if (seen := known.observed.queueing.workload) is not None:
+        yield from _said_of(known, seen)
 
 
-def _said_of(draft: Draft, seen: WorkloadView) -> Iterator[str]:
-    queue, reserved = queue_of(draft), seen.condition("QuotaReserved")
+def _said_of(known: Situation, seen: WorkloadView) -> Iterator[str]:
+    queue, reserved = queue_of(known), seen.condition("QuotaReserved")
     if seen.is_true("Evicted"):
         evicted = seen.condition("Evicted")
         yield f"Kueue evicted it ({evicted['reason']}): {evicted.get('message', '')}"
@@ -90,26 +88,26 @@ def _said_of(draft: Draft, seen: WorkloadView) -> Iterator[str]:
         checks = [f"{c['name']} ({c['state']}) {c.get('message', '')}".rstrip() for c in seen.checks]
         yield f"Kueue has quota for it in queue {queue}, and waits for {', '.join(checks) or 'its checks'}"
     elif seen.is_admitted:
-        yield from (f"ResourceFlavor {name}, which Kueue chose, is not there" for name in _unknown_flavors(draft, seen))
+        yield from (f"ResourceFlavor {name}, which Kueue chose, is not there" for name in _unknown_flavors(known, seen))
     elif reserved:
         yield f"queue {queue}: {reserved.get('message', '')}"
-    elif draft.seconds_since(seen.created) >= NO_KUEUE_SECONDS:
+    elif known.seconds_since(seen.created) >= NO_KUEUE_SECONDS:
         yield f"queue {queue}: Kueue has said nothing yet; does it run?"
 
 
 # --- where Kueue wants the pods --------------------------------------------------------------------------------------
 
 
-def places(draft: Draft) -> dict[str, dict[str, Any]]:
+def places(known: Situation) -> dict[str, dict[str, Any]]:
     """By role, of a run that opens: how many pods have quota, and what is added to each."""
-    seen = draft.observed.queueing.workload
-    if not is_queued(draft) or seen is None:
+    seen = known.observed.queueing.workload
+    if not is_queued(known) or seen is None:
         return {}
-    return {role: {"count": count, **_additions(draft, seen, role)} for role, count in seen.counts.items()}
+    return {role: {"count": count, **_additions(known, seen, role)} for role, count in seen.counts.items()}
 
 
-def _additions(draft: Draft, seen: WorkloadView, role: str) -> dict[str, Any]:
-    flavors = draft.observed.queueing.flavors
+def _additions(known: Situation, seen: WorkloadView, role: str) -> dict[str, Any]:
+    flavors = known.observed.queueing.flavors
     changes: list[Mapping[str, Any]] = [
         {"nodeSelector": flavor.get("nodeLabels"), "tolerations": flavor.get("tolerations")}
         for flavor in (flavors[name] for name in seen.flavors.get(role, ()))
@@ -126,71 +124,68 @@ def _additions(draft: Draft, seen: WorkloadView, role: str) -> dict[str, Any]:
     return {part: kinds for part, kinds in said.items() if kinds}
 
 
-def _unknown_flavors(draft: Draft, seen: WorkloadView) -> list[str]:
-    known, chosen = draft.observed.queueing.flavors, dict.fromkeys(n for each in seen.flavors.values() for n in each)
-    return [name for name in chosen if name not in known]
+def _unknown_flavors(known: Situation, seen: WorkloadView) -> list[str]:
+    chosen = dict.fromkeys(name for names_ in seen.flavors.values() for name in names_)
+    return [name for name in chosen if name not in known.observed.queueing.flavors]
 
 
 # --- what Kueue is told ----------------------------------------------------------------------------------------------
 
 
-def settle(draft: Draft) -> None:
-    """The one write that brings the Workload to where the job is."""
-    if draft.job.deleting_since is None:
-        draft.workload = _write(draft, draft.observed.queueing.workload)
-
-
-def _write(draft: Draft, seen: WorkloadView | None) -> WorkloadWrite | None:
-    memory = draft.memory
+def settle(known: Situation) -> Actions:
+    """Return the one write that brings the Workload to where the job is, and when to look again."""
+    if known.job.deleting_since is not None:
+        return Actions()
+    memory, seen = known.memory, known.observed.queueing.workload
+    write: WorkloadWrite | None = None
     if memory.outcome is not None:
-        if seen is None or seen.is_true("Finished") or memory.state != "closed":
-            return None
-        return _finish(draft, seen)
-    if seen is None:
-        return _create(draft) if _belongs_in_queue(draft) else None
-    if seen.is_deleting or draft.job.job is None:
-        return None
-    if not is_queued(draft):  # any more: it was edited before it began
-        return WorkloadWrite("delete", seen.name, seen.uid)
-    if memory.state == "open":
-        return _say_ready(draft, seen)
-    if memory.state == "closed":
-        return _give_back(draft, seen)
-    return None
+        if seen is not None and not seen.is_true("Finished") and memory.state == "closed":
+            write = _finish(known, seen, memory.outcome)
+    elif seen is None:
+        return _create(known) if _belongs_in_queue(known) else Actions()
+    elif seen.is_deleting or known.job.job is None:
+        return Actions()
+    elif not is_queued(known):  # any more: it was edited before it began
+        write = WorkloadWrite("delete", seen.name, seen.uid)
+    elif memory.state == "open":
+        write = _say_ready(known, seen)
+    elif memory.state == "closed":
+        return _give_back(known, seen)
+    return Actions(workload=write)
 
 
-def _belongs_in_queue(draft: Draft) -> bool:
+def _belongs_in_queue(known: Situation) -> bool:
     """No job of which no pod can be made."""
-    if not is_queued(draft) or _is_paused(draft):
+    if not is_queued(known) or _is_paused(known):
         return False
-    return draft.memory.state == "open" or (draft.memory.state == "closed" and trial.is_passed(draft))
+    return known.memory.state == "open" or (known.memory.state == "closed" and trial.is_passed(known))
 
 
-def _is_paused(draft: Draft) -> bool:
-    return draft.memory.state == "closed" and draft.spec.suspend
+def _is_paused(known: Situation) -> bool:
+    return known.memory.state == "closed" and known.spec.suspend
 
 
-def _give_back(draft: Draft, seen: WorkloadView) -> WorkloadWrite | None:
-    """Of a job of which nothing runs. One that is suspended, or asks for something else by now, leaves the queue."""
-    is_over = _is_paused(draft) or seen.is_true("Finished")
-    if is_over or seen.asked != _asked(workload_of(draft)):
-        return WorkloadWrite("delete", seen.name, seen.uid)
+def _give_back(known: Situation, seen: WorkloadView) -> Actions:
+    """Decide on a job of which nothing runs. One that is suspended, or asks for something else by now, leaves the
+    queue."""
+    is_over = _is_paused(known) or seen.is_true("Finished")
+    if is_over or seen.asked != _asked(workload_of(known)):
+        return Actions(workload=WorkloadWrite("delete", seen.name, seen.uid))
     if seen.is_true("Evicted") and seen.holds_quota:
-        return _release(draft, seen)
-    if seen.is_admitted and _unknown_flavors(draft, seen):
-        draft.requeue_in(NO_KUEUE_SECONDS)
-    if not seen.conditions:
-        draft.requeue_in(NO_KUEUE_SECONDS)
-    return None
+        return Actions(workload=_release(known, seen))
+    is_unclear = not seen.conditions or (seen.is_admitted and _unknown_flavors(known, seen))
+    return requeued(NO_KUEUE_SECONDS) if is_unclear else Actions()
 
 
-def _create(draft: Draft) -> WorkloadWrite | None:
-    workload = workload_of(draft)
+def _create(known: Situation) -> Actions:
+    workload = workload_of(known)
     name = workload["metadata"]["name"]
-    return None if draft.is_refused(WORKLOAD_KIND, name) else WorkloadWrite("create", name, body=workload)
+    if seconds := known.refused_seconds(WORKLOAD_KIND, name):
+        return requeued(seconds)
+    return Actions(workload=WorkloadWrite("create", name, body=workload))
 
 
-def _release(draft: Draft, seen: WorkloadView) -> WorkloadWrite:
+def _release(known: Situation, seen: WorkloadView) -> WorkloadWrite:
     """Nothing runs any more: Kueue may give the quota to others, and the job its place in the queue."""
     evicted = seen.condition("Evicted")
     reason, message = evicted["reason"], evicted.get("message", "")
@@ -201,30 +196,28 @@ def _release(draft: Draft, seen: WorkloadView) -> WorkloadWrite:
     ]
     if seen.is_true("PodsReady"):
         changes.append(("PodsReady", False, "Evicted", message))
-    return _status(draft, seen, changes, admission=None)
+    return _status(known, seen, changes, admission=None)
 
 
-def _finish(draft: Draft, seen: WorkloadView) -> WorkloadWrite:
-    outcome = draft.memory.outcome
-    assert outcome is not None
-    return _status(draft, seen, [("Finished", True, outcome.type, outcome.message or outcome.reason)])
+def _finish(known: Situation, seen: WorkloadView, outcome: JobOutcome) -> WorkloadWrite:
+    return _status(known, seen, [("Finished", True, outcome.type, outcome.message or outcome.reason)])
 
 
-def _say_ready(draft: Draft, seen: WorkloadView) -> WorkloadWrite | None:
+def _say_ready(known: Situation, seen: WorkloadView) -> WorkloadWrite | None:
     """A Kueue that waits for pods evicts a job that never says so."""
-    if draft.memory.running_since is None or seen.is_true("PodsReady"):
+    if known.memory.running_since is None or seen.is_true("PodsReady"):
         return None
-    return _status(draft, seen, [("PodsReady", True, "Started", "All pods of the job have been ready")])
+    return _status(known, seen, [("PodsReady", True, "Started", "All pods of the job have been ready")])
 
 
 def _status(
-    draft: Draft, seen: WorkloadView, changes: list[tuple[str, bool, str, str]], **status: Any
+    known: Situation, seen: WorkloadView, changes: list[tuple[str, bool, str, str]], **status: Any
 ) -> WorkloadWrite:
     conditions = {each["type"]: each for each in seen.conditions}
     for type_, is_true, reason, message in changes:
         conditions[type_] = {
             "type": type_, "status": str(is_true), "reason": reason, "message": message[:32768],
-            "lastTransitionTime": text_of(draft.now.replace(microsecond=0)), "observedGeneration": seen.generation,
+            "lastTransitionTime": text_of(known.now.replace(microsecond=0)), "observedGeneration": seen.generation,
         }  # fmt: skip
     patch = {"conditions": list(conditions.values()), **status}
     metadata = {"resourceVersion": seen.version}
@@ -234,20 +227,20 @@ def _status(
 # --- the Workload ----------------------------------------------------------------------------------------------------
 
 
-def queue_of(draft: Draft) -> str:
-    return draft.spec.scheduling.queue or DEFAULT_QUEUE
+def queue_of(known: Situation) -> str:
+    return known.spec.scheduling.queue or DEFAULT_QUEUE
 
 
-def workload_of(draft: Draft) -> dict[str, Any]:
+def workload_of(known: Situation) -> dict[str, Any]:
     """A function of the job alone, not of its run: the same as long as the job asks for the same."""
-    blank = replace(draft, memory=Memory())
-    sets = [_pod_set(blank, role, count) for role, count in counts(draft).items() if count]
-    spec = {"queueName": queue_of(draft), "podSets": sets, **_priority(draft, sets)}
-    metadata = objects.metadata(draft) | {
-        "name": names.workload_name(draft.job.name, draft.job.uid),
+    blank = replace(known, memory=Memory())
+    sets = [_pod_set(blank, role, count) for role, count in counts(known).items() if count]
+    spec = {"queueName": queue_of(known), "podSets": sets, **_priority(known, sets)}
+    metadata = objects.metadata(known) | {
+        "name": names.workload_name(known.job.name, known.job.uid),
         "annotations": {ASKED: hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]},
     }
-    metadata["labels"] = metadata["labels"] | {f"{KUEUE_GROUP}/job-uid": draft.job.uid}
+    metadata["labels"] = metadata["labels"] | {f"{KUEUE_GROUP}/job-uid": known.job.uid}
     return {"apiVersion": WORKLOAD_VERSION, "kind": WORKLOAD_KIND, "metadata": metadata, "spec": spec}
 
 
@@ -255,15 +248,15 @@ def _asked(workload: dict[str, Any]) -> str:
     return str(workload["metadata"]["annotations"][ASKED])
 
 
-def counts(draft: Draft) -> dict[str, int]:
+def counts(known: Situation) -> dict[str, int]:
     """All that run together; of elastic generators the most. `prepare` runs before them, on their quota."""
-    assert draft.job.job is not None
-    wanted = {names.CONTROL: 1} | pods_of(draft.job.job)
-    replicas = draft.spec.roles.generator.replicas
+    assert known.job.job is not None
+    wanted = {names.CONTROL: 1} | pods_of(known.job.job)
+    replicas = known.spec.roles.generator.replicas
     return wanted | ({"generator": max(replicas.min, replicas.max)} if replicas else {})
 
 
-def _pod_set(blank: Draft, role: str, count: int) -> dict[str, Any]:
+def _pod_set(blank: Situation, role: str, count: int) -> dict[str, Any]:
     pod = objects.pod(blank, (role, 0))["spec"]
     kept = {name: pod[name] for name in _OF_SPEC if name in pod}
     for kind in ("containers", "initContainers"):
@@ -272,11 +265,11 @@ def _pod_set(blank: Draft, role: str, count: int) -> dict[str, Any]:
     return {"name": role, "count": count, "template": {"spec": kept}}
 
 
-def _priority(draft: Draft, sets: list[dict[str, Any]]) -> dict[str, Any]:
+def _priority(known: Situation, sets: list[dict[str, Any]]) -> dict[str, Any]:
     """Of the job: its trainer's, where roles have different ones."""
     trainer = next(each for each in sets if each["name"] == "trainer")
     name = trainer["template"]["spec"].get("priorityClassName")
-    if name is None or name not in draft.observed.queueing.priorities:
+    if name is None or name not in known.observed.queueing.priorities:
         return {}
     reference = {"group": "scheduling.k8s.io", "kind": PRIORITY, "name": name}
-    return {"priorityClassRef": reference, "priority": draft.observed.queueing.priorities[name]}
+    return {"priorityClassRef": reference, "priority": known.observed.queueing.priorities[name]}

@@ -16,7 +16,7 @@ from typing import Any
 from rlhfspec.cluster import names
 from rlhfspec.messages.loop import STAGES
 from rlhfspec.messages.records import Move
-from rlhfspec.operator.deciding.draft import Draft
+from rlhfspec.operator.deciding.situation import Situation
 from rlhfspec.operator.making.pods import num_gpus
 
 _LAST_PORT = 65535
@@ -40,30 +40,30 @@ _MOVES = OwnPorts("moves", _MOVERS, names.MOVES_PORT, names.LINK_PORT, "a sequen
 OWN_PORTS = (_RANKS, _WEIGHTS, _MOVES)
 
 
-def policies(draft: Draft, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
+def policies(known: Situation, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the policies that this job needs. `metadata`: of all objects of the job."""
-    if not draft.settings.network_policies:
+    if not known.settings.network_policies:
         return []
-    roles = draft.spec.roles
+    roles = known.spec.roles
     way = roles.generator.weights
     needed = {
         _RANKS: roles.trainer.nodes > 1,
-        _WEIGHTS: way == "group" or (way == "auto" and all(num_gpus(draft, role) for role in _WEIGHTS.roles)),
+        _WEIGHTS: way == "group" or (way == "auto" and all(num_gpus(known, role) for role in _WEIGHTS.roles)),
         _MOVES: roles.generator.workers > 1 or roles.generator.replicas is not None,
     }
-    return [_policy(draft, ports, metadata) for ports, is_needed in needed.items() if is_needed]
+    return [_policy(known, ports, metadata) for ports, is_needed in needed.items() if is_needed]
 
 
-def _policy(draft: Draft, ports: OwnPorts, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _policy(known: Situation, ports: OwnPorts, metadata: Mapping[str, Any]) -> dict[str, Any]:
     pods = {
-        "matchLabels": {names.MANAGED_BY: names.FIELD_MANAGER, names.JOB: draft.job.name},
+        "matchLabels": {names.MANAGED_BY: names.FIELD_MANAGER, names.JOB: known.job.name},
         "matchExpressions": [{"key": names.ROLE, "operator": "In", "values": list(ports.roles)}],
     }
     opened = [{"protocol": "TCP", "port": ports.first, "endPort": ports.last}]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": {**metadata, "name": names.policy_name(ports.name, draft.job.name, draft.job.uid)},
+        "metadata": {**metadata, "name": names.policy_name(ports.name, known.job.name, known.job.uid)},
         "spec": {
             "podSelector": pods,
             "policyTypes": ["Ingress", "Egress"],

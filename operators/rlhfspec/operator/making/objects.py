@@ -9,41 +9,43 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rlhfspec.cluster import names
-from rlhfspec.operator.deciding.draft import Draft
 from rlhfspec.operator.deciding.observed import Worker
-from rlhfspec.operator.making import gang, network, pods
+from rlhfspec.operator.deciding.situation import Situation
+from rlhfspec.operator.making import network, pods
+
+_POD_GROUPS = {"volcano": "scheduling.volcano.sh/v1beta1", "coscheduling": "scheduling.x-k8s.io/v1alpha1"}
 
 
-def objects_for(draft: Draft, workers: Sequence[Worker]) -> list[dict[str, Any]]:
+def objects_for(known: Situation, workers: Sequence[Worker]) -> list[dict[str, Any]]:
     """The pods of these workers, after what they mount."""
     if not workers:
         return []
     roles = dict.fromkeys(role for role, _ in workers)
-    group = [] if set(roles) <= {names.PREPARE} else gang.pod_group(draft, metadata(draft))
+    group = [] if set(roles) <= {names.PREPARE} else _pod_group(known)
     return [
-        config_map(draft),
-        *(secret(draft, role) for role in roles),
+        config_map(known),
+        *(secret(known, role) for role in roles),
         *group,
-        *network.policies(draft, metadata(draft)),
-        *([ranks_service(draft)] if "trainer" in roles and draft.spec.roles.trainer.nodes > 1 else []),
-        *(pod(draft, key) for key in workers),
+        *network.policies(known, metadata(known)),
+        *([ranks_service(known)] if "trainer" in roles and known.spec.roles.trainer.nodes > 1 else []),
+        *(pod(known, key) for key in workers),
     ]
 
 
-def mounted_by(draft: Draft, roles: Iterable[str]) -> list[dict[str, Any]]:
+def mounted_by(known: Situation, roles: Iterable[str]) -> list[dict[str, Any]]:
     """Only what pods of these roles mount: somebody removed it."""
-    return [config_map(draft), *(secret(draft, role) for role in roles)]
+    return [config_map(known), *(secret(known, role) for role in roles)]
 
 
-def pod(draft: Draft, key: Worker) -> dict[str, Any]:
-    return pods.pod(draft, key, _owner(draft))
+def pod(known: Situation, key: Worker) -> dict[str, Any]:
+    return pods.pod(known, key, _owner(known))
 
 
-def connections(draft: Draft) -> dict[str, Any]:
+def connections(known: Situation) -> dict[str, Any]:
     """A `service.connections.Connections`, as JSON."""
-    job, settings, folder = draft.job, draft.settings, run_folder(draft)
+    job, settings, folder = known.job, known.settings, run_folder(known)
     told: dict[str, Any] = {
-        "uid": draft.run_uid,
+        "uid": known.run_uid,
         "job_file": f"{folder}/processes/job.json",
         "base_folder": str(names.STORAGE),
         "folder": folder,
@@ -52,7 +54,7 @@ def connections(draft: Draft) -> dict[str, Any]:
         "credentials": str(names.CREDENTIALS),
         "weights": "grpc",
         "folder_is_kept_by": "trainer",
-        "otlp_endpoint": draft.spec.observability.otlp_endpoint or settings.otlp_endpoint,
+        "otlp_endpoint": known.spec.observability.otlp_endpoint or settings.otlp_endpoint,
         "http_port": names.HTTP_PORT,
         "grpc_port": names.GRPC_PORT,
         "moves_port": names.MOVES_PORT,
@@ -60,33 +62,33 @@ def connections(draft: Draft) -> dict[str, Any]:
         "worker_host": names.WORKER_HOST,
         "report_url": settings.report_url + names.report_path(job.namespace, job.name),
     }
-    if draft.spec.storage.uri is not None:
-        told["storage_uri"] = draft.spec.storage.uri
+    if known.spec.storage.uri is not None:
+        told["storage_uri"] = known.spec.storage.uri
     return told
 
 
-def run_folder(draft: Draft) -> str:
-    written = draft.spec.storage.run_folder
-    return str(names.STORAGE / written if written else names.run_folder(draft.job.name, draft.job.uid))
+def run_folder(known: Situation) -> str:
+    written = known.spec.storage.run_folder
+    return str(names.STORAGE / written if written else names.run_folder(known.job.name, known.job.uid))
 
 
-def config_map(draft: Draft) -> dict[str, Any]:
-    data = {names.CONNECTIONS_FILE.name: connections(draft), names.JOB_FILE.name: draft.job.manifest}
+def config_map(known: Situation) -> dict[str, Any]:
+    data = {names.CONNECTIONS_FILE.name: connections(known), names.JOB_FILE.name: known.job.manifest}
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": metadata(draft) | {"name": names.config_name(draft.job.name, draft.job.uid)},
+        "metadata": metadata(known) | {"name": names.config_name(known.job.name, known.job.uid)},
         "data": {name: json.dumps(value, indent=2, sort_keys=True) for name, value in data.items()},
     }
 
 
-def ranks_service(draft: Draft) -> dict[str, Any]:
+def ranks_service(known: Situation) -> dict[str, Any]:
     """A name for each of the trainer's pods, also before it is ready: ranks meet before that."""
-    job = draft.job
+    job = known.job
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": metadata(draft) | {"name": names.ranks_name(job.name, job.uid)},
+        "metadata": metadata(known) | {"name": names.ranks_name(job.name, job.uid)},
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -96,10 +98,31 @@ def ranks_service(draft: Draft) -> dict[str, Any]:
     }
 
 
-def secret(draft: Draft, role: str) -> dict[str, Any]:
-    job = draft.job
-    data = draft.settings.credentials(job.namespace, job.name, job.uid, draft.run_uid, role, job.created)
-    own = metadata(draft) | {"name": names.secret_name(job.name, role, job.uid)}
+def _pod_group(known: Situation) -> list[dict[str, Any]]:
+    """Return the object that volcano and coscheduling want beside the pods."""
+    scheduling = known.spec.scheduling
+    if scheduling.gang not in _POD_GROUPS:
+        return []
+    spec: dict[str, Any] = {"minMember": sum(pods.group_counts(known).values())}
+    if scheduling.gang == "volcano":
+        spec |= {"queue": scheduling.queue} if scheduling.queue else {}
+        spec |= {"priorityClassName": scheduling.priority_class} if scheduling.priority_class else {}
+    else:
+        spec["scheduleTimeoutSeconds"] = 60
+    return [
+        {
+            "apiVersion": _POD_GROUPS[scheduling.gang],
+            "kind": "PodGroup",
+            "metadata": metadata(known) | {"name": pods.group_name(known)},
+            "spec": spec,
+        }
+    ]
+
+
+def secret(known: Situation, role: str) -> dict[str, Any]:
+    job = known.job
+    data = known.settings.credentials(job.namespace, job.name, job.uid, known.run_uid, role, job.created)
+    own = metadata(known) | {"name": names.secret_name(job.name, role, job.uid)}
     own["labels"] = own["labels"] | {names.ROLE: role}
     return {
         "apiVersion": "v1",
@@ -110,19 +133,19 @@ def secret(draft: Draft, role: str) -> dict[str, Any]:
     }
 
 
-def metadata(draft: Draft) -> dict[str, Any]:
-    job = draft.job
+def metadata(known: Situation) -> dict[str, Any]:
+    job = known.job
     labels = {names.NAME: "rlhfspec", names.MANAGED_BY: names.FIELD_MANAGER, names.JOB: job.name}
-    return {"namespace": job.namespace, "labels": labels, "ownerReferences": [_owner(draft)]}
+    return {"namespace": job.namespace, "labels": labels, "ownerReferences": [_owner(known)]}
 
 
-def _owner(draft: Draft) -> dict[str, Any]:
+def _owner(known: Situation) -> dict[str, Any]:
     """With it the API server removes what a job leaves behind."""
     return {
         "apiVersion": f"{names.GROUP}/{names.VERSION}",
         "kind": names.KIND,
-        "name": draft.job.name,
-        "uid": draft.job.uid,
+        "name": known.job.name,
+        "uid": known.job.uid,
         "controller": True,
         "blockOwnerDeletion": False,
     }

@@ -15,10 +15,8 @@ from rlhfspec.common.ranks import SECRET_FILE, set_of_ranks
 from rlhfspec.job.block import MOST
 from rlhfspec.job.cluster import PodOptions
 from rlhfspec.messages.loop import BY_NAME
-from rlhfspec.operator.deciding.draft import Draft
 from rlhfspec.operator.deciding.observed import Worker
-from rlhfspec.operator.deciding.wanted import restart_id_of
-from rlhfspec.operator.making import gang
+from rlhfspec.operator.deciding.situation import Situation
 
 _USER = 65532  # the images' own; any other works as well
 SLOW_LEAVERS = ("trainer", "generator")  # one ends its step and writes a checkpoint, the other hands over its sequences
@@ -32,21 +30,21 @@ LOAD_SECONDS = 600  # for a start: libraries, and a file system that is slow
 _FETCH_SECONDS = 4 * 3600  # where models are fetched from an object store first
 
 
-def pod(draft: Draft, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
+def pod(known: Situation, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
     role, worker = key
-    options: PodOptions = getattr(draft.spec.roles, role)
+    options: PodOptions = getattr(known.spec.roles, role)
     metadata = {
-        "name": names.pod_name(draft.job.name, role, worker),
-        "namespace": draft.job.namespace,
-        "labels": names.labels_of(draft.job.name, role, worker) | {names.RUN: draft.run_uid},
-        "annotations": {names.RESTART_ID: restart_id_of(draft, role)},
+        "name": names.pod_name(known.job.name, role, worker),
+        "namespace": known.job.namespace,
+        "labels": names.labels_of(known.job.name, role, worker) | {names.RUN: known.run_uid},
+        "annotations": {names.RESTART_ID: _restart_id(known, role)},
         "ownerReferences": [owner],
     }
     whole: dict[str, Any] = {
-        "apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": _spec(draft, key, options),
+        "apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": _spec(known, key, options),
     }  # fmt: skip
-    ours, jobs, roles = _templates(draft, options)
-    for change in (ours, gang.overlay(draft, key), jobs, roles):
+    ours, jobs, roles = _templates(known, options)
+    for change in (ours, _of_scheduler(known, key), jobs, roles):
         whole = merged(whole, change)
     for name in ("labels", "annotations"):  # by these it is found again
         whole["metadata"][name] = whole["metadata"][name] | metadata[name]
@@ -55,79 +53,85 @@ def pod(draft: Draft, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def _templates(draft: Draft, options: PodOptions) -> tuple[Mapping[Any, Any], ...]:
+def _restart_id(known: Situation, role: str) -> str:
+    """Return the restart id under which a pod of this role is started."""
+    restart = known.spec.restart
+    return restart.id if not restart.roles or role in restart.roles else ""
+
+
+def _templates(known: Situation, options: PodOptions) -> tuple[Mapping[Any, Any], ...]:
     """What is merged into a pod, the last word last: the cluster's, the job's, the role's."""
-    return draft.settings.pod_template, draft.spec.pod_template, options.pod_template
+    return known.settings.pod_template, known.spec.pod_template, options.pod_template
 
 
-def trainer_seconds(draft: Draft) -> int:
+def trainer_seconds(known: Situation) -> int:
     """For its step and a checkpoint, where the job is suspended or begins anew; more, where a template says so."""
-    templates = _templates(draft, draft.spec.roles.trainer) if draft.job.job else ()
+    templates = _templates(known, known.spec.roles.trainer) if known.job.job else ()
     said = [template.get("spec", {}).get("terminationGracePeriodSeconds") for template in templates]
     return max(CHECKPOINT_SECONDS, *(each for each in said if isinstance(each, int)), 0)
 
 
-def _spec(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]:
-    role, scheduling, images = key[0], draft.spec.scheduling, draft.settings.images
+def _spec(known: Situation, key: Worker, options: PodOptions) -> dict[str, Any]:
+    role, scheduling, images = key[0], known.spec.scheduling, known.settings.images
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "serviceAccountName": names.SERVICE_ACCOUNT,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": LONG_GRACE_SECONDS if role in SLOW_LEAVERS else _GRACE_SECONDS,
-        "securityContext": _security(draft),
+        "securityContext": _security(known),
         "tolerations": [
             {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute",
              "tolerationSeconds": NODE_SECONDS}
             for state in ("not-ready", "unreachable")
         ],
-        "containers": [_container(draft, key, options)],
-        "volumes": _volumes(draft, role),
+        "containers": [_container(known, key, options)],
+        "volumes": _volumes(known, role),
     }  # fmt: skip
     if images.pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in images.pull_secrets]
-    priority_class = scheduling.priority_class or draft.settings.priority_classes.get(role)
+    priority_class = scheduling.priority_class or known.settings.priority_classes.get(role)
     if priority_class:
         spec["priorityClassName"] = priority_class
-    if _is_node(draft, role):
+    if _is_node(known, role):
         spec |= {
-            "hostname": names.pod_name(draft.job.name, *key),
-            "subdomain": names.ranks_name(draft.job.name, draft.job.uid),
+            "hostname": names.pod_name(known.job.name, *key),
+            "subdomain": names.ranks_name(known.job.name, known.job.uid),
         }
     if scheduling.topology_key and role == "generator":
-        spec["topologySpreadConstraints"] = [_spread(draft, scheduling.topology_key)]
+        spec["topologySpreadConstraints"] = [_spread(known, scheduling.topology_key)]
     return spec
 
 
-def _security(draft: Draft) -> dict[str, Any]:
+def _security(known: Situation) -> dict[str, Any]:
     user = {"runAsUser": _USER, "runAsGroup": _USER, "fsGroup": _USER, "fsGroupChangePolicy": "OnRootMismatch"}
     return {
         "runAsNonRoot": True,
-        **(user if draft.settings.chooses_user else {}),
+        **(user if known.settings.chooses_user else {}),
         "seccompProfile": {"type": "RuntimeDefault"},
     }
 
 
-def _spread(draft: Draft, topology_key: str) -> dict[str, Any]:
+def _spread(known: Situation, topology_key: str) -> dict[str, Any]:
     """Generators as evenly as the nodes let them: they are many, and losing one place should not lose all."""
     return {
         "maxSkew": 1,
         "topologyKey": topology_key,
         "whenUnsatisfiable": "ScheduleAnyway",
-        "labelSelector": {"matchLabels": {names.JOB: draft.job.name, names.ROLE: "generator"}},
+        "labelSelector": {"matchLabels": {names.JOB: known.job.name, names.ROLE: "generator"}},
     }
 
 
-def _container(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]:
+def _container(known: Situation, key: Worker, options: PodOptions) -> dict[str, Any]:
     role = key[0]
-    resources = options.resources or draft.settings.resources.get(role) or {}
+    resources = options.resources or known.settings.resources.get(role) or {}
     container: dict[str, Any] = {
         "name": names.CONTAINER,
-        "image": image_of(draft, role, options),
-        "imagePullPolicy": draft.settings.images.pull_policy,
-        "command": command(draft, key),
-        "env": [*_environment(draft), *_threads(resources, _num_processes(draft, role))],
-        **_variables_of(draft.spec.storage.secret),
+        "image": image_of(known, role, options),
+        "imagePullPolicy": known.settings.images.pull_policy,
+        "command": command(known, key),
+        "env": [*_environment(known), *_threads(resources, _num_processes(known, role))],
+        **_variables_of(known.spec.storage.secret),
         "resources": {name: dict(amounts) for name, amounts in resources.items()},
         "volumeMounts": _mounts(role),
         "securityContext": {
@@ -137,42 +141,42 @@ def _container(draft: Draft, key: Worker, options: PodOptions) -> dict[str, Any]
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }  # fmt: skip
     if role != names.PREPARE and not (role == "trainer" and key[1]):  # only its first node answers
-        container |= {"ports": _ports(role), **_probes(_FETCH_SECONDS if draft.spec.storage.uri else LOAD_SECONDS)}
+        container |= {"ports": _ports(role), **_probes(_FETCH_SECONDS if known.spec.storage.uri else LOAD_SECONDS)}
     return container
 
 
-def image_of(draft: Draft, role: str, options: PodOptions) -> str:
-    images = draft.settings.images
+def image_of(known: Situation, role: str, options: PodOptions) -> str:
+    images = known.settings.images
     if options.image is not None:
         return options.image
     if role not in names.TORCH_ROLES:
         return images.slim
-    return images.cuda if any(_gpus(draft, role, options).values()) else images.cpu
+    return images.cuda if any(_gpus(known, role, options).values()) else images.cpu
 
 
-def command(draft: Draft, key: Worker) -> list[str]:
+def command(known: Situation, key: Worker) -> list[str]:
     """As the supervisor of a laptop starts it."""
     role, worker = key
     module = ["-m", f"rlhfspec.{role}", "--connections", str(names.CONNECTIONS_FILE)]
-    ranks = draft.spec.roles.trainer.ranks_per_node if role == "trainer" else 1
-    if _is_node(draft, role):
-        first = f"{names.pod_name(draft.job.name, role, 0)}.{names.ranks_name(draft.job.name, draft.job.uid)}"
+    ranks = known.spec.roles.trainer.ranks_per_node if role == "trainer" else 1
+    if _is_node(known, role):
+        first = f"{names.pod_name(known.job.name, role, 0)}.{names.ranks_name(known.job.name, known.job.uid)}"
         place = ["--node", str(worker), "--leader", f"{first}:{names.RANKS_PORT}"]
         place += ["--secret", str(names.CREDENTIALS / SECRET_FILE)]
-        return ["python", *set_of_ranks(ranks, nodes=draft.spec.roles.trainer.nodes), *place, *module, "--worker", "0"]
+        return ["python", *set_of_ranks(ranks, nodes=known.spec.roles.trainer.nodes), *place, *module, "--worker", "0"]
     if role in BY_NAME:
         module += ["--worker", str(worker)]
     return ["python", *(set_of_ranks(ranks) if ranks > 1 else []), *module]
 
 
-def _is_node(draft: Draft, role: str) -> bool:
+def _is_node(known: Situation, role: str) -> bool:
     """One of several of the trainer."""
-    return role == "trainer" and draft.spec.roles.trainer.nodes > 1
+    return role == "trainer" and known.spec.roles.trainer.nodes > 1
 
 
-def _environment(draft: Draft) -> list[dict[str, Any]]:
+def _environment(known: Situation) -> list[dict[str, Any]]:
     values = {
-        "RLHFSPEC_CACHE": str(names.CACHE), "RLHFSPEC_RUN": draft.run_uid, "HOME": "/tmp",
+        "RLHFSPEC_CACHE": str(names.CACHE), "RLHFSPEC_RUN": known.run_uid, "HOME": "/tmp",
         "HF_HOME": str(names.CACHE / "huggingface"), "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # they are no lines of a log
     }  # fmt: skip
     host = {"name": "RLHFSPEC_HOST", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}}
@@ -191,9 +195,9 @@ def _threads(resources: Mapping[Any, Any], processes: int) -> list[dict[str, Any
     return [{"name": "OMP_NUM_THREADS", "value": str(max(int(cores / processes), 1))}]
 
 
-def _num_processes(draft: Draft, role: str) -> int:
+def _num_processes(known: Situation, role: str) -> int:
     """Of a pod."""
-    return draft.spec.roles.trainer.ranks_per_node if role == "trainer" else draft.spec.num_processes(role)
+    return known.spec.roles.trainer.ranks_per_node if role == "trainer" else known.spec.num_processes(role)
 
 
 def _ports(role: str) -> list[dict[str, Any]]:
@@ -222,14 +226,14 @@ def _probes(start_seconds: int) -> dict[str, Any]:
     }
 
 
-def _volumes(draft: Draft, role: str) -> list[dict[str, Any]]:
-    job, uid = draft.job.name, draft.job.uid
+def _volumes(known: Situation, role: str) -> list[dict[str, Any]]:
+    job, uid = known.job.name, known.job.uid
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": names.config_name(job, uid), "defaultMode": 0o444}},
         {"name": "credentials", "secret": {"secretName": names.secret_name(job, role, uid), "defaultMode": 0o440}},
-        {"name": "storage", **_storage(draft)},
+        {"name": "storage", **_storage(known)},
         {"name": "tmp", "emptyDir": {}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": draft.settings.shared_memory}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": known.settings.shared_memory}},
     ]
     if role == names.CONTROL:
         token = {"audience": names.AUDIENCE, "expirationSeconds": TOKEN_SECONDS, "path": names.TOKEN_FILE.name}
@@ -239,12 +243,12 @@ def _volumes(draft: Draft, role: str) -> list[dict[str, Any]]:
     return volumes
 
 
-def _storage(draft: Draft) -> dict[str, Any]:
+def _storage(known: Situation) -> dict[str, Any]:
     """Of a job in an object store: a folder of the pod's own, gone with it."""
-    storage = draft.spec.storage
+    storage = known.spec.storage
     if storage.uri is not None:
         return {"emptyDir": {}}
-    return {"persistentVolumeClaim": {"claimName": storage.claim or draft.settings.default_claim}}
+    return {"persistentVolumeClaim": {"claimName": storage.claim or known.settings.default_claim}}
 
 
 def _mounts(role: str) -> list[dict[str, Any]]:
@@ -260,35 +264,68 @@ def _mounts(role: str) -> list[dict[str, Any]]:
     return mounts
 
 
-def num_gpus(draft: Draft, role: str) -> int:
+def num_gpus(known: Situation, role: str) -> int:
     """That one pod of the role asks for."""
-    options: PodOptions = getattr(draft.spec.roles, role)
-    return min(sum(_gpus(draft, role, options).values()), MOST)  # 1e99 fits no status
+    options: PodOptions = getattr(known.spec.roles, role)
+    return min(sum(_gpus(known, role, options).values()), MOST)  # 1e99 fits no status
 
 
-def _gpus(draft: Draft, role: str, options: PodOptions) -> dict[str, int]:
+def _gpus(known: Situation, role: str, options: PodOptions) -> dict[str, int]:
     """How many of each kind the worker's container is limited to. A claim (dynamic resource allocation) counts as one:
     how many devices are behind it stands in the cluster, not in the pod."""
-    resources = _resources(draft, role, options)
+    resources = _resources(known, role, options)
     limits, claims = resources.get("limits"), resources.get("claims")
     found = {
         name: math.ceil(amount(said))
         for name, said in (limits.items() if isinstance(limits, Mapping) else ())
-        if any(fnmatchcase(name, pattern) for pattern in draft.settings.gpu_resources)
+        if any(fnmatchcase(name, pattern) for pattern in known.settings.gpu_resources)
     }
     return found | ({"claims": len(claims)} if isinstance(claims, list) and claims else {})
 
 
-def _resources(draft: Draft, role: str, options: PodOptions) -> Mapping[Any, Any]:
+def _resources(known: Situation, role: str, options: PodOptions) -> Mapping[Any, Any]:
     """As the pod will have them. Templates are a user's: anything may be in them."""
-    resources: Mapping[Any, Any] = options.resources or draft.settings.resources.get(role) or {}
-    for template in _templates(draft, options):
+    resources: Mapping[Any, Any] = options.resources or known.settings.resources.get(role) or {}
+    for template in _templates(known, options):
         containers = template.get("spec", {}).get("containers")
         for container in containers if isinstance(containers, list) else ():
             own = container.get("resources") if isinstance(container, Mapping) else None
             if isinstance(own, Mapping) and container.get("name") == names.CONTAINER:
                 resources = merged(resources, own)
     return resources
+
+
+# --- all pods of a run or none ---------------------------------------------------------------------------------------
+
+
+def group_name(known: Situation) -> str:
+    return f"{known.job.name}-{known.run_uid}"
+
+
+def group_counts(known: Situation) -> dict[str, int]:
+    """Return how many workers of each role start together; of elastic generators the fewest."""
+    replicas = known.spec.roles.generator.replicas
+    return known.num_workers() | ({"generator": replicas.min} if replicas else {})
+
+
+def _of_scheduler(known: Situation, key: Worker) -> dict[str, Any]:
+    """Return what a gang scheduler wants to see on a pod. Of Kueue it is what Kueue said before the run began.
+
+    `prepare` runs before the group, and generators that were added later beside it.
+    """
+    scheduling, (role, worker) = known.spec.scheduling, key
+    is_member = role != names.PREPARE and worker < group_counts(known).get(role, 0)
+    if scheduling.gang == "kueue":
+        place = known.memory.placed.get(names.CONTROL if role == names.PREPARE else role, {})
+        return {part: place[part] for part in ("metadata", "spec") if part in place}
+    if scheduling.gang == "volcano":
+        annotations = {"scheduling.k8s.io/group-name": group_name(known)} if is_member else {}
+        queue = {"scheduling.volcano.sh/queue-name": scheduling.queue} if scheduling.queue else {}
+        return {"metadata": {"annotations": annotations | queue}, "spec": {"schedulerName": "volcano"}}
+    if scheduling.gang == "coscheduling":
+        labels = {"scheduling.x-k8s.io/pod-group": group_name(known)} if is_member else {}
+        return {"metadata": {"labels": labels}, "spec": {"schedulerName": known.settings.coscheduler}}
+    return {}
 
 
 # --- a user's additions, and amounts ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from rlhfspec.cluster.api import ApiResponse
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.cluster import PodOptions
 from rlhfspec.messages.loop import workers_of
-from rlhfspec.operator.deciding.draft import Draft
+from rlhfspec.operator.deciding.situation import Situation
 from rlhfspec.operator.making import objects
 
 _ONLY_A_TRIAL = ("dry run", "dryRun")  # a webhook that takes no part in one
@@ -29,28 +29,28 @@ _GIVEN = {"array": "a list", "object": "a mapping", "bool": "true or false"}
 _TYPES = {"string": "a string", "bool": "true or false"} | dict.fromkeys(("int", "int32", "int64"), "a whole number")
 
 
-def is_due(draft: Draft) -> bool:
-    memory, last = draft.memory, draft.observed.trial
-    may_begin = memory.state == "closed" and (memory.outcome is None or draft.never_ran)
-    return may_begin and (last is None or last.generation != draft.job.generation) and bool(_roles(draft))
+def is_due(known: Situation) -> bool:
+    memory, last = known.memory, known.observed.trial
+    may_begin = memory.state == "closed" and (memory.outcome is None or known.never_ran)
+    return may_begin and (last is None or last.generation != known.job.generation) and bool(_roles(known))
 
 
-def is_passed(draft: Draft) -> bool:
-    last = draft.observed.trial
-    return not _roles(draft) or (last is not None and last.generation == draft.job.generation and not last.problem)
+def is_passed(known: Situation) -> bool:
+    last = known.observed.trial
+    return not _roles(known) or (last is not None and last.generation == known.job.generation and not last.problem)
 
 
-def pods(draft: Draft) -> list[dict[str, Any]]:
-    return [objects.pod(draft, (role, 0)) for role in _roles(draft)]
+def pods(known: Situation) -> tuple[dict[str, Any], ...]:
+    return tuple(objects.pod(known, (role, 0)) for role in _roles(known))
 
 
-def _roles(draft: Draft) -> list[str]:
+def _roles(known: Situation) -> list[str]:
     """Of whose pods the user wrote more than which image; what is written for all of them is tried by one."""
-    if draft.job.job is None:
+    if known.job.job is None:
         return []
-    roles = (names.PREPARE, names.CONTROL, *workers_of(draft.job.job))
-    options: dict[str, PodOptions] = {role: getattr(draft.spec.roles, role) for role in roles}
-    for_all = [names.PREPARE] if draft.spec.pod_template else []
+    roles = (names.PREPARE, names.CONTROL, *workers_of(known.job.job))
+    options: dict[str, PodOptions] = {role: getattr(known.spec.roles, role) for role in roles}
+    for_all = [names.PREPARE] if known.spec.pod_template else []
     return [role for role in roles if options[role].pod_template or options[role].resources or role in for_all]
 
 

@@ -18,7 +18,6 @@ from datetime import datetime
 from typing import Any
 
 from rlhfspec.cluster import names
-from rlhfspec.operator.deciding.times import time_of
 
 Json = dict[str, Any]
 Key = tuple[str, str]  # namespace, name: of a job
@@ -67,7 +66,7 @@ def workload_view(body: Mapping[str, Any]) -> WorkloadView:
     assigned = (status.get("admission") or {}).get("podSetAssignments") or ()
     return WorkloadView(
         name=metadata["name"], uid=metadata["uid"], version=metadata["resourceVersion"],
-        generation=metadata.get("generation", 1), created=time_of(metadata["creationTimestamp"]),
+        generation=metadata.get("generation", 1), created=datetime.fromisoformat(metadata["creationTimestamp"]),
         owner=(_owner(metadata) or {}).get("uid", ""), asked=(metadata.get("annotations") or {}).get(ASKED, ""),
         is_deleting="deletionTimestamp" in metadata, conditions=tuple(status.get("conditions") or ()),
         flavors={each["name"]: tuple(dict.fromkeys((each.get("flavors") or {}).values())) for each in assigned},
