@@ -20,9 +20,9 @@ from cluster import ControlPlane  # noqa: E402
 from dashboards import Stream, served, visiting  # noqa: E402
 
 from rlhfspec.cluster import names  # noqa: E402
+from rlhfspec.dashboard.access import ClusterAccess  # noqa: E402
 from rlhfspec.dashboard.jobs.api_server import ApiServer  # noqa: E402
 from rlhfspec.dashboard.jobs.cluster import ClusterSource, Servers  # noqa: E402
-from rlhfspec.dashboard.review import ClusterAccess  # noqa: E402
 
 pytestmark = pytest.mark.ci
 USER = "system:serviceaccount:rlhf:dashboard"

@@ -17,9 +17,7 @@ from rlhfspec.errors import Problem
 from rlhfspec.job import RLHFJob
 from rlhfspec.operator.deciding.memory import maybe_time_of, text_of
 from rlhfspec.operator.deciding.observed import (
-    ChartSettings,
     DryRunResult,
-    Images,
     JobView,
     Observed,
     PodView,
@@ -30,6 +28,7 @@ from rlhfspec.operator.deciding.reconcile import reconcile
 from rlhfspec.operator.deciding.situation import Delete, Event, ReconcilePlan, WorkloadWrite
 from rlhfspec.operator.looking.views import manifest_of, pod_view, read
 from rlhfspec.operator.making.workloads import Queueing, workload_view
+from rlhfspec.operator.settings import ChartSettings, ImageNames
 
 _READ: dict[str, tuple[RLHFJob | None, tuple[Problem, ...]]] = {}  # by its spec
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -40,12 +39,14 @@ def credentials(namespace: str, job: str, job_uid: str, run: str, role: str, cre
 
 
 SETTINGS = ChartSettings(
-    images=Images(slim="rlhfspec:slim", cpu="rlhfspec:cpu", cuda="rlhfspec:cuda"),
+    release="rlhfspec",
+    namespace="rlhfspec",
+    images=ImageNames(slim="rlhfspec:slim", cpu="rlhfspec:cpu", cuda="rlhfspec:cuda"),
     credentials=credentials,
     nats_url="tls://nats.rlhfspec.svc:4222",
     redis_url="rediss://redis.rlhfspec.svc:6379",
     report_url="https://operator.rlhfspec.svc:8443",
-    default_claim="runs",
+    claim="runs",
 )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from rlhfspec.cluster import names
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.operator.running import Operator, ReplicaPlace
-from rlhfspec.operator.settings import OperatorFile
+from rlhfspec.operator.settings import ChartSettings, OperatorFile
 from rlhfspec.operator.shared.release import credentials_by, keys_of, servers_of
 from rlhfspec.stage import logs
 from rlhfspec.worker.exits import PERMANENT
@@ -33,8 +33,8 @@ def _operator(asked: argparse.Namespace) -> Operator:
     keys = keys_of(asked.keys)
     pod = os.environ.get("RLHFSPEC_POD") or None
     place = ReplicaPlace(pod, asked.host, asked.http_port, asked.report_port, asked.tls)
-    settings = told.settings(credentials_by(keys))
-    return Operator(told, settings, place, servers_of(told, keys, asked.keys))
+    settings = ChartSettings.of(told, credentials_by(keys))
+    return Operator(settings, place, servers_of(told, keys, asked.keys))
 
 
 def _parser() -> argparse.ArgumentParser:

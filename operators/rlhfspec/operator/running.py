@@ -24,7 +24,7 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.access import KubeAccess
 from rlhfspec.cluster.api import Api
 from rlhfspec.errors import ClusterUnavailable, LeadershipLost
-from rlhfspec.operator.deciding.observed import ChartSettings, JobView, Observed, Said, worker_name, worker_of
+from rlhfspec.operator.deciding.observed import JobView, Observed, Said, worker_name, worker_of
 from rlhfspec.operator.deciding.reconcile import reconcile
 from rlhfspec.operator.deciding.situation import ReconcilePlan
 from rlhfspec.operator.lease import LEADER_LOOK_SECONDS, Lease
@@ -34,7 +34,7 @@ from rlhfspec.operator.looking.queue import Key, ReconcileResult, WorkQueue
 from rlhfspec.operator.looking.watching import Informers
 from rlhfspec.operator.metrics import Metrics, Restarted
 from rlhfspec.operator.reports import Reports
-from rlhfspec.operator.settings import OperatorFile
+from rlhfspec.operator.settings import ChartSettings
 from rlhfspec.operator.shared.broker import Dialling
 from rlhfspec.operator.shared.leftovers import Runs, Server, Tending
 from rlhfspec.operator.shared.spaces import Spaces
@@ -59,10 +59,8 @@ class ReplicaPlace:
 
 
 class Operator:
-    def __init__(
-        self, told: OperatorFile, settings: ChartSettings, place: ReplicaPlace, servers: Sequence[Server]
-    ) -> None:
-        self._told = told
+    def __init__(self, settings: ChartSettings, place: ReplicaPlace, servers: Sequence[Server]) -> None:
+        self._settings = settings
         self._place = place
         self._metrics = Metrics()
         self._cache = Cache(runs_changed=self._runs_changed)
@@ -70,15 +68,15 @@ class Operator:
         identity = f"{place.pod or socket.gethostname()}_{secrets.token_hex(4)}"
         agent = f"{names.FIELD_MANAGER}/{identity}"
         self._lease_api = Api(self._access, agent=agent)  # its requests never stand in line behind others
-        self._lease = Lease(self._lease_api, told.namespace, f"{told.release}-operator", identity)
+        self._lease = Lease(self._lease_api, settings.namespace, f"{settings.release}-operator", identity)
         self._api = Api(self._access, may_write=lambda: self._lease.is_held, count=self._metrics.wrote, agent=agent)
         self._reconciler = Reconciler(self._cache, self._api, settings, decide=self._decide)
         self._watch_api = Api(self._access, agent=agent, connections=0)
-        self._spaces = Spaces(self._api, told.namespace_kit)
+        self._spaces = Spaces(self._api, settings.namespace_kit)
         self._watching = Informers(
-            self._cache, told.namespaces, self._tell,
-            label="" if told.namespaces else told.namespace_label,
-            joins=self._spaces.joins, leaves=self._spaces.leaves, kueue=told.kueue,
+            self._cache, settings.namespaces, self._tell,
+            label="" if settings.namespaces else settings.namespace_label,
+            joins=self._spaces.joins, leaves=self._spaces.leaves, kueue=settings.kueue,
         )  # fmt: skip
         self._reports = Reports(
             self._cache, self._api.review_token, self._tell, is_acting=lambda: self._lease.is_held and self._is_in_sync
@@ -179,7 +177,7 @@ class Operator:
         ours, value = self._place.pod, "true"
         labelled = [
             pod["metadata"]["name"]
-            async for pod in self._api.list("v1", "Pod", self._told.namespace, labels=f"{names.LEADER}={value}")
+            async for pod in self._api.list("v1", "Pod", self._settings.namespace, labels=f"{names.LEADER}={value}")
         ]
         for name in labelled:
             if name != ours:
@@ -189,7 +187,7 @@ class Operator:
 
     async def _label(self, pod: str, value: str | None) -> None:
         patch = {"metadata": {"labels": {names.LEADER: value}}}
-        answer = await self._api.merge("v1", "Pod", self._told.namespace, pod, patch)
+        answer = await self._api.merge("v1", "Pod", self._settings.namespace, pod, patch)
         if answer.is_refused and not answer.is_missing:
             raise ClusterUnavailable(f"label of pod {pod}", answer.message)
 

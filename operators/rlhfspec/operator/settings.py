@@ -9,6 +9,8 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -16,7 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rlhfspec.errors import InvalidRequest, did_you_mean
 from rlhfspec.job.cluster import Role
-from rlhfspec.operator.deciding.observed import ChartSettings, Credentials, Images
+
+# (namespace, job's name, job's uid, run's uid, role, when the job was made) -> the data of the role's Secret
+Credentials = Callable[[str, str, str, str, str, datetime], Mapping[str, bytes]]
 
 
 class SettingsPart(BaseModel):
@@ -83,31 +87,12 @@ class OperatorFile(SettingsPart):
         """Empty: those with the label."""
         return () if self.scope == "cluster" else self.job_namespaces or (self.namespace,)
 
-    def settings(self, credentials: Credentials) -> ChartSettings:
-        """As `reconcile` has them."""
-        images = Images(
-            slim=self.images.slim,
-            cpu=self.images.cpu,
-            cuda=self.images.cuda,
-            pull_policy=self.image_pull_policy,
-            pull_secrets=self.image_pull_secrets,
-        )
-        return ChartSettings(
-            images=images,
-            credentials=credentials,
-            nats_url=self.nats_url,
-            redis_url=self.redis_url,
-            report_url=self.report_url,
-            default_claim=self.claim,
-            otlp_endpoint=self.otlp_endpoint,
-            resources=self.resources,
-            shared_memory=self.shared_memory,
-            gpu_resources=self.gpu_resources,
-            pod_template=self.pod_template,
-            priority_classes=self.priority_classes,
-            chooses_user=self.chooses_user,
-            coscheduler=self.coscheduler,
-            max_workers=self.max_workers,
-            kueue=self.kueue,
-            network_policies=self.network_policies,
-        )
+
+class ChartSettings(OperatorFile):
+    """The settings with which jobs are reconciled. `credentials`: makes the data of a role's Secret."""
+
+    credentials: Credentials
+
+    @classmethod
+    def of(cls, told: OperatorFile, credentials: Credentials) -> Self:
+        return cls(**dict(told), credentials=credentials)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import shutil
-from collections.abc import Awaitable, Iterator
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from rlhfspec.cluster import names
 from rlhfspec.cluster.access import KubeAccess
 from rlhfspec.cluster.api import JOB_VERSION, Api, ApiResponse
 from rlhfspec.errors import ClusterUnavailable, InvalidRequest, did_you_mean
-from rlhfspec.plugin.calls import Calls
+from rlhfspec.plugin.pods import is_running, name_of
 
+T = TypeVar("T")
 Json = dict[str, Any]
-AGENT = "kubectl-rlhf"
+_AGENT = "kubectl-rlhf"
+_EXEC_SECONDS = 60.0
+_SHOW = ("python", "-m", "rlhfspec.control.show")
 _NO_SUCH_KIND = ("could not find the requested resource", "404 page not found")
 
 
@@ -38,8 +46,8 @@ class Cluster:
         self.namespace = where.namespace or self._access.namespace
 
     def __enter__(self) -> Self:
-        self._calls = Calls()
-        self._api = self._calls.result(Api(self._access, agent=AGENT, deadline_seconds=0.0).__aenter__())
+        self._calls = _Calls()
+        self._api = self._calls.result(Api(self._access, agent=_AGENT, deadline_seconds=0.0).__aenter__())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -111,6 +119,34 @@ class Cluster:
         options += ["--kubeconfig", where.kubeconfig] if where.kubeconfig else []
         return [program, *options, *words]
 
+    def exec(self, pod: str, *words: str) -> list[str]:
+        """Return the command line that runs something in the container of a pod's worker."""
+        return self.kubectl("exec", pod, "-c", names.CONTAINER, "--", *words)
+
+    # --- questions to the job's control, asked where the run's credentials and folder are: in its pod -----------------
+
+    def view_command(self, job: str) -> list[str]:
+        return self.kubectl("exec", "-it", self._control(job), "-c", names.CONTAINER, "--", *_SHOW, "--view")
+
+    def ask_control(self, job: str, *options: str) -> Any:
+        """Return what `rlhfspec.control.show` prints, as JSON."""
+        command = self.exec(self._control(job), *_SHOW, *options)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_EXEC_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise ClusterUnavailable(f"a look at {job}", f"no answer within {_EXEC_SECONDS:g} s") from None
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if line and "command terminated" not in line]
+            raise ClusterUnavailable(f"a look at {job}", said[-1] if said else f"exit code {done.returncode}")
+        return json.loads(done.stdout)
+
+    def _control(self, job: str) -> str:
+        phase = (self.job(job).get("status") or {}).get("phase", "Pending")
+        for pod in self.pods(job, names.CONTROL):
+            if is_running(pod):
+                return name_of(pod)
+        raise InvalidRequest("JOB", job, f"its control does not run: the job is {phase}")
+
     def _asked(self, asked: str, call: Awaitable[ApiResponse]) -> Json:
         try:
             answer = self._calls.result(call)
@@ -127,8 +163,45 @@ class Cluster:
             raise _refusal(asked, error.problem) from None
 
 
+class _Calls:
+    """An event loop in a thread of its own: the client of the API server is asynchronous, and a command is not.
+    Any thread may call; `close` ends what is still under way."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="calls", daemon=True)
+        self._thread.start()
+
+    def result(self, call: Awaitable[T]) -> T:
+        async def awaited() -> T:
+            return await call
+
+        return asyncio.run_coroutine_threadsafe(awaited(), self._loop).result()
+
+    def each(self, found: AsyncIterator[T]) -> Iterator[T]:
+        while True:
+            try:
+                each = self.result(anext(found))
+            except (StopAsyncIteration, CancelledError):
+                return
+            yield each
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
+
+
 class _Missing(ClusterUnavailable):
-    """Of a name that is not there."""
+    """Raised when the API server answers 404."""
 
 
 def _refusal(asked: str, said: str, *, is_missing: bool = False) -> ClusterUnavailable:

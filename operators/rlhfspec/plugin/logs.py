@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from rlhfspec.errors import RLHFSpecError
-from rlhfspec.plugin.control import asked
 from rlhfspec.plugin.output import shown
 from rlhfspec.plugin.pods import name_of, worker_of
 
@@ -92,7 +91,7 @@ def lines(
 def trace_of(cluster: Cluster, job: str, sample: str) -> tuple[list[Line], str]:
     """What was done for a sample that went well, of which no log speaks; or why that is not known."""
     try:
-        return [Line(**each) for each in asked(cluster, job, "--sample", sample)], ""
+        return [Line(**each) for each in cluster.ask_control(job, "--sample", sample)], ""
     except RLHFSpecError as error:
         return [], str(error)
 

@@ -147,13 +147,12 @@ def top(
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """Show what every worker does now; for generators also tokens/s, load and strategy."""
-    from rlhfspec.plugin.control import asked
     from rlhfspec.plugin.output import console
-    from rlhfspec.plugin.top import table_of
+    from rlhfspec.plugin.status import table_of
 
     with _cluster(namespace, context, kubeconfig) as cluster:
         while True:
-            console().print(table_of(asked(cluster, job, "--json"), cluster.pods(job)))
+            console().print(table_of(cluster.ask_control(job, "--json"), cluster.pods(job)))
             if not watch:
                 return
             time.sleep(2.0)
@@ -162,10 +161,8 @@ def top(
 @app.command()
 def view(job: Job, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
     """Show the live view of a run; Ctrl-C ends the view, not the job."""
-    from rlhfspec.plugin.control import view_command
-
     with _cluster(namespace, context, kubeconfig) as cluster:
-        command = view_command(cluster, job)
+        command = cluster.view_command(job)
         sys.stdout.flush()
         os.execv(command[0], command)
 

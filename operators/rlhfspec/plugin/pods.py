@@ -99,7 +99,7 @@ def age(since: str | None, now: datetime | None = None) -> str:
     """
     if not since:
         return ""
-    then = datetime.fromisoformat(since.replace("Z", "+00:00"))
+    then = datetime.fromisoformat(since)
     return duration(((now or datetime.now(UTC)) - then).total_seconds())
 
 

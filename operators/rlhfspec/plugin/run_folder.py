@@ -51,16 +51,14 @@ def fetch(cluster: Cluster, job: str, folder: Path, *, claim: str | None, image:
 def _fetch(cluster: Cluster, pod: str, uri: str, remote: str) -> None:
     """Into the helper's own folder: it has the credentials, and this machine may have none."""
     program = ["python", "-m", "rlhfspec.common.object_store", uri, str(STORAGE), remote]
-    done = subprocess.run(
-        cluster.kubectl("exec", pod, "-c", names.CONTAINER, "--", *program), capture_output=True, text=True
-    )
+    done = subprocess.run(cluster.exec(pod, *program), capture_output=True, text=True)
     if done.returncode:
         said = [line for line in (done.stderr or done.stdout).splitlines() if line]
         raise ClusterUnavailable(f"{remote} of {uri}", next(iter(said), "nothing came"))
 
 
 def _copy(cluster: Cluster, pod: str, remote: str, folder: Path) -> int:
-    command = cluster.kubectl("exec", pod, "-c", names.CONTAINER, "--", "tar", "-C", remote, "-cf", "-", ".")
+    command = cluster.exec(pod, "tar", "-C", remote, "-cf", "-", ".")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as copying:
         assert copying.stdout is not None
         assert copying.stderr is not None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
 import logging
 import random
+import ssl
 from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from rlhfspec.cluster.report import AT_LEAST_SECONDS, Report
-from rlhfspec.control.endpoint import NotTaken
 from rlhfspec.control.report import news
+from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.vitals import Vitals
@@ -17,7 +21,52 @@ _LOOK_SECONDS = 0.25
 AT_MOST_EVERY_SECONDS = 1.0
 LONGEST_REPORT_WAIT_SECONDS = 10.0  # before a report that was not taken is tried again
 _DEADLINE_SECONDS = 60.0
+TIMEOUT_SECONDS = 5.0
+MOST_SHOWN = 200  # bytes of an answer
 log = logging.getLogger("rlhfspec.stage")
+
+
+class NotTaken(Exception):
+    """Say in one line that the report did not arrive, or was refused."""
+
+
+class Endpoint:
+    """The operator's endpoint: JSON over TLS, with the token that control's pod was given.
+
+    `authority`: a file with the CA of its certificate; `token_file`: read anew for every report, because tokens are
+    replaced before they expire. A report is one request over a connection of its own, since another operator may lead
+    by then. A redirection is never followed: the token is for this address.
+    """
+
+    def __init__(self, url: str, authority: Path, token_file: Path) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "https" or parts.hostname is None:
+            raise InvalidRequest("report_url", url, "must be an https:// URL: a token is sent along")
+        self._host, self._port, self._path = parts.hostname, parts.port or 443, parts.path
+        self._authority, self._token_file = authority, token_file
+
+    def post(self, body: bytes) -> None:
+        """Block, for a few seconds at most; raise NotTaken."""
+        try:
+            self._post(body)
+        except (OSError, http.client.HTTPException, UnicodeError) as error:  # of the token's file, too
+            raise NotTaken(" ".join(str(error).split()) or type(error).__name__) from error
+
+    def _post(self, body: bytes) -> None:
+        headers = {
+            "Authorization": f"Bearer {self._token_file.read_text().strip()}",
+            "Content-Type": "application/json",
+        }
+        trusted = ssl.create_default_context(cafile=str(self._authority))
+        connection = http.client.HTTPSConnection(self._host, self._port, timeout=TIMEOUT_SECONDS, context=trusted)
+        try:
+            connection.request("POST", self._path, body, headers)
+            answer = connection.getresponse()
+            if not 200 <= answer.status < 300:
+                said = answer.read(MOST_SHOWN).decode(errors="replace").strip()
+                raise NotTaken(f"it answered {answer.status} {answer.reason}{': ' + said if said else ''}")
+        finally:
+            connection.close()
 
 
 class Turn:

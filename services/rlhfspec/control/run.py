@@ -13,7 +13,6 @@ from pathlib import Path
 from rich.console import Console
 
 from rlhfspec.common.awake_clock import AwakeClock
-from rlhfspec.control.endpoint import Endpoint
 from rlhfspec.control.knowledge import RunKnowledge, lines_of
 from rlhfspec.control.looking import (
     FOLDER_SECONDS,
@@ -24,7 +23,7 @@ from rlhfspec.control.looking import (
     steps_of,
     view_of,
 )
-from rlhfspec.control.reporting import Reporter
+from rlhfspec.control.reporting import Endpoint, Reporter
 from rlhfspec.errors import TransportUnavailable
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.access.connecting import connect

@@ -11,11 +11,10 @@ import sys
 from pathlib import Path
 
 from rlhfspec.cluster import names
+from rlhfspec.dashboard.access import ClusterAccess
 from rlhfspec.dashboard.jobs.api_server import ApiServer
 from rlhfspec.dashboard.jobs.cluster import ClusterSource, Servers
-from rlhfspec.dashboard.review import ClusterAccess
-from rlhfspec.dashboard.server import Dashboard
-from rlhfspec.dashboard.serving import serve
+from rlhfspec.dashboard.server import Dashboard, serve
 from rlhfspec.errors import InvalidRequest, RLHFSpecError
 from rlhfspec.worker import exits
 

@@ -1,7 +1,7 @@
 """Which visitors may look. Both ways begin with a token that a browser keeps in a cookie that no script can read.
 
 `LaptopAccess`: one random token, in the URL that the command prints; with it one sees everything.
-In a cluster the token is a user's own, and the API server says what it may (`review`).
+`ClusterAccess`: the token is a user's own, and the API server says what it may.
 
 Example:
     >>> token_of({"Authorization": "Bearer abc"}, ""), token_of({}, "abc"), token_of({}, "")
@@ -10,18 +10,35 @@ Example:
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import hmac
 import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from rlhfspec.cluster import names
+from rlhfspec.dashboard.jobs.kept import Kept
+from rlhfspec.messages.transport.clock import Clock
+
+if TYPE_CHECKING:
+    from rlhfspec.dashboard.jobs.api_server import ApiServer
 
 MOST_TOKEN_CHARACTERS = 16_384
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
 
 # Jobs, with curves and pods; what prompts and responses say, and processes at their end.
 What = Literal["jobs", "texts"]
+_COUNTS_SECONDS = 10.0  # of an answer; a lost right lasts so long and server.KEEP_ALIVE_SECONDS
+_MOST_AT_ONCE = 16  # reviews: a flood of wrong tokens is no flood for the API server
+_ASKED: dict[What, dict[str, str]] = {
+    "jobs": {"group": names.GROUP, "resource": names.PLURAL, "verb": "get"},
+    # What a sample says may also stand in the logs of a pod: a user who may read these may read samples. And what a
+    # process said last, in its pod's status, is the end of its log.
+    "texts": {"group": "", "resource": "pods", "subresource": "log", "verb": "get"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +76,49 @@ class LaptopAccess:
 
     async def may(self, visitor: Visitor, namespace: str, what: What) -> bool:
         return True
+
+
+class ClusterAccess:
+    """The API server says whose a token is (TokenReview), and what that user may in each namespace
+    (SubjectAccessReview)."""
+
+    is_local = False
+
+    def __init__(self, server: ApiServer, *, clock: Clock | None = None) -> None:
+        self._server = server
+        self._visitors: Kept[Visitor | None] = Kept(seconds=_COUNTS_SECONDS, clock=clock)
+        self._rights: Kept[bool] = Kept(seconds=_COUNTS_SECONDS, most=20_000, clock=clock)
+        self._at_once = asyncio.Semaphore(_MOST_AT_ONCE)
+
+    async def visitor(self, token: str) -> Visitor | None:
+        key = hashlib.sha256(token.encode()).hexdigest()
+        return await self._visitors.get(key, lambda: self._whose(token, key))
+
+    async def may(self, visitor: Visitor, namespace: str, what: What) -> bool:
+        return await self._rights.get((visitor.key, namespace, what), lambda: self._asked(visitor, namespace, what))
+
+    async def _whose(self, token: str, key: str) -> Visitor | None:
+        async with self._at_once:
+            user = await self._server.review_token(token)
+        if user is None:
+            return None
+        return Visitor(
+            name=user.get("username") or "",
+            key=key,
+            groups=tuple(user.get("groups") or ()),
+            uid=user.get("uid") or "",
+            extra=tuple((name, tuple(values)) for name, values in sorted((user.get("extra") or {}).items())),
+        )
+
+    async def _asked(self, visitor: Visitor, namespace: str, what: What) -> bool:
+        user = {
+            "user": visitor.name,
+            "groups": list(visitor.groups),
+            "uid": visitor.uid,
+            "extra": {name: list(values) for name, values in visitor.extra},
+        }
+        async with self._at_once:
+            return await self._server.review_access(user, {"namespace": namespace, **_ASKED[what]})
 
 
 def token_of(headers: Mapping[str, str], cookie: str) -> str:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import signal
+import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +21,7 @@ from aiohttp import web
 
 from rlhfspec.dashboard.access import Access, Visitor, What, is_token, token_of
 from rlhfspec.dashboard.jobs.source import JobHead, JobKey, JobSource
-from rlhfspec.dashboard.live.feeds import Feeds
+from rlhfspec.dashboard.live.feed import Feeds
 from rlhfspec.dashboard.live.readers import EventStream, Reader, encoded
 from rlhfspec.errors import InvalidRequest, RLHFSpecError, ServerFailed
 
@@ -27,6 +29,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 KEEP_ALIVE_SECONDS = 15.0
 _WRITE_SECONDS = 10.0  # a reader that takes nothing for so long is cut off
 _LIST_SECONDS = 1.0
+_END_SECONDS = 2.0  # for answers under way; streams end at once
 MOST_STREAMS = 500
 MOST_STREAMS_OF_ONE = 20  # visitor, whichever of their tokens they show
 OF_LOGS = ("samples", "last_words")  # events for users who may read logs
@@ -324,6 +327,29 @@ class Dashboard:
                 async with asyncio.timeout_at(beat_at):
                     event = await reader.queue.get()
                 data = b"" if event.name in reader.hidden else event.encoded()
+
+
+async def serve(
+    dashboard: Dashboard, host: str, port: int, *, tls: ssl.SSLContext | None = None, ready: Callable[[int], None]
+) -> None:
+    """Serve until SIGINT or SIGTERM. `port` 0: any; `ready` is told which. InvalidRequest where it is taken."""
+    # A page that was closed gives its place back at once: without cancellation only the next beat would tell.
+    app = dashboard.app()
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_END_SECONDS, handler_cancellation=True)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port, ssl_context=tls)
+        try:
+            await site.start()
+        except OSError as error:
+            raise InvalidRequest("--port", port, f"cannot be listened at: {error.strerror}") from None
+        ending = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, ending.set)
+        ready(runner.addresses[0][1])
+        await ending.wait()
+    finally:
+        await runner.cleanup()
 
 
 def _cookie(request: web.Request) -> str:

@@ -14,8 +14,7 @@ from control_place import Operator
 from shared_servers import SharedServers
 
 from rlhfspec.cluster.report import Report
-from rlhfspec.control.endpoint import Endpoint, NotTaken
-from rlhfspec.control.reporting import Reporter
+from rlhfspec.control.reporting import Endpoint, NotTaken, Reporter
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.stage.vitals import Vitals
 

@@ -42,7 +42,7 @@ from rlhfspec.dashboard.access import LaptopAccess, Visitor, What
 from rlhfspec.dashboard.jobs.folder import NewLines, RunReader, life_content
 from rlhfspec.dashboard.jobs.laptop import LaptopSource
 from rlhfspec.dashboard.jobs.source import Address, JobKey
-from rlhfspec.dashboard.live.feeds import Feeds
+from rlhfspec.dashboard.live.feed import Feeds
 from rlhfspec.dashboard.live.hearing import Hearing
 from rlhfspec.dashboard.live.readers import MOST_UNREAD, EventStream
 from rlhfspec.dashboard.server import STATIC

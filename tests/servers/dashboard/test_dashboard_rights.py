@@ -19,8 +19,7 @@ from rlhfspec.dashboard.jobs.cluster import ClusterSource, Servers, last_words_o
 from rlhfspec.dashboard.jobs.laptop import LaptopSource
 from rlhfspec.dashboard.jobs.source import JobDetail, JobHead, JobKey, RunFolderInfo
 from rlhfspec.dashboard.live.readers import EventStream, ServerSentEvent
-from rlhfspec.dashboard.server import MOST_STREAMS_OF_ONE
-from rlhfspec.dashboard.serving import serve
+from rlhfspec.dashboard.server import MOST_STREAMS_OF_ONE, serve
 
 JOB = "/api/jobs/laptop/run"
 SECRET = "ValueError: the answer of the user was 42"

@@ -23,15 +23,10 @@ from scraping import Scrape, family, named_anywhere, names_of, samples_of, value
 from rlhfspec.operator.deciding.memory import text_of
 from rlhfspec.operator.lease import Lease
 from rlhfspec.operator.running import Operator, ReplicaPlace
-from rlhfspec.operator.settings import OperatorFile
 from rlhfspec.operator.web import health_app
 
 KEY = ("rl", "sums")
 PATIENCE_SECONDS = 60.0
-TOLD = {
-    "release": "rlhf", "namespace": "rlhf", "job_namespaces": ["rl"], "nats_url": "tls://nats:4222",
-    "report_url": "https://operator:8443", "images": {"slim": "slim", "cpu": "cpu", "cuda": "cuda"},
-}  # fmt: skip
 
 
 class Taking:
@@ -107,7 +102,7 @@ async def acting(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Watch
 
     async with TestServer(app) as server, ClientSession() as session:
         patch.setenv("KUBECONFIG", str(kubeconfig(server, folder)))
-        operator = Operator(OperatorFile.model_validate(TOLD), SETTINGS, ReplicaPlace(None), ())
+        operator = Operator(SETTINGS.model_copy(update={"job_namespaces": ("rl",)}), ReplicaPlace(None), ())
         operator._begin()
         async with operator._api, TestServer(health_app(operator._metrics, operator._problem)) as health:
             working = asyncio.create_task(operator._queue.work())

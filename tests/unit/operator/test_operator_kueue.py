@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from operator_world import SETTINGS, World, job_body
 from rlhfspec.operator.deciding.observed import Refusal
 from rlhfspec.operator.making.workloads import Workloads
 
-KUEUE = replace(SETTINGS, kueue=True)
+KUEUE = SETTINGS.model_copy(update={"kueue": True})
 QUEUED = {"scheduling": {"gang": "kueue", "queue": "gpus"}}
 SPOT = {"nodeLabels": {"pool": "spot"}, "tolerations": [{"key": "spot", "operator": "Exists"}]}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -203,7 +202,7 @@ def test_one_block_is_for_all_pods_and_the_last_word_is_the_roles() -> None:
             "spec": {"nodeSelector": {"pool": node}, "tolerations": [{"key": team, "operator": "Exists"}]},
         }
 
-    cluster = replace(SETTINGS, pod_template=template("any", "cluster"))
+    cluster = SETTINGS.model_copy(update={"pod_template": template("any", "cluster")})
     things = objects_of(
         cluster, podTemplate=template("gpu", "job"), roles={"trainer": {"podTemplate": template("fast", "role")}}
     )
@@ -221,7 +220,7 @@ def test_one_block_is_for_all_pods_and_the_last_word_is_the_roles() -> None:
 
 def test_a_jobs_own_schedulers_win_over_the_clusters_template() -> None:
     """A gang's marks are of this job; what all jobs have must not undo them, and what the job says may."""
-    cluster = replace(SETTINGS, pod_template={"spec": {"schedulerName": "site"}})
+    cluster = SETTINGS.model_copy(update={"pod_template": {"spec": {"schedulerName": "site"}}})
     assert objects_of(cluster)["Pod", "sums-reward-0"]["spec"]["schedulerName"] == "site"
     gang = {"gang": "volcano"}
     assert objects_of(cluster, scheduling=gang)["Pod", "sums-reward-0"]["spec"]["schedulerName"] == "volcano"
@@ -230,7 +229,7 @@ def test_a_jobs_own_schedulers_win_over_the_clusters_template() -> None:
 
 
 def test_roles_have_priorities_until_the_job_names_one() -> None:
-    classes = replace(SETTINGS, priority_classes={"trainer": "first", "generator": "second"})
+    classes = SETTINGS.model_copy(update={"priority_classes": {"trainer": "first", "generator": "second"}})
 
     def found(**spec: Any) -> dict[str, str | None]:
         things = objects_of(classes, **spec)
@@ -243,7 +242,9 @@ def test_roles_have_priorities_until_the_job_names_one() -> None:
 
 
 def test_a_cluster_that_chooses_users_is_told_none() -> None:
-    security = objects_of(replace(SETTINGS, chooses_user=False))["Pod", "sums-reward-0"]["spec"]["securityContext"]
+    security = objects_of(SETTINGS.model_copy(update={"chooses_user": False}))["Pod", "sums-reward-0"]["spec"][
+        "securityContext"
+    ]
     assert security == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
@@ -264,7 +265,7 @@ def in_worker(**resources: Any) -> Json:
     ],
 )
 def test_gpus_of_any_name_are_counted_and_choose_the_image(options: Json, count: int) -> None:
-    settings = replace(SETTINGS, gpu_resources=("nvidia.com/gpu", "nvidia.com/mig-*", "amd.com/gpu"))
+    settings = SETTINGS.model_copy(update={"gpu_resources": ("nvidia.com/gpu", "nvidia.com/mig-*", "amd.com/gpu")})
     world = World(job_body(roles={"trainer": options}), settings)
     world.to_running()
     assert world.status["gpus"] == count
@@ -286,7 +287,7 @@ def test_resources_and_gpus_are_counted() -> None:
     world.to_running()
     assert world.status["gpus"] == 8
     assert world.pods["sums-generator-2"]["spec"]["containers"][0]["resources"] == GPU
-    default = replace(SETTINGS, resources={"reward": {"requests": {"cpu": "1"}}})
+    default = SETTINGS.model_copy(update={"resources": {"reward": {"requests": {"cpu": "1"}}}})
     reward = objects_of(default)["Pod", "sums-reward-0"]
     assert reward["spec"]["containers"][0]["resources"] == {"requests": {"cpu": "1"}}
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from operator_world import World, job_body
+from operator_world import SETTINGS, World, job_body
 
 from rlhfspec.operator.deciding.observed import Said
 from rlhfspec.operator.deciding.situation import Delete, ReconcilePlan
@@ -107,10 +107,7 @@ def test_a_job_that_is_wrong_never_starts_until_it_is_corrected() -> None:
 
 
 def test_a_job_without_a_claim_says_which_field_to_set() -> None:
-    world = World()
-    world.settings = world.settings.__class__(
-        **{name: getattr(world.settings, name) for name in world.settings.__slots__} | {"default_claim": None}
-    )
+    world = World(settings=SETTINGS.model_copy(update={"claim": None}))
     world.settle()
     completed = world.status["completionTime"]
     world.pass_time(60)

@@ -34,7 +34,7 @@ class Wild:
 
     def __init__(self, seed: int, **spec: Any) -> None:
         self.rng = random.Random(seed)
-        self.world = World(job_body(**spec), settings=replace(SETTINGS, kueue=True), flavors={"spot": {}})
+        self.world = World(job_body(**spec), settings=SETTINGS.model_copy(update={"kueue": True}), flavors={"spot": {}})
         self.seen_pods: dict[str, Json] = {}
         self.seen_body: Json = {}
         self.seen_workload: Json | None = None

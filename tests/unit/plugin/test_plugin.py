@@ -8,7 +8,7 @@ from rlhfspec.control.show import document_of
 from rlhfspec.messages.records import Doing, Heartbeat, Load, WorkerInfo
 from rlhfspec.plugin.logs import parsed
 from rlhfspec.plugin.pods import state_of
-from rlhfspec.plugin.top import table_of
+from rlhfspec.plugin.status import table_of
 from rlhfspec.runs.live.live import LiveView
 from rlhfspec.runs.live.run_state import RunState, after
 

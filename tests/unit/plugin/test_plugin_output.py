@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from rlhfspec.plugin.logs import parsed
 from rlhfspec.plugin.output import SafeConsole, say, shown
-from rlhfspec.plugin.status import tree_of
-from rlhfspec.plugin.top import table_of
+from rlhfspec.plugin.status import table_of, tree_of
 from rlhfspec.plugin.why import explanation
 
 SINCE = "2026-01-01T00:00:00Z"

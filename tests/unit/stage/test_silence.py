@@ -14,7 +14,7 @@ from rlhfspec.control.show import document_of
 from rlhfspec.dashboard.live.live_state import Live
 from rlhfspec.messages.records import WorkerInfo
 from rlhfspec.messages.transport.clock import FakeClock
-from rlhfspec.plugin.top import table_of
+from rlhfspec.plugin.status import table_of
 from rlhfspec.runs.folder.run_folder import example_job
 from rlhfspec.runs.live.live import LiveView
 from rlhfspec.runs.live.run_state import SILENT_SECONDS, KnownRun

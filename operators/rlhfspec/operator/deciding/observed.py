@@ -10,7 +10,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
@@ -21,8 +21,6 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.operator.making.workloads import Queueing
 
 Worker = tuple[str, int]  # role, number
-# (namespace, job's name, job's uid, run's uid, role, when the job was made) -> the data of the role's Secret
-Credentials = Callable[[str, str, str, str, str, datetime], Mapping[str, bytes]]
 
 
 def worker_name(key: Worker) -> str:
@@ -148,35 +146,3 @@ class Observed:
     trial: DryRunResult | None = None  # the last one
     broker: Said | None = None  # why NATS or Redis cannot be reached; None: nothing speaks against it
     queueing: Queueing = field(default_factory=Queueing)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Images:
-    slim: str
-    cpu: str
-    cuda: str
-    pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
-    pull_secrets: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChartSettings:
-    """The operator's own, of the chart's values."""
-
-    images: Images
-    credentials: Credentials
-    nats_url: str
-    redis_url: str | None
-    report_url: str  # https://HOST:PORT; `names.report_path` follows
-    default_claim: str | None = None
-    otlp_endpoint: str | None = None
-    resources: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of a role that says none
-    shared_memory: str = "1Gi"
-    gpu_resources: tuple[str, ...] = ("nvidia.com/gpu",)  # names in limits; * stands for the rest of one
-    pod_template: Mapping[Any, Any] = field(default_factory=dict)  # of every pod of every job
-    priority_classes: Mapping[Any, str] = field(default_factory=dict)  # by role, of a job that names none
-    chooses_user: bool = True  # False: the cluster chooses user and groups of pods, as OpenShift does
-    coscheduler: str = "scheduler-plugins-scheduler"
-    max_workers: int = 1000  # of a job
-    kueue: bool = False  # jobs may wait in its queues
-    network_policies: bool = False  # the chart denies what policies do not allow: a job's own ports need some

@@ -69,7 +69,7 @@ def config_problem(known: Situation) -> str:
     if job.job is None:
         return str(job.problems[0]) if job.problems else "it cannot be read"
     storage = job.job.spec.storage
-    if not (storage.uri or storage.claim or known.settings.default_claim):
+    if not (storage.uri or storage.claim or known.settings.claim):
         return (
             "spec.storage.claim: name a PersistentVolumeClaim of this namespace, or an object store as "
             "spec.storage.uri: the operator has no claim by default"

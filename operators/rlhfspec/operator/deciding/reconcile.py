@@ -27,11 +27,12 @@ from rlhfspec.operator.deciding.failures import (
     keep_together,
 )
 from rlhfspec.operator.deciding.memory import Memory
-from rlhfspec.operator.deciding.observed import ChartSettings, JobView, Observed, PodView, Worker, worker_name
+from rlhfspec.operator.deciding.observed import JobView, Observed, PodView, Worker, worker_name
 from rlhfspec.operator.deciding.reasons import all_ready, config_problem, roles_that_lack_ours
 from rlhfspec.operator.deciding.situation import MOST_AT_ONCE, Actions, Delete, ReconcilePlan, Situation, requeued
 from rlhfspec.operator.making import kueue, trial
 from rlhfspec.operator.making.objects import mounted_by, objects_for
+from rlhfspec.operator.settings import ChartSettings
 
 STALE_SECONDS, STALE_AT_MOST_SECONDS = 1.0, 5.0
 SEEN_AGAIN_SECONDS = 15.0  # while something goes on, the job is reconciled so often whatever happens

@@ -17,7 +17,8 @@ from rlhfspec.cluster.report import Report
 from rlhfspec.job import RLHFJob, Spec
 from rlhfspec.messages.loop import workers_of
 from rlhfspec.operator.deciding.memory import JobOutcome, Memory, WorkerMemory
-from rlhfspec.operator.deciding.observed import ChartSettings, JobView, Observed, PodView, Worker
+from rlhfspec.operator.deciding.observed import JobView, Observed, PodView, Worker
+from rlhfspec.operator.settings import ChartSettings
 
 LOST_SECONDS = 15.0  # past the end of its grace: a kubelet that answers would have removed the pod
 FRESH_SECONDS = 60.0  # a report is believed for so long; control sends one every 20 s

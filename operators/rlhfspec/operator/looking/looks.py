@@ -20,7 +20,7 @@ from typing import Any
 from rlhfspec.cluster import names
 from rlhfspec.cluster.api import JOB_VERSION, Api, ApiResponse, in_parallel
 from rlhfspec.errors import ClusterRefused, ClusterUnavailable, LeadershipLost
-from rlhfspec.operator.deciding.observed import ChartSettings, DryRunResult, JobView, Observed, Refusal
+from rlhfspec.operator.deciding.observed import DryRunResult, JobView, Observed, Refusal
 from rlhfspec.operator.deciding.reasons import LEAVING
 from rlhfspec.operator.deciding.reconcile import reconcile
 from rlhfspec.operator.deciding.situation import Delete, Event, ReconcilePlan, WorkloadWrite
@@ -28,6 +28,7 @@ from rlhfspec.operator.deciding.status import seconds_to_write, undecided
 from rlhfspec.operator.looking.cache import Cache
 from rlhfspec.operator.looking.queue import Key, ReconcileResult
 from rlhfspec.operator.making import trial, workloads
+from rlhfspec.operator.settings import ChartSettings
 
 UNDECIDED_SECONDS = 60.0  # before a job that cannot be decided is tried again
 _QUIET_SECONDS = 300.0  # the same event is written once in so long

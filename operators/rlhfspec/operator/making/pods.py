@@ -72,7 +72,7 @@ def trainer_seconds(known: Situation) -> int:
 
 
 def _spec(known: Situation, key: Worker, options: PodOptions) -> dict[str, Any]:
-    role, scheduling, images = key[0], known.spec.scheduling, known.settings.images
+    role, scheduling = key[0], known.spec.scheduling
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "serviceAccountName": names.SERVICE_ACCOUNT,
@@ -88,9 +88,10 @@ def _spec(known: Situation, key: Worker, options: PodOptions) -> dict[str, Any]:
         "containers": [_container(known, key, options)],
         "volumes": _volumes(known, role),
     }  # fmt: skip
-    if images.pull_secrets:
-        spec["imagePullSecrets"] = [{"name": name} for name in images.pull_secrets]
-    priority_class = scheduling.priority_class or known.settings.priority_classes.get(role)
+    if secrets := known.settings.image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in secrets]
+    classes: Mapping[Any, str] = known.settings.priority_classes
+    priority_class = scheduling.priority_class or classes.get(role)
     if priority_class:
         spec["priorityClassName"] = priority_class
     if _is_node(known, role):
@@ -128,7 +129,7 @@ def _container(known: Situation, key: Worker, options: PodOptions) -> dict[str, 
     container: dict[str, Any] = {
         "name": names.CONTAINER,
         "image": image_of(known, role, options),
-        "imagePullPolicy": known.settings.images.pull_policy,
+        "imagePullPolicy": known.settings.image_pull_policy,
         "command": command(known, key),
         "env": [*_environment(known), *_threads(resources, _num_processes(known, role))],
         **_variables_of(known.spec.storage.secret),
@@ -248,7 +249,7 @@ def _storage(known: Situation) -> dict[str, Any]:
     storage = known.spec.storage
     if storage.uri is not None:
         return {"emptyDir": {}}
-    return {"persistentVolumeClaim": {"claimName": storage.claim or known.settings.default_claim}}
+    return {"persistentVolumeClaim": {"claimName": storage.claim or known.settings.claim}}
 
 
 def _mounts(role: str) -> list[dict[str, Any]]:

@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.access.rights import inbox_of
-from rlhfspec.operator.deciding.observed import Credentials
-from rlhfspec.operator.settings import OperatorFile
+from rlhfspec.operator.settings import Credentials, OperatorFile
 from rlhfspec.operator.shared.credentials import Keys, credentials_of, operator_creds
 from rlhfspec.operator.shared.leftovers import Server
 from rlhfspec.operator.shared.redis_users import RedisUsers

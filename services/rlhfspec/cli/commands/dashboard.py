@@ -26,8 +26,7 @@ def dashboard(runs: Runs, port: Port = 8000) -> None:
         try:
             from rlhfspec.dashboard.access import LaptopAccess
             from rlhfspec.dashboard.jobs.laptop import LaptopSource
-            from rlhfspec.dashboard.server import Dashboard
-            from rlhfspec.dashboard.serving import serve
+            from rlhfspec.dashboard.server import Dashboard, serve
         except ModuleNotFoundError as error:
             problem = "is not installed: pip install 'rlhfspec[dashboard,processes]' brings it"
             raise InvalidRequest("dashboard", error.name, problem) from None

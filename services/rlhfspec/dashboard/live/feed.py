@@ -14,8 +14,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlhfspec.dashboard.jobs.folder import COLUMNS, Changes, Row, RunReader, move_content, row_of, shown
@@ -39,6 +40,7 @@ SOURCE_SECONDS = 1.0
 _MOST_MOVES = 200
 MOST_POINTS = 600  # of a curve that a new browser is told; a longer one is thinned out
 _MOST_SAMPLES = 8
+LINGER_SECONDS = 60.0  # after the last has gone: one that only reloads the page comes back to the same feed
 
 log = logging.getLogger("rlhfspec.dashboard")
 
@@ -235,6 +237,78 @@ class Feed:
             "rows": thinned(self._rows),
             "moves": list(self._moves),
         }
+
+
+@dataclass(slots=True)
+class _Used:
+    starting: asyncio.Task[Feed]
+    num_users: int = 0
+    ending: asyncio.TimerHandle | None = None
+
+
+class Feeds:
+    """The feeds of all jobs that somebody looks at: one a job, however many browsers."""
+
+    def __init__(self, source: JobSource, *, linger_seconds: float = LINGER_SECONDS) -> None:
+        self._source = source
+        self._linger_seconds = linger_seconds
+        self._feeds: dict[JobKey, _Used] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def keys(self) -> list[JobKey]:
+        return list(self._feeds)
+
+    @asynccontextmanager
+    async def of(self, key: JobKey) -> AsyncIterator[Feed]:
+        """Raises what the source says of a job that is not there."""
+        used = self._feeds.get(key)
+        if used is None:
+            used = self._feeds[key] = _Used(asyncio.create_task(self._started(key)))
+        if used.ending is not None:
+            used.ending.cancel()
+            used.ending = None
+        used.num_users += 1
+        try:
+            yield await asyncio.shield(used.starting)
+        finally:
+            used.num_users -= 1
+            if used.num_users == 0:
+                self._end_later(key, used)
+
+    async def _started(self, key: JobKey) -> Feed:
+        feed, started = Feed(key, self._source), False
+        try:
+            await feed.start()
+            started = True
+        finally:
+            if not started:
+                self._feeds.pop(key, None)
+                await feed.close()
+        return feed
+
+    def _end_later(self, key: JobKey, used: _Used) -> None:
+        if self._feeds.get(key) is used:
+            loop = asyncio.get_running_loop()
+            used.ending = loop.call_later(self._linger_seconds, self._end, key, used)
+
+    def _end(self, key: JobKey, used: _Used) -> None:
+        if used.num_users == 0 and self._feeds.get(key) is used:
+            del self._feeds[key]
+            task = asyncio.create_task(used.starting.result().close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        for key, used in list(self._feeds.items()):
+            del self._feeds[key]
+            if used.ending is not None:
+                used.ending.cancel()
+            if used.starting.done() and not used.starting.exception():
+                await used.starting.result().close()
+            else:
+                used.starting.cancel()
+        await asyncio.gather(*self._closing)
 
 
 def thinned(rows: dict[int, Row]) -> list[Row]:
