@@ -20,27 +20,6 @@ class ReportPart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class WorkerSays(ReportPart):
-    """One worker, by its heartbeats. `overdue`: past the deadline of its work."""
-
-    stage: str
-    worker: int
-    doing: Literal["working", "waiting", "silent"]
-    what: str = ""
-    since_seconds: float = 0.0
-    overdue: bool = False
-
-
-class GeneratorSays(ReportPart):
-    """Of its last Load."""
-
-    worker: int
-    num_running: int = 0
-    num_waiting: int = 0
-    tokens_per_second: float = 0.0
-    strategy: str = ""
-
-
 class Trouble(ReportPart):
     """Something that holds the run up. `reason`: as in the job's conditions; `message`: the evidence, one line."""
 
@@ -58,9 +37,5 @@ class Report(ReportPart):
     tokens_per_second: float | None = None
     accepted_per_verification: float | None = None
     eta_seconds: float | None = None
-    seconds_since_step: float = 0.0
     generators_wanted: int | None = None  # by the rebalancer's advice; None: it has none
-    generators_wanted_because: str = Field("", max_length=500)
-    workers: tuple[WorkerSays, ...] = Field((), max_length=1000)
-    generators: tuple[GeneratorSays, ...] = Field((), max_length=1000)
     troubles: tuple[Trouble, ...] = Field((), max_length=16)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from rlhfspec.cluster.report import Report, Trouble
-from rlhfspec.control.report import RECENT_STEPS, Facts, report_of
 from rlhfspec.control.troubles import Failing, broker_unavailable, reward_failing, stalled, undeliverable
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import DatasetInfo, Heartbeat, StepReport, WorkerInfo
@@ -18,10 +17,12 @@ from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.runs.live.run_state import GONE_SECONDS, SILENT_SECONDS, KnownRun, ProcessNews, RunWorker, WorkerKey
 from rlhfspec.runs.view.roster import process_states
-from rlhfspec.stage.supervisor import STAGE_NAMES, STALL_SECONDS, is_overdue
+from rlhfspec.stage.supervisor import STAGE_NAMES, STALL_SECONDS
 
 AWAY_SECONDS = 3.5  # the broker is asked every second
 MOST_LETTERS = 12
+_MOST_TROUBLES = 16  # of a report
+RECENT_STEPS = 16  # that the time left is estimated from
 
 
 class RunKnowledge:
@@ -124,22 +125,30 @@ class RunKnowledge:
     def report(self) -> Report:
         now = self._clock.now()
         self._forget_the_gone()
-        run = self.known.run
-        return report_of(
-            Facts(
-                run=self._run,
-                total_steps=self._total_steps,
-                seconds_since_step=now - self._stepped_at,
-                steps=self._steps,
-                checkpoint_step=self._checkpoint_step,
-                workers=tuple(process_states(run, now)),
-                overdue=frozenset((state.stage, state.worker) for state in run.states if is_overdue(state)),
-                loads={each.worker: each.load for each in run.generators if each.load and self._is_there(each)},
-                generators_wanted=self._generators_wanted(),
-                generators_wanted_because=run.why_wanted,
-                troubles=tuple(self._troubles()),
-            )
+        last = self._steps[-1] if self._steps else None
+        step = last.step if last else 0
+        seconds = [metrics.seconds.step for metrics in self._steps]
+        return Report(
+            run=self._run,
+            step=step,
+            total_steps=self._total_steps,
+            checkpoint_step=self._checkpoint_step,
+            reward=last.reward.mean if last else None,
+            kl=last.kl_k3 if last else None,
+            tokens_per_second=self._tokens_per_second(last),
+            accepted_per_verification=last.accepted_per_verification if last else None,
+            eta_seconds=eta_seconds(seconds, self._total_steps - step, now - self._stepped_at),
+            generators_wanted=self._generators_wanted(),
+            troubles=tuple(self._troubles()[:_MOST_TROUBLES]),
         )
+
+    def _tokens_per_second(self, last: StepMetrics | None) -> float | None:
+        """Return the speed of the last step, while it generated; before there is one, of the generators now."""
+        if last is not None:
+            return last.tokens_per_second
+        loads = [each.load for each in self.known.run.generators if each.load and self._is_there(each)]
+        running = [load.tokens_per_second for load in loads if load.num_running]
+        return sum(running) if running else None
 
     def _troubles(self) -> list[Trouble]:
         """Return what is wrong. While the broker is away no worker is heard, and for a moment after: that says nothing
@@ -188,6 +197,24 @@ class RunKnowledge:
         if num_wanted is None or replicas is None:
             return None
         return min(max(num_wanted, replicas.min), replicas.max)
+
+
+def eta_seconds(seconds: Sequence[float], steps_left: int, since_step: float) -> float | None:
+    """Return what is left, by the middle half of what recent steps took: one that waited for a machine says nothing of
+    the next.
+
+    >>> eta_seconds([2.0, 2.0, 300.0, 2.0], steps_left=3, since_step=1.0)
+    5.0
+    >>> eta_seconds([2.0], steps_left=1, since_step=60.0), eta_seconds([], steps_left=3, since_step=0.0)
+    (0.0, None)
+    """
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    cut = len(ordered) // 4
+    middle = ordered[cut : len(ordered) - cut]
+    mean = sum(middle) / len(middle)
+    return max(0.0, max(steps_left, 0) * mean - min(since_step, mean))
 
 
 def lines_of(steps: Sequence[StepMetrics]) -> list[str]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rlhfspec.cluster.report import AT_LEAST_SECONDS, Report
-from rlhfspec.control.report import news
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.stage.base import Service
@@ -67,6 +66,11 @@ class Endpoint:
                 raise NotTaken(f"it answered {answer.status} {answer.reason}{': ' + said if said else ''}")
         finally:
             connection.close()
+
+
+def news(report: Report) -> tuple[object, ...]:
+    """Return what is worth a report of its own; all else is told from time to time."""
+    return report.step, report.total_steps, report.checkpoint_step, report.generators_wanted, report.troubles
 
 
 class Turn:

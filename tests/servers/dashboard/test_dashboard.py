@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
@@ -61,39 +60,29 @@ from rlhfspec.stage.bus import Bus
 JOB = "/api/jobs/laptop/run"
 
 
-def run(check: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(check())
-
-
 # ---- a finished run -------------------------------------------------------------------------------------------------
 
 
-def test_a_finished_run_is_listed_with_its_last_numbers(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
-            [job] = await (await session.get(f"{url}/api/jobs")).json()
-            assert (job["name"], job["phase"], job["step"], job["total_steps"]) == ("run", "Succeeded", 3, 3)
-            assert job["reward"] == 1.0
-            assert job["message"] == "all steps are trained"
-
-    run(check)
+async def test_a_finished_run_is_listed_with_its_last_numbers(tmp_path: Path) -> None:
+    async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
+        [job] = await (await session.get(f"{url}/api/jobs")).json()
+        assert (job["name"], job["phase"], job["step"], job["total_steps"]) == ("run", "Succeeded", 3, 3)
+        assert job["reward"] == 1.0
+        assert job["message"] == "all steps are trained"
 
 
-def test_a_new_browser_is_told_the_whole_curve(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with (
-            served(LaptopSource([write_run(tmp_path / "run")])) as (_, url),
-            visiting() as session,
-            Stream(session, f"{url}{JOB}/events") as stream,
-        ):
-            whole = (await stream.next("whole")).data
-            assert [row[whole["columns"].index("step")] for row in whole["rows"]] == [1, 2, 3]
-            assert [row[whole["columns"].index("kl")] for row in whole["rows"]] == [0.001, 0.002, 0.003]
-            job = (await stream.next("job")).data
-            assert not job["is_live"]
-            assert job["problems"] == []
-
-    run(check)
+async def test_a_new_browser_is_told_the_whole_curve(tmp_path: Path) -> None:
+    async with (
+        served(LaptopSource([write_run(tmp_path / "run")])) as (_, url),
+        visiting() as session,
+        Stream(session, f"{url}{JOB}/events") as stream,
+    ):
+        whole = (await stream.next("whole")).data
+        assert [row[whole["columns"].index("step")] for row in whole["rows"]] == [1, 2, 3]
+        assert [row[whole["columns"].index("kl")] for row in whole["rows"]] == [0.001, 0.002, 0.003]
+        job = (await stream.next("job")).data
+        assert not job["is_live"]
+        assert job["problems"] == []
 
 
 def test_a_sample_that_moved_is_drawn_with_its_moves_by_marks_that_the_page_knows() -> None:
@@ -107,18 +96,15 @@ def test_a_sample_that_moved_is_drawn_with_its_moves_by_marks_that_the_page_know
     assert all(f'"{mark}": "' in script and f'told("{mark}", "{what}")' in script for mark, what in LEGEND.items())
 
 
-def test_a_sample_has_its_text_and_its_trace(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
-            found = await (await session.get(f"{url}{JOB}/sample", params={"id": "sums/1/0/0"})).json()
-            assert (found["sample"]["text"], found["sample"]["reward"]) == ("4", 0.25)
-            assert [span["name"] for span in found["trace"]["spans"]] == ["prompt", "generation", "reward", "training"]
-            assert found["trace"]["seconds"] == pytest.approx(3.0)
-            unknown = await (await session.get(f"{url}{JOB}/sample", params={"id": "sums/9/0/0"})).json()
-            assert unknown["sample"] is None
-            assert len(unknown["missing"]) == 2
-
-    run(check)
+async def test_a_sample_has_its_text_and_its_trace(tmp_path: Path) -> None:
+    async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
+        found = await (await session.get(f"{url}{JOB}/sample", params={"id": "sums/1/0/0"})).json()
+        assert (found["sample"]["text"], found["sample"]["reward"]) == ("4", 0.25)
+        assert [span["name"] for span in found["trace"]["spans"]] == ["prompt", "generation", "reward", "training"]
+        assert found["trace"]["seconds"] == pytest.approx(3.0)
+        unknown = await (await session.get(f"{url}{JOB}/sample", params={"id": "sums/9/0/0"})).json()
+        assert unknown["sample"] is None
+        assert len(unknown["missing"]) == 2
 
 
 def test_a_step_that_is_done_again_replaces_the_old_curve(tmp_path: Path) -> None:
@@ -133,26 +119,23 @@ def test_a_step_that_is_done_again_replaces_the_old_curve(tmp_path: Path) -> Non
     assert [row[2] for row in changes.rows] == [pytest.approx(1 / 3, abs=1e-5), 0.9, 0.9]
 
 
-def test_another_job_of_the_same_name_begins_anew(tmp_path: Path) -> None:
-    async def check() -> None:
-        folder = write_run(tmp_path / "run")
-        MovesFile(folder).moved([moved(1)])
-        async with (
-            served(LaptopSource([folder])) as (_, url),
-            visiting() as session,
-            Stream(session, f"{url}{JOB}/events") as stream,
-        ):
-            assert len((await stream.next("whole")).data["moves"]) == 1
-            shutil.rmtree(folder)
-            write_run(folder, steps=1)
-            seen: tuple[list[int], list[Any]] = ([], [])
-            async with asyncio.timeout(60):
-                while seen != ([1], []):
-                    async with Stream(session, f"{url}{JOB}/events") as other:
-                        whole = (await other.next("whole")).data
-                        seen = ([row[0] for row in whole["rows"]], whole["moves"])
-
-    run(check)
+async def test_another_job_of_the_same_name_begins_anew(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    MovesFile(folder).moved([moved(1)])
+    async with (
+        served(LaptopSource([folder])) as (_, url),
+        visiting() as session,
+        Stream(session, f"{url}{JOB}/events") as stream,
+    ):
+        assert len((await stream.next("whole")).data["moves"]) == 1
+        shutil.rmtree(folder)
+        write_run(folder, steps=1)
+        seen: tuple[list[int], list[Any]] = ([], [])
+        async with asyncio.timeout(60):
+            while seen != ([1], []):
+                async with Stream(session, f"{url}{JOB}/events") as other:
+                    whole = (await other.next("whole")).data
+                    seen = ([row[0] for row in whole["rows"]], whole["moves"])
 
 
 def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
@@ -184,63 +167,53 @@ def test_what_a_job_put_in_place_of_its_files_is_not_followed(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("place", range(len(HOSTILE)))
-def test_hostile_texts_arrive_as_text(tmp_path: Path, place: int) -> None:
-    async def check() -> None:
-        folder = write_run(tmp_path / "run", steps=1, texts=HOSTILE)
-        async with served(LaptopSource([folder])) as (_, url), visiting() as session:
-            answer = await session.get(f"{url}{JOB}/sample", params={"id": f"sums/1/{place}/0"})
-            assert answer.headers["Content-Type"].startswith("application/json")
-            text = (await answer.json())["sample"]["text"]
-            assert len(text) <= 20_001
-            assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202a-\u202e\u2028\u2029\ud800-\udfff]", text)
-            listed = await (await session.get(f"{url}{JOB}/samples?step=1")).json()
-            assert len(listed) == len(HOSTILE)
-            assert len(json.dumps(listed)) < 10_000
-
-    run(check)
+async def test_hostile_texts_arrive_as_text(tmp_path: Path, place: int) -> None:
+    folder = write_run(tmp_path / "run", steps=1, texts=HOSTILE)
+    async with served(LaptopSource([folder])) as (_, url), visiting() as session:
+        answer = await session.get(f"{url}{JOB}/sample", params={"id": f"sums/1/{place}/0"})
+        assert answer.headers["Content-Type"].startswith("application/json")
+        text = (await answer.json())["sample"]["text"]
+        assert len(text) <= 20_001
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202a-\u202e\u2028\u2029\ud800-\udfff]", text)
+        listed = await (await session.get(f"{url}{JOB}/samples?step=1")).json()
+        assert len(listed) == len(HOSTILE)
+        assert len(json.dumps(listed)) < 10_000
 
 
 @pytest.mark.parametrize(
     "query", ["sample?id=../../etc/passwd", "sample?id=a/1/0/0%00", "sample", "samples?step=-1", "samples?step=9e9"]
 )
-def test_nonsense_is_answered_in_one_line(tmp_path: Path, query: str) -> None:
-    async def check() -> None:
-        async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
-            answer = await session.get(f"{url}{JOB}/{query}")
-            text = await answer.text()
-            assert answer.status in (200, 404)
-            assert text.count("\n") <= 1
-            assert "Traceback" not in text
-
-    run(check)
+async def test_nonsense_is_answered_in_one_line(tmp_path: Path, query: str) -> None:
+    async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
+        answer = await session.get(f"{url}{JOB}/{query}")
+        text = await answer.text()
+        assert answer.status in (200, 404)
+        assert text.count("\n") <= 1
+        assert "Traceback" not in text
 
 
 # ---- a live run -----------------------------------------------------------------------------------------------------
 
 
-def test_a_live_run_is_told_as_it_happens(tmp_path: Path) -> None:
+async def test_a_live_run_is_told_as_it_happens(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", finished=False)
-
-    async def check() -> None:
-        async with LiveRun(folder) as live, served(LaptopSource([folder])) as (_, url), visiting() as session:
-            live.show(*snapshot(0, owned=("sums/4/0/0",)))
-            live.show(window=Window(samples=(SampleHead(id="sums/4/0/1", prompt="2+2=", text="<b>4</b>"),)))
-            async with Stream(session, f"{url}{JOB}/events") as stream:
-                while (await stream.next("job")).data["problems"]:  # until it listens
-                    pass
-                await live.say(load(0, owned=("sums/4/0/0",)), load(1), moved(1), report(4), beat())
-                seen: dict[str, Any] = {}
-                while {"steps", "moves"} - seen.keys() or len(seen.get("now", {"generators": ()})["generators"]) < 2:
-                    told = await stream.next("steps", "moves", "now", "samples")
-                    seen[told.name] = told.data
-            assert [row[0] for row in seen["steps"]] == [4]
-            assert [(move["source"], move["destination"], move["how"]) for move in seen["moves"]] == [(0, 1, "kv")]
-            assert {each["worker"]: each["strategy"] for each in seen["now"]["generators"]}[1] == "suffix-d4-w1-b2"
-            assert {"generator", "reward"} <= {each["stage"] for each in seen["now"]["workers"]}
-            owned = await (await session.get(f"{url}{JOB}/sample?id=sums/4/0/0")).json()
-            assert owned["owner"] == "generator-0"
-
-    run(check)
+    async with LiveRun(folder) as live, served(LaptopSource([folder])) as (_, url), visiting() as session:
+        live.show(*snapshot(0, owned=("sums/4/0/0",)))
+        live.show(window=Window(samples=(SampleHead(id="sums/4/0/1", prompt="2+2=", text="<b>4</b>"),)))
+        async with Stream(session, f"{url}{JOB}/events") as stream:
+            while (await stream.next("job")).data["problems"]:  # until it listens
+                pass
+            await live.say(load(0, owned=("sums/4/0/0",)), load(1), moved(1), report(4), beat())
+            seen: dict[str, Any] = {}
+            while {"steps", "moves"} - seen.keys() or len(seen.get("now", {"generators": ()})["generators"]) < 2:
+                told = await stream.next("steps", "moves", "now", "samples")
+                seen[told.name] = told.data
+        assert [row[0] for row in seen["steps"]] == [4]
+        assert [(move["source"], move["destination"], move["how"]) for move in seen["moves"]] == [(0, 1, "kv")]
+        assert {each["worker"]: each["strategy"] for each in seen["now"]["generators"]}[1] == "suffix-d4-w1-b2"
+        assert {"generator", "reward"} <= {each["stage"] for each in seen["now"]["workers"]}
+        owned = await (await session.get(f"{url}{JOB}/sample?id=sums/4/0/0")).json()
+        assert owned["owner"] == "generator-0"
 
 
 async def heard(live: LiveRun, stream: Stream, record: Any) -> Any:
@@ -258,109 +231,88 @@ async def heard(live: LiveRun, stream: Stream, record: Any) -> Any:
         saying.cancel()
 
 
-def test_a_browser_that_comes_back_misses_nothing(tmp_path: Path) -> None:
+async def test_a_browser_that_comes_back_misses_nothing(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", finished=False)
-
-    async def check() -> None:
-        async with LiveRun(folder) as live, served(LaptopSource([folder])) as (dashboard, url), visiting() as session:
-            async with Stream(session, f"{url}{JOB}/events") as stream:
-                while (await stream.next("job")).data["problems"]:
-                    pass
-                last = await heard(live, stream, moved(1))
-            async with Stream(session, f"{url}{JOB}/events") as other:
-                await heard(live, other, moved(2))
-            async with Stream(session, f"{url}{JOB}/events", last_id=last.id) as stream:
-                missed = await stream.next("moves", "whole")
-                assert (missed.name, [move["id"] for move in missed.data]) == ("moves", ["sums/move/2"])
-            async with Stream(session, f"{url}{JOB}/events", last_id="another.7") as stream:
-                moves = (await stream.next("moves", "whole")).data["moves"]
-                assert {move["id"] for move in moves} == {"sums/move/1", "sums/move/2"}
-            assert dashboard.feeds.keys == [JobKey("laptop", "run")]
-
-    run(check)
-
-
-def test_the_page_says_what_is_away_and_when_the_run_ends(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", finished=False)
-
-    async def check() -> None:
-        async with (
-            served(LaptopSource([folder])) as (_, url),
-            visiting() as session,
-            Stream(session, f"{url}{JOB}/events") as stream,
-        ):
-            assert not (await stream.next("job")).data["is_live"]
-            async with LiveRun(folder):
-                while not (told := (await stream.next("job")).data)["is_live"] or told["problems"]:
-                    pass
-            while (await stream.next("job")).data["is_live"]:
+    async with LiveRun(folder) as live, served(LaptopSource([folder])) as (dashboard, url), visiting() as session:
+        async with Stream(session, f"{url}{JOB}/events") as stream:
+            while (await stream.next("job")).data["problems"]:
                 pass
+            last = await heard(live, stream, moved(1))
+        async with Stream(session, f"{url}{JOB}/events") as other:
+            await heard(live, other, moved(2))
+        async with Stream(session, f"{url}{JOB}/events", last_id=last.id) as stream:
+            missed = await stream.next("moves", "whole")
+            assert (missed.name, [move["id"] for move in missed.data]) == ("moves", ["sums/move/2"])
+        async with Stream(session, f"{url}{JOB}/events", last_id="another.7") as stream:
+            moves = (await stream.next("moves", "whole")).data["moves"]
+            assert {move["id"] for move in moves} == {"sums/move/1", "sums/move/2"}
+        assert dashboard.feeds.keys == [JobKey("laptop", "run")]
 
-    run(check)
+
+async def test_the_page_says_what_is_away_and_when_the_run_ends(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", finished=False)
+    async with (
+        served(LaptopSource([folder])) as (_, url),
+        visiting() as session,
+        Stream(session, f"{url}{JOB}/events") as stream,
+    ):
+        assert not (await stream.next("job")).data["is_live"]
+        async with LiveRun(folder):
+            while not (told := (await stream.next("job")).data)["is_live"] or told["problems"]:
+                pass
+        while (await stream.next("job")).data["is_live"]:
+            pass
 
 
 # ---- readers --------------------------------------------------------------------------------------------------------
 
 
-def test_a_slow_browser_is_cut_off_and_others_are_not() -> None:
-    async def check() -> None:
-        events = EventStream()
-        slow, quick = events.reader(dict), events.reader(dict)
-        for number in range(MOST_UNREAD + 1):
-            events.keep("moves", [number])
-            quick.queue.get_nowait()
-        assert slow.is_cut.is_set()
-        assert not quick.is_cut.is_set()
-        assert events.readers == {quick}
-        assert slow.queue.qsize() <= MOST_UNREAD
-
-    run(check)
+async def test_a_slow_browser_is_cut_off_and_others_are_not() -> None:
+    events = EventStream()
+    slow, quick = events.reader(dict), events.reader(dict)
+    for number in range(MOST_UNREAD + 1):
+        events.keep("moves", [number])
+        quick.queue.get_nowait()
+    assert slow.is_cut.is_set()
+    assert not quick.is_cut.is_set()
+    assert events.readers == {quick}
+    assert slow.queue.qsize() <= MOST_UNREAD
 
 
-def test_who_was_away_for_too_long_is_told_all_anew() -> None:
-    async def check() -> None:
-        events = EventStream()
-        events.keep("moves", [0])
-        last = events.reader(dict).queue.get_nowait().id
-        for number in range(1000):
-            events.keep("moves", [number])
-        assert events.reader(dict, last).queue.get_nowait().name == "whole"
-
-    run(check)
+async def test_who_was_away_for_too_long_is_told_all_anew() -> None:
+    events = EventStream()
+    events.keep("moves", [0])
+    last = events.reader(dict).queue.get_nowait().id
+    for number in range(1000):
+        events.keep("moves", [number])
+    assert events.reader(dict, last).queue.get_nowait().name == "whole"
 
 
-def test_what_one_may_not_see_is_not_sent() -> None:
-    async def check() -> None:
-        events = EventStream()
-        events.latest("samples", ["a text"])
-        blind = events.reader(dict, hidden=("samples",))
-        events.latest("samples", ["another"])
-        assert [blind.queue.get_nowait().name for _ in range(blind.queue.qsize())] == ["whole"]
-
-    run(check)
+async def test_what_one_may_not_see_is_not_sent() -> None:
+    events = EventStream()
+    events.latest("samples", ["a text"])
+    blind = events.reader(dict, hidden=("samples",))
+    events.latest("samples", ["another"])
+    assert [blind.queue.get_nowait().name for _ in range(blind.queue.qsize())] == ["whole"]
 
 
-def test_a_beat_comes_when_nothing_happens_and_asks_again_who_may(
+async def test_a_beat_comes_when_nothing_happens_and_asks_again_who_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
-
-    async def check() -> None:
-        access = Fickle()
-        async with (
-            served(LaptopSource([write_run(tmp_path / "run")]), access) as (_, url),
-            visiting() as session,
-            session.get(f"{url}{JOB}/events") as answer,
-        ):
-            while await answer.content.readline() != b": still here\n":
-                pass
-            access.allowed = False
-            with suppress(aiohttp.ClientError):
-                async with asyncio.timeout(60):
-                    while await answer.content.readline():
-                        pass
-
-    run(check)
+    access = Fickle()
+    async with (
+        served(LaptopSource([write_run(tmp_path / "run")]), access) as (_, url),
+        visiting() as session,
+        session.get(f"{url}{JOB}/events") as answer,
+    ):
+        while await answer.content.readline() != b": still here\n":
+            pass
+        access.allowed = False
+        with suppress(aiohttp.ClientError):
+            async with asyncio.timeout(60):
+                while await answer.content.readline():
+                    pass
 
 
 class Fickle(LaptopAccess):
@@ -381,36 +333,30 @@ PROTECTED = (
 
 @pytest.mark.parametrize("path", PROTECTED)
 @pytest.mark.parametrize("token", ["", "wrong", TOKEN + "x", TOKEN[:-1], "x" * 20_000, "\u00fc", "a b"])
-def test_without_the_token_there_is_nothing(tmp_path: Path, path: str, token: str) -> None:
-    async def check() -> None:
-        folder = write_run(tmp_path / "run", steps=1, texts=("the text",))
-        async with served(LaptopSource([folder])) as (_, url), visiting("") as session:
-            cookies = {f"rlhfspec-{url.rpartition(':')[2]}": token} if token.isascii() and " " not in token else {}
-            if len(token) < 4000:
-                answer = await session.get(f"{url}{path}", cookies=cookies)
-                assert answer.status == 401
-                assert await answer.text() == "log in first\n"
-
-    run(check)
+async def test_without_the_token_there_is_nothing(tmp_path: Path, path: str, token: str) -> None:
+    folder = write_run(tmp_path / "run", steps=1, texts=("the text",))
+    async with served(LaptopSource([folder])) as (_, url), visiting("") as session:
+        cookies = {f"rlhfspec-{url.rpartition(':')[2]}": token} if token.isascii() and " " not in token else {}
+        if len(token) < 4000:
+            answer = await session.get(f"{url}{path}", cookies=cookies)
+            assert answer.status == 401
+            assert await answer.text() == "log in first\n"
 
 
-def test_the_printed_address_lets_a_browser_in(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting("") as session:
-            stranger = await session.get(f"{url}/", allow_redirects=False)
-            assert (stranger.status, stranger.headers["Location"]) == (303, "/login")
-            let_in = await session.get(f"{url}/?token={TOKEN}", allow_redirects=False)
-            assert let_in.headers["Location"] == "/"
-            cookie = let_in.headers["Set-Cookie"]
-            assert "HttpOnly" in cookie
-            assert "SameSite=Strict" in cookie
-            name, _, rest = cookie.partition("=")
-            cookies = {name: rest.partition(";")[0]}
-            assert (await session.get(f"{url}/", cookies=cookies)).status == 200
-            refused = await session.get(f"{url}/?token=wrong", allow_redirects=False)
-            assert "Set-Cookie" not in refused.headers
-
-    run(check)
+async def test_the_printed_address_lets_a_browser_in(tmp_path: Path) -> None:
+    async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting("") as session:
+        stranger = await session.get(f"{url}/", allow_redirects=False)
+        assert (stranger.status, stranger.headers["Location"]) == (303, "/login")
+        let_in = await session.get(f"{url}/?token={TOKEN}", allow_redirects=False)
+        assert let_in.headers["Location"] == "/"
+        cookie = let_in.headers["Set-Cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        name, _, rest = cookie.partition("=")
+        cookies = {name: rest.partition(";")[0]}
+        assert (await session.get(f"{url}/", cookies=cookies)).status == 200
+        refused = await session.get(f"{url}/?token=wrong", allow_redirects=False)
+        assert "Set-Cookie" not in refused.headers
 
 
 @pytest.mark.parametrize(
@@ -425,50 +371,38 @@ def test_the_printed_address_lets_a_browser_in(tmp_path: Path) -> None:
         ({"Host": "evil.example:8000"}, "GET", "/"),
     ],
 )
-def test_other_sites_may_not_ask(tmp_path: Path, headers: dict[str, str], method: str, path: str) -> None:
-    async def check() -> None:
-        async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
-            answer = await session.request(method, f"{url}{path}", headers=headers, allow_redirects=False)
-            assert answer.status == 403
-            assert "Access-Control-Allow-Origin" not in answer.headers
-
-    run(check)
+async def test_other_sites_may_not_ask(tmp_path: Path, headers: dict[str, str], method: str, path: str) -> None:
+    async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
+        answer = await session.request(method, f"{url}{path}", headers=headers, allow_redirects=False)
+        assert answer.status == 403
+        assert "Access-Control-Allow-Origin" not in answer.headers
 
 
 @pytest.mark.parametrize("path", ["/", "/login", "/static/page.js", "/static/none", "/api/jobs", "/none", "/healthz"])
-def test_every_answer_says_what_a_browser_may_do_with_it(tmp_path: Path, path: str) -> None:
-    async def check() -> None:
-        async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
-            answer = await session.get(f"{url}{path}")
-            policy = answer.headers["Content-Security-Policy"]
-            assert "default-src 'none'" in policy
-            assert "unsafe" not in policy
-            assert "http" not in policy
-            assert answer.headers["X-Content-Type-Options"] == "nosniff"
-            assert TOKEN not in await answer.text()
-
-    run(check)
+async def test_every_answer_says_what_a_browser_may_do_with_it(tmp_path: Path, path: str) -> None:
+    async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
+        answer = await session.get(f"{url}{path}")
+        policy = answer.headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "http" not in policy
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert TOKEN not in await answer.text()
 
 
-def test_only_reading_is_possible(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
-            for method in ("POST", "PUT", "PATCH", "DELETE"):
-                for path in ("/api/jobs", JOB, f"{JOB}/events", "/"):
-                    assert (await session.request(method, f"{url}{path}")).status in (404, 405)
-
-    run(check)
+async def test_only_reading_is_possible(tmp_path: Path) -> None:
+    async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
+        for method in ("POST", "PUT", "PATCH", "DELETE"):
+            for path in ("/api/jobs", JOB, f"{JOB}/events", "/"):
+                assert (await session.request(method, f"{url}{path}")).status in (404, 405)
 
 
-def test_what_the_browser_has_is_not_sent_again(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
-            for path in ("/", "/static/page.js", "/api/jobs", f"{JOB}/samples?step=1"):
-                tag = (await session.get(f"{url}{path}")).headers["ETag"]
-                again = await session.get(f"{url}{path}", headers={"If-None-Match": tag})
-                assert (again.status, await again.read()) == (304, b"")
-
-    run(check)
+async def test_what_the_browser_has_is_not_sent_again(tmp_path: Path) -> None:
+    async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
+        for path in ("/", "/static/page.js", "/api/jobs", f"{JOB}/samples?step=1"):
+            tag = (await session.get(f"{url}{path}")).headers["ETag"]
+            again = await session.get(f"{url}{path}", headers={"If-None-Match": tag})
+            assert (again.status, await again.read()) == (304, b"")
 
 
 def test_the_page_is_small_and_asks_nobody_else() -> None:
@@ -485,51 +419,42 @@ def test_the_page_is_small_and_asks_nobody_else() -> None:
 # ---- much at once ---------------------------------------------------------------------------------------------------
 
 
-def test_200_generators_and_10000_samples_do_not_choke_the_server(tmp_path: Path) -> None:
+async def test_200_generators_and_10000_samples_do_not_choke_the_server(tmp_path: Path) -> None:
     """Synthetic load: 200 generators say what they do and 2,000 moves happen, three browsers look on."""
     folder = write_run(tmp_path / "run", finished=False)
-
-    async def check() -> None:
-        async with LiveRun(folder) as live, served(LaptopSource([folder])) as (_, url), visiting() as session:
-            live.show(*many_snapshots(200, owned=10_000))
-            async with (
-                Stream(session, f"{url}{JOB}/events") as one,
-                Stream(session, f"{url}{JOB}/events") as two,
-                Stream(session, f"{url}{JOB}/events"),
-            ):
-                while (await one.next("job")).data["problems"]:
-                    pass
-                began, cpu = time.monotonic(), time.process_time()
-                for number in range(10):
-                    await live.say(*(load(worker, at=number) for worker in range(200)))
-                    await live.say(*(moved(200 * number + each) for each in range(200)))
-                num_events = 0
-                while (last := (await two.next("now", "moves"))).name != "moves" or last.data[-1][
-                    "id"
-                ] != "sums/move/1999":
-                    num_events += 1
-                    assert len(json.dumps(last.data)) < 100_000
-                passed, used = time.monotonic() - began, time.process_time() - cpu
-                print(f"2,000 loads and 2,000 moves: {num_events} events, {used:.2f} s of CPU in {passed:.2f} s")
-                assert num_events <= 6 * (passed + 2)
-                answer = await session.get(f"{url}/api/jobs")
-                assert answer.status == 200
-
-    run(check)
+    async with LiveRun(folder) as live, served(LaptopSource([folder])) as (_, url), visiting() as session:
+        live.show(*many_snapshots(200, owned=10_000))
+        async with (
+            Stream(session, f"{url}{JOB}/events") as one,
+            Stream(session, f"{url}{JOB}/events") as two,
+            Stream(session, f"{url}{JOB}/events"),
+        ):
+            while (await one.next("job")).data["problems"]:
+                pass
+            began, cpu = time.monotonic(), time.process_time()
+            for number in range(10):
+                await live.say(*(load(worker, at=number) for worker in range(200)))
+                await live.say(*(moved(200 * number + each) for each in range(200)))
+            num_events = 0
+            while (last := (await two.next("now", "moves"))).name != "moves" or last.data[-1]["id"] != "sums/move/1999":
+                num_events += 1
+                assert len(json.dumps(last.data)) < 100_000
+            passed, used = time.monotonic() - began, time.process_time() - cpu
+            print(f"2,000 loads and 2,000 moves: {num_events} events, {used:.2f} s of CPU in {passed:.2f} s")
+            assert num_events <= 6 * (passed + 2)
+            answer = await session.get(f"{url}/api/jobs")
+            assert answer.status == 200
 
 
-def test_one_feed_serves_all_and_ends_after_the_last(tmp_path: Path) -> None:
-    async def check() -> None:
-        feeds = Feeds(LaptopSource([write_run(tmp_path / "run")]), linger_seconds=0.0)
-        key = JobKey("laptop", "run")
-        async with feeds.of(key) as one, feeds.of(key) as other:
-            assert one is other
-        async with asyncio.timeout(30):
-            while feeds.keys:
-                await asyncio.sleep(0)
-        await feeds.close()
-
-    run(check)
+async def test_one_feed_serves_all_and_ends_after_the_last(tmp_path: Path) -> None:
+    feeds = Feeds(LaptopSource([write_run(tmp_path / "run")]), linger_seconds=0.0)
+    key = JobKey("laptop", "run")
+    async with feeds.of(key) as one, feeds.of(key) as other:
+        assert one is other
+    async with asyncio.timeout(30):
+        while feeds.keys:
+            await asyncio.sleep(0)
+    await feeds.close()
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -544,30 +469,27 @@ def test_the_command_refuses_in_one_line_what_is_no_run(tmp_path: Path) -> None:
 # ---- servers that many jobs share -----------------------------------------------------------------------------------
 
 
-def test_the_dashboard_of_a_release_hears_every_run_and_says_nothing(tmp_path: Path) -> None:
-    async def check() -> None:
-        with SharedServers(tmp_path) as servers:
-            mine = servers.release_credentials("dashboard")
-            heard: asyncio.Queue[Record] = asyncio.Queue()
-            address = Address(job="sums", uid=UID, nats_url=servers.nats_url, credentials=mine, role="dashboard")
-            hearing = Hearing(address, heard.put_nowait)
-            listening = asyncio.create_task(hearing.run())
-            speaker = await connect(servers, "generator", servers.credentials("generator", run=UID))
-            await servers.make_streams(UID)
-            while hearing.problem:
-                await asyncio.sleep(0.01)
-            await Bus(speaker, "sums", uid=UID, workers={"generator": 1}).publish(moved(3))
-            async with asyncio.timeout(60):
-                assert await heard.get() == moved(3)
-            silent = await connect(servers, "dashboard", mine)
-            with pytest.raises(InvalidRequest, match=r"role dashboard may not publish to rlhf\.sums"):
-                await silent.publish(f"rlhf.sums.{UID}.sample", b"forged", id="1")
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
-            for transport in (speaker, silent):
-                await transport.close()
-
-    run(check)
+async def test_the_dashboard_of_a_release_hears_every_run_and_says_nothing(tmp_path: Path) -> None:
+    with SharedServers(tmp_path) as servers:
+        mine = servers.release_credentials("dashboard")
+        heard: asyncio.Queue[Record] = asyncio.Queue()
+        address = Address(job="sums", uid=UID, nats_url=servers.nats_url, credentials=mine, role="dashboard")
+        hearing = Hearing(address, heard.put_nowait)
+        listening = asyncio.create_task(hearing.run())
+        speaker = await connect(servers, "generator", servers.credentials("generator", run=UID))
+        await servers.make_streams(UID)
+        while hearing.problem:
+            await asyncio.sleep(0.01)
+        await Bus(speaker, "sums", uid=UID, workers={"generator": 1}).publish(moved(3))
+        async with asyncio.timeout(60):
+            assert await heard.get() == moved(3)
+        silent = await connect(servers, "dashboard", mine)
+        with pytest.raises(InvalidRequest, match=r"role dashboard may not publish to rlhf\.sums"):
+            await silent.publish(f"rlhf.sums.{UID}.sample", b"forged", id="1")
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+        for transport in (speaker, silent):
+            await transport.close()
 
 
 async def connect(servers: SharedServers, role: str, credentials: Path) -> NatsTransport:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -52,195 +52,161 @@ class Failing(LaptopSource):
         return JobDetail(head=detail.head, last_words=self.words)
 
 
-def run(check: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(check())
-
-
 async def ends(stream: Stream) -> None:
     async with asyncio.timeout(30):
         while not await stream.is_over():
             pass
 
 
-def test_one_visitor_never_takes_the_streams_of_another(tmp_path: Path) -> None:
-    async def check() -> None:
-        source = LaptopSource([write_run(tmp_path / "run")])
-        async with served(source, People(a=("jobs",), b=("jobs",))) as (_, url), AsyncExitStack() as open_:
-            one, two, other = [await open_.enter_async_context(visiting(token)) for token in ("a-1", "a-2", "b")]
-            streams = [f"{url}/api/events", f"{url}{JOB}/events"]
-            for number in range(MOST_STREAMS_OF_ONE - 1):
-                await open_.enter_async_context(Stream((one, two)[number % 2], streams[number // 2 % 2]))
-            async with Stream(one, streams[0]):
-                for session in (one, two):
-                    for path in streams:
-                        refused = await session.get(path)
-                        told = f"a has {MOST_STREAMS_OF_ONE} pages of this dashboard open already: close one\n"
-                        assert (refused.status, await refused.text()) == (429, told)
+async def test_one_visitor_never_takes_the_streams_of_another(tmp_path: Path) -> None:
+    source = LaptopSource([write_run(tmp_path / "run")])
+    async with served(source, People(a=("jobs",), b=("jobs",))) as (_, url), AsyncExitStack() as open_:
+        one, two, other = [await open_.enter_async_context(visiting(token)) for token in ("a-1", "a-2", "b")]
+        streams = [f"{url}/api/events", f"{url}{JOB}/events"]
+        for number in range(MOST_STREAMS_OF_ONE - 1):
+            await open_.enter_async_context(Stream((one, two)[number % 2], streams[number // 2 % 2]))
+        async with Stream(one, streams[0]):
+            for session in (one, two):
                 for path in streams:
-                    await open_.enter_async_context(Stream(other, path))
-            async with asyncio.timeout(30):  # that one is closed, as the server will see
-                while (again := await one.get(streams[0])).status == 429:
-                    await asyncio.sleep(0.01)
-            assert again.status == 200
-            again.close()
+                    refused = await session.get(path)
+                    told = f"a has {MOST_STREAMS_OF_ONE} pages of this dashboard open already: close one\n"
+                    assert (refused.status, await refused.text()) == (429, told)
+            for path in streams:
+                await open_.enter_async_context(Stream(other, path))
+        async with asyncio.timeout(30):  # that one is closed, as the server will see
+            while (again := await one.get(streams[0])).status == 429:
+                await asyncio.sleep(0.01)
+        assert again.status == 200
+        again.close()
 
-    run(check)
 
-
-def test_who_loads_a_page_again_and_again_is_let_in(tmp_path: Path) -> None:
+async def test_who_loads_a_page_again_and_again_is_let_in(tmp_path: Path) -> None:
     """As the command serves it: who has gone takes no place, though nothing happens that could be told to them."""
-
-    async def check() -> None:
-        dashboard = server_module.Dashboard(LaptopSource([write_run(tmp_path / "run")]), People(a=("jobs",)))
-        port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        serving = asyncio.create_task(serve(dashboard, "127.0.0.1", 0, ready=port.set_result))
-        url = f"http://127.0.0.1:{await port}/api/events"
-        for _ in range(3 * MOST_STREAMS_OF_ONE):
-            async with visiting("a") as session, Stream(session, url) as stream:
-                await stream.next("jobs")
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-
-    run(check)
+    dashboard = server_module.Dashboard(LaptopSource([write_run(tmp_path / "run")]), People(a=("jobs",)))
+    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(serve(dashboard, "127.0.0.1", 0, ready=port.set_result))
+    url = f"http://127.0.0.1:{await port}/api/events"
+    for _ in range(3 * MOST_STREAMS_OF_ONE):
+        async with visiting("a") as session, Stream(session, url) as stream:
+            await stream.next("jobs")
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
 
 
-def test_all_visitors_together_have_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_visitors_together_have_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "MOST_STREAMS", 1)
-
-    async def check() -> None:
-        source = LaptopSource([write_run(tmp_path / "run")])
-        async with (
-            served(source, People(a=("jobs",), b=("jobs",))) as (_, url),
-            visiting("a") as one,
-            visiting("b") as other,
-            Stream(one, f"{url}/api/events"),
-        ):
-            assert (await other.get(f"{url}/api/events")).status == 429
-
-    run(check)
+    source = LaptopSource([write_run(tmp_path / "run")])
+    async with (
+        served(source, People(a=("jobs",), b=("jobs",))) as (_, url),
+        visiting("a") as one,
+        visiting("b") as other,
+        Stream(one, f"{url}/api/events"),
+    ):
+        assert (await other.get(f"{url}/api/events")).status == 429
 
 
 @pytest.mark.parametrize("path", ["/api/events", f"{JOB}/events"])
-def test_a_token_that_is_no_longer_good_ends_the_stream(
+async def test_a_token_that_is_no_longer_good_ends_the_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
-
-    async def check() -> None:
-        people = People(a=("jobs",))
-        source = LaptopSource([write_run(tmp_path / "run")])
-        async with (
-            served(source, people) as (_, url),
-            visiting("a-1") as session,
-            Stream(session, f"{url}{path}") as stream,
-        ):
-            await stream.next("job", "jobs")
-            people.gone.add("a-1")
-            await ends(stream)
-
-    run(check)
+    people = People(a=("jobs",))
+    source = LaptopSource([write_run(tmp_path / "run")])
+    async with (
+        served(source, people) as (_, url),
+        visiting("a-1") as session,
+        Stream(session, f"{url}{path}") as stream,
+    ):
+        await stream.next("job", "jobs")
+        people.gone.add("a-1")
+        await ends(stream)
 
 
-def test_last_words_are_for_those_who_may_read_logs_for_as_long_as_they_may(
+async def test_last_words_are_for_those_who_may_read_logs_for_as_long_as_they_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
-
-    async def check() -> None:
-        people, source = People(reader=("jobs", "texts"), looker=("jobs",)), Failing([write_run(tmp_path / "run")])
-        async with (
-            served(source, people) as (dashboard, url),
-            visiting("looker") as looking,
-            visiting("reader") as reading,
-            Stream(reading, f"{url}{JOB}/events") as read,
-            looking.get(f"{url}{JOB}/events") as looked,
-        ):
-            assert (await read.next("last_words")).data == {"run-reward-0": SECRET}
-            people.rights["reader"] = ("jobs",)
-            [feed] = [await each.starting for each in dashboard.feeds._feeds.values()]
-            while any(reader.hidden == () for reader in feed.events.readers):
-                await asyncio.sleep(0.01)
-            source.words = {"run-reward-0": "newer words"}
-            feed.events.latest("mark", 1)
+    people, source = People(reader=("jobs", "texts"), looker=("jobs",)), Failing([write_run(tmp_path / "run")])
+    async with (
+        served(source, people) as (dashboard, url),
+        visiting("looker") as looking,
+        visiting("reader") as reading,
+        Stream(reading, f"{url}{JOB}/events") as read,
+        looking.get(f"{url}{JOB}/events") as looked,
+    ):
+        assert (await read.next("last_words")).data == {"run-reward-0": SECRET}
+        people.rights["reader"] = ("jobs",)
+        [feed] = [await each.starting for each in dashboard.feeds._feeds.values()]
+        while any(reader.hidden == () for reader in feed.events.readers):
+            await asyncio.sleep(0.01)
+        source.words = {"run-reward-0": "newer words"}
+        feed.events.latest("mark", 1)
+        told = await read.next("mark", "last_words")
+        while told.name != "mark":
             told = await read.next("mark", "last_words")
-            while told.name != "mark":
-                told = await read.next("mark", "last_words")
-                assert told.name == "mark", told
-            whole = b""
-            while b"event: mark" not in whole:
-                whole += await looked.content.readline()
-            assert b"event: job" in whole
-            assert b"last_words" not in whole
-            assert SECRET.encode() not in whole
-
-    run(check)
+            assert told.name == "mark", told
+        whole = b""
+        while b"event: mark" not in whole:
+            whole += await looked.content.readline()
+        assert b"event: job" in whole
+        assert b"last_words" not in whole
+        assert SECRET.encode() not in whole
 
 
-def test_who_is_told_something_all_the_time_is_asked_about_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_is_told_something_all_the_time_is_asked_about_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A queue that is never empty never waits, and waiting is what a time-out ends."""
     monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
+    events = EventStream()
+    reader, written = events.reader(dict), []
 
-    async def check() -> None:
-        events = EventStream()
-        reader, written = events.reader(dict), []
+    class Browser:
+        async def write(self, data: bytes) -> None:
+            written.append(data)
+            reader.queue.put_nowait(ServerSentEvent("now", "1", "1"))
+            await asyncio.sleep(0)
 
-        class Browser:
-            async def write(self, data: bytes) -> None:
-                written.append(data)
-                reader.queue.put_nowait(ServerSentEvent("now", "1", "1"))
-                await asyncio.sleep(0)
+    async def still() -> None:
+        raise aiohttp.web.HTTPForbidden
 
-        async def still() -> None:
-            raise aiohttp.web.HTTPForbidden
-
-        dashboard = server_module.Dashboard.__new__(server_module.Dashboard)
-        with pytest.raises(aiohttp.web.HTTPForbidden):
-            async with asyncio.timeout(30):
-                await dashboard._write_on(Browser(), reader, still)  # type: ignore[arg-type]
-        assert len(written) > 2
-
-    run(check)
+    dashboard = server_module.Dashboard.__new__(server_module.Dashboard)
+    with pytest.raises(aiohttp.web.HTTPForbidden):
+        async with asyncio.timeout(30):
+            await dashboard._write_on(Browser(), reader, still)  # type: ignore[arg-type]
+    assert len(written) > 2
 
 
-def test_a_quiet_stream_says_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_quiet_stream_says_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
-
-    async def check() -> None:
-        source = LaptopSource([write_run(tmp_path / "run")])
-        async with (
-            served(source, People(a=("jobs",))) as (_, url),
-            visiting("a") as session,
-            session.get(f"{url}/api/events") as answer,
-        ):
-            lines: list[bytes] = []
-            while lines.count(b": still here\n") < 5:
-                lines.append(await answer.content.readline())
-            assert lines.count(b"event: jobs\n") == 1
-            assert lines.count(b"retry: 1000\n") == 1
-
-    run(check)
+    source = LaptopSource([write_run(tmp_path / "run")])
+    async with (
+        served(source, People(a=("jobs",))) as (_, url),
+        visiting("a") as session,
+        session.get(f"{url}/api/events") as answer,
+    ):
+        lines: list[bytes] = []
+        while lines.count(b": still here\n") < 5:
+            lines.append(await answer.content.readline())
+        assert lines.count(b"event: jobs\n") == 1
+        assert lines.count(b"retry: 1000\n") == 1
 
 
 # ---- the job as it is written, and where its run lies ---------------------------------------------------------------
 
 
-def test_the_job_is_shown_as_its_yaml_and_where_its_run_lies(tmp_path: Path) -> None:
-    async def check() -> None:
-        folder = write_run(tmp_path / "run")
-        async with (
-            served(LaptopSource([folder]), People(a=("jobs",), b=())) as (_, url),
-            visiting("a") as session,
-            visiting("b") as stranger,
-            Stream(session, f"{url}{JOB}/events") as stream,
-        ):
-            answer = await session.get(f"{url}{JOB}/yaml")
-            assert answer.headers["Content-Type"].startswith("text/plain")
-            assert yaml.safe_load(await answer.text()) == yaml.safe_load((folder / "job.yaml").read_text())
-            assert (await stranger.get(f"{url}{JOB}/yaml")).status == 403
-            told = (await stream.next("job")).data["folder"]
-            assert told == {"path": str(folder), "place": "this machine", "fetch": ""}
-
-    run(check)
+async def test_the_job_is_shown_as_its_yaml_and_where_its_run_lies(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    async with (
+        served(LaptopSource([folder]), People(a=("jobs",), b=())) as (_, url),
+        visiting("a") as session,
+        visiting("b") as stranger,
+        Stream(session, f"{url}{JOB}/events") as stream,
+    ):
+        answer = await session.get(f"{url}{JOB}/yaml")
+        assert answer.headers["Content-Type"].startswith("text/plain")
+        assert yaml.safe_load(await answer.text()) == yaml.safe_load((folder / "job.yaml").read_text())
+        assert (await stranger.get(f"{url}{JOB}/yaml")).status == 403
+        told = (await stream.next("job")).data["folder"]
+        assert told == {"path": str(folder), "place": "this machine", "fetch": ""}
 
 
 class Pods:
@@ -266,20 +232,17 @@ class Pods:
         ({"uri": "s3://bucket/team", "secret": "keys"}, "s3://bucket/team"),
     ],
 )
-def test_a_run_in_a_cluster_says_where_it_lies(storage: dict[str, str], place: str) -> None:
-    async def check() -> None:
-        job = {"spec": {"storage": storage}, "status": {"run": {"folder": "/storage/runs/sums-1"}}}
-        source = ClusterSource(Pods(job), Servers(storage_claim="release"))  # type: ignore[arg-type]
-        detail = await source.job(JobKey("team", "sums"))
-        assert detail.folder == RunFolderInfo(
-            path="/storage/runs/sums-1", place=place, fetch="kubectl rlhf get-run sums -n team"
-        )
-        assert SECRET not in repr((detail.pods, detail.head, detail.conditions))
-        assert detail.last_words["sums-reward-0"].endswith(SECRET)
-        assert "managedFields" not in (await source.manifest(JobKey("team", "sums")))["metadata"]
-        assert isinstance(detail.head, JobHead)
-
-    run(check)
+async def test_a_run_in_a_cluster_says_where_it_lies(storage: dict[str, str], place: str) -> None:
+    job = {"spec": {"storage": storage}, "status": {"run": {"folder": "/storage/runs/sums-1"}}}
+    source = ClusterSource(Pods(job), Servers(storage_claim="release"))  # type: ignore[arg-type]
+    detail = await source.job(JobKey("team", "sums"))
+    assert detail.folder == RunFolderInfo(
+        path="/storage/runs/sums-1", place=place, fetch="kubectl rlhf get-run sums -n team"
+    )
+    assert SECRET not in repr((detail.pods, detail.head, detail.conditions))
+    assert detail.last_words["sums-reward-0"].endswith(SECRET)
+    assert "managedFields" not in (await source.manifest(JobKey("team", "sums")))["metadata"]
+    assert isinstance(detail.head, JobHead)
 
 
 def test_of_a_pod_only_what_kubernetes_says_is_for_all() -> None:

@@ -175,89 +175,73 @@ async def denied(servers: SharedServers, creds: Path, publish: list[str], subscr
 
 
 @pytest.mark.parametrize("role", [role for role in BUS_ROLES if role != "view"])
-def test_every_role_has_its_own_rights_and_no_other(servers: SharedServers, role: str) -> None:
+async def test_every_role_has_its_own_rights_and_no_other(servers: SharedServers, role: str) -> None:
     """As on the laptop (test_rights.py), by tokens; but nobody makes a stream or a consumer."""
-
-    async def main() -> None:
-        may_publish = stage_rights.may_publish(in_a_cluster=True)
-        may = {f"publish {to}".lower(): roles for to, roles in may_publish.items()}
-        may |= {f"subscription {of}".lower(): roles for of, roles in stage_rights.may_subscribe().items()}
-        attempts = list(stage_rights.may_publish()), list(stage_rights.may_subscribe())
-        refused = await denied(servers, servers.credentials(role) / f"{role}.creds", *attempts)
-        assert refused == {attempt for attempt, roles in may.items() if role not in roles}
-
-    asyncio.run(main())
+    may_publish = stage_rights.may_publish(in_a_cluster=True)
+    may = {f"publish {to}".lower(): roles for to, roles in may_publish.items()}
+    may |= {f"subscription {of}".lower(): roles for of, roles in stage_rights.may_subscribe().items()}
+    attempts = list(stage_rights.may_publish()), list(stage_rights.may_subscribe())
+    refused = await denied(servers, servers.credentials(role) / f"{role}.creds", *attempts)
+    assert refused == {attempt for attempt, roles in may.items() if role not in roles}
 
 
 @pytest.mark.parametrize(("job_uid", "run"), [("77aa", "9b9b"), ("6f1c", "9b9b")])
-def test_another_run_gets_nothing(servers: SharedServers, job_uid: str, run: str) -> None:
+async def test_another_run_gets_nothing(servers: SharedServers, job_uid: str, run: str) -> None:
     """Not of another job, and not of the same job later; not even the inbox of the same role. Redis: below."""
-
-    async def main() -> None:
-        publish, subscribe = list(stage_rights.may_publish()), list(stage_rights.may_subscribe())
-        for role in (CONTROL, "generator", "trainer"):
-            creds = servers.credentials(role, job_uid=job_uid, run=run) / f"{role}.creds"
-            refused = await denied(servers, creds, publish, subscribe)
-            tried = {f"publish {to}".lower() for to in publish} | {f"subscription {of}".lower() for of in subscribe}
-            assert refused == tried
-
-    asyncio.run(main())
+    publish, subscribe = list(stage_rights.may_publish()), list(stage_rights.may_subscribe())
+    for role in (CONTROL, "generator", "trainer"):
+        creds = servers.credentials(role, job_uid=job_uid, run=run) / f"{role}.creds"
+        refused = await denied(servers, creds, publish, subscribe)
+        tried = {f"publish {to}".lower() for to in publish} | {f"subscription {of}".lower() for of in subscribe}
+        assert refused == tried
 
 
 @pytest.mark.parametrize("role", BUS_ROLES)
-def test_nobody_of_a_run_makes_a_stream_or_a_consumer(servers: SharedServers, role: str) -> None:
+async def test_nobody_of_a_run_makes_a_stream_or_a_consumer(servers: SharedServers, role: str) -> None:
     """Whatever their names: of a stream of its own one could have what another run says, and of a consumer too."""
-
-    async def main() -> None:
-        await servers.make_streams("a0a0")
-        theirs = f"rlhf_{JOB}_a0a0_sample"
-        attempts = []
-        for record in loop.KINDS:
-            mine = stage_rights.stream_name(stage_rights.subject(record))
-            attempts += [f"$JS.API.STREAM.{verb}.{mine}" for verb in ("CREATE", "UPDATE", "RESTORE", "PURGE", "DELETE")]
-            for stream, name in itertools.product((mine, theirs), (role, "trainer", "spy")):
-                attempts += [f"$JS.API.CONSUMER.{verb}.{stream}.{name}" for verb in ("CREATE", "DURABLE.CREATE")]
-                attempts += [f"$JS.API.CONSUMER.CREATE.{stream}.{name}.rlhf.>", f"$JS.API.CONSUMER.CREATE.{stream}"]
-        theirs_alone = ("STREAM.MSG.GET", "STREAM.INFO", "DIRECT.GET", "CONSUMER.LIST", "CONSUMER.NAMES")
-        attempts += [f"$JS.API.{call}.{theirs}" for call in theirs_alone]
-        attempts += [f"$JS.API.CONSUMER.MSG.NEXT.{theirs}.trainer", f"$JS.ACK.{theirs}.trainer.1.1.1.1.0"]
-        refused = await denied(servers, servers.credentials(role) / f"{role}.creds", attempts, [])
-        assert refused == {f"publish {attempt}".lower() for attempt in attempts}
-
-    asyncio.run(main())
+    await servers.make_streams("a0a0")
+    theirs = f"rlhf_{JOB}_a0a0_sample"
+    attempts = []
+    for record in loop.KINDS:
+        mine = stage_rights.stream_name(stage_rights.subject(record))
+        attempts += [f"$JS.API.STREAM.{verb}.{mine}" for verb in ("CREATE", "UPDATE", "RESTORE", "PURGE", "DELETE")]
+        for stream, name in itertools.product((mine, theirs), (role, "trainer", "spy")):
+            attempts += [f"$JS.API.CONSUMER.{verb}.{stream}.{name}" for verb in ("CREATE", "DURABLE.CREATE")]
+            attempts += [f"$JS.API.CONSUMER.CREATE.{stream}.{name}.rlhf.>", f"$JS.API.CONSUMER.CREATE.{stream}"]
+    theirs_alone = ("STREAM.MSG.GET", "STREAM.INFO", "DIRECT.GET", "CONSUMER.LIST", "CONSUMER.NAMES")
+    attempts += [f"$JS.API.{call}.{theirs}" for call in theirs_alone]
+    attempts += [f"$JS.API.CONSUMER.MSG.NEXT.{theirs}.trainer", f"$JS.ACK.{theirs}.trainer.1.1.1.1.0"]
+    refused = await denied(servers, servers.credentials(role) / f"{role}.creds", attempts, [])
+    assert refused == {f"publish {attempt}".lower() for attempt in attempts}
 
 
-def test_an_answer_of_the_server_makes_and_deletes_no_stream(servers: SharedServers) -> None:
+async def test_an_answer_of_the_server_makes_and_deletes_no_stream(servers: SharedServers) -> None:
     """Its asker names the subject that it goes to, and rights do not bound that: here, one of JetStream's own."""
+    await asyncio.gather(*(servers.make_streams(uid) for uid in ("b1b1", "b2b2")))
+    generator, role = await opened(servers, "generator", "b1b1"), "reward"
+    wanted = {"name": f"rlhf_{JOB}_b1b1_spy", "subjects": ["latest.>"]}
+    await generator.publish(loop.subject(JOB, "b1b1", Sample), json.dumps(wanted).encode(), id="1")
+    creds = servers.credentials(role, run="b1b1") / f"{role}.creds"
+    client = await nats.connect(
+        servers.nats_url, user_credentials=str(creds), tls=servers_tls(creds.parent, role), allow_reconnect=False,
+        inbox_prefix=inbox_of(role, "b1b1").encode(),
+    )  # fmt: skip
+    mine, pull = f"rlhf_{JOB}_b1b1_sample", b'{"batch": 1, "expires": 5000000000}'
+    reply = f"$JS.API.STREAM.CREATE.{wanted['name']}"
+    await client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{mine}.{role}", pull, reply)
+    await client.publish(f"$JS.API.STREAM.INFO.{mine}", b"", f"$JS.API.STREAM.DELETE.rlhf_{JOB}_b2b2_sample")
 
-    async def main() -> None:
-        await asyncio.gather(*(servers.make_streams(uid) for uid in ("b1b1", "b2b2")))
-        generator, role = await opened(servers, "generator", "b1b1"), "reward"
-        wanted = {"name": f"rlhf_{JOB}_b1b1_spy", "subjects": ["latest.>"]}
-        await generator.publish(loop.subject(JOB, "b1b1", Sample), json.dumps(wanted).encode(), id="1")
-        creds = servers.credentials(role, run="b1b1") / f"{role}.creds"
-        client = await nats.connect(
-            servers.nats_url, user_credentials=str(creds), tls=servers_tls(creds.parent, role), allow_reconnect=False,
-            inbox_prefix=inbox_of(role, "b1b1").encode(),
-        )  # fmt: skip
-        mine, pull = f"rlhf_{JOB}_b1b1_sample", b'{"batch": 1, "expires": 5000000000}'
-        reply = f"$JS.API.STREAM.CREATE.{wanted['name']}"
-        await client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{mine}.{role}", pull, reply)
-        await client.publish(f"$JS.API.STREAM.INFO.{mine}", b"", f"$JS.API.STREAM.DELETE.rlhf_{JOB}_b2b2_sample")
+    async def num_delivered() -> int:
+        asked = f"$JS.API.CONSUMER.INFO.{mine}.{role}"
+        return int(json.loads((await client.request(asked, timeout=20)).data)["delivered"]["consumer_seq"])
 
-        async def num_delivered() -> int:
-            asked = f"$JS.API.CONSUMER.INFO.{mine}.{role}"
-            return int(json.loads((await client.request(asked, timeout=20)).data)["delivered"]["consumer_seq"])
-
-        while not await num_delivered():
-            await asyncio.sleep(0.05)
-        operator = await as_operator(servers)
-        names = json.loads((await operator.request("$JS.API.STREAM.NAMES", b"{}", timeout=20)).data)["streams"]
-        assert f"rlhf_{JOB}_b2b2_sample" in names
-        assert wanted["name"] not in names
-        await asyncio.gather(generator.close(), client.close(), operator.close())
-
-    asyncio.run(main())
+    while not await num_delivered():
+        await asyncio.sleep(0.05)
+    operator = await as_operator(servers)
+    names = json.loads((await operator.request("$JS.API.STREAM.NAMES", b"{}", timeout=20)).data)["streams"]
+    assert f"rlhf_{JOB}_b2b2_sample" in names
+    assert wanted["name"] not in names
+    await asyncio.gather(generator.close(), client.close(), operator.close())
 
 
 async def as_operator(servers: SharedServers) -> nats.NATS:
@@ -271,120 +255,102 @@ async def as_operator(servers: SharedServers) -> nats.NATS:
     )  # fmt: skip
 
 
-def test_a_generator_may_help_as_who_it_helps(servers: SharedServers) -> None:
-    async def main() -> None:
-        await servers.make_streams(UID)
-        place = connections(servers, servers.credentials("generator"))
-        guest = await connect(place, "reference", name="guest")
-        await guest.subscribe(loop.subject(JOB, UID, Sample), loop.work_consumer(loop.BY_NAME["reference"]))
-        await guest.close()
-
-    asyncio.run(main())
+async def test_a_generator_may_help_as_who_it_helps(servers: SharedServers) -> None:
+    await servers.make_streams(UID)
+    place = connections(servers, servers.credentials("generator"))
+    guest = await connect(place, "reference", name="guest")
+    await guest.subscribe(loop.subject(JOB, UID, Sample), loop.work_consumer(loop.BY_NAME["reference"]))
+    await guest.close()
 
 
-def test_the_operator_deletes_streams_and_hears_nothing(servers: SharedServers) -> None:
-    async def main() -> None:
-        await servers.make_streams("0dd0")
-        client = await as_operator(servers)
+async def test_the_operator_deletes_streams_and_hears_nothing(servers: SharedServers) -> None:
+    await servers.make_streams("0dd0")
+    client = await as_operator(servers)
 
-        async def asked(what: str) -> dict[str, Any]:
-            said: dict[str, Any] = json.loads((await client.request(f"$JS.API.STREAM.{what}", b"{}", timeout=20)).data)
-            return said
+    async def asked(what: str) -> dict[str, Any]:
+        said: dict[str, Any] = json.loads((await client.request(f"$JS.API.STREAM.{what}", b"{}", timeout=20)).data)
+        return said
 
-        mine = [name for name in (await asked("NAMES"))["streams"] if "_0dd0_" in name]
-        assert len(mine) > 10
-        for name in mine:
-            assert "error" not in await asked(f"INFO.{name}")
-            assert (await asked(f"DELETE.{name}"))["success"]
-        assert not [name for name in (await asked("NAMES"))["streams"] or () if "_0dd0_" in name]
-        await client.close()
-        heard = await denied(
-            servers, servers.folder / "seen" / "operator.creds", ["rlhf.sums.3f2a.sample"], [">", "rlhf.>"]
-        )
-        assert len(heard) == 3
-
-    asyncio.run(main())
+    mine = [name for name in (await asked("NAMES"))["streams"] if "_0dd0_" in name]
+    assert len(mine) > 10
+    for name in mine:
+        assert "error" not in await asked(f"INFO.{name}")
+        assert (await asked(f"DELETE.{name}"))["success"]
+    assert not [name for name in (await asked("NAMES"))["streams"] or () if "_0dd0_" in name]
+    await client.close()
+    heard = await denied(
+        servers, servers.folder / "seen" / "operator.creds", ["rlhf.sums.3f2a.sample"], [">", "rlhf.>"]
+    )
+    assert len(heard) == 3
 
 
-def test_the_dashboard_looks_on_at_every_run(servers: SharedServers) -> None:
-    async def main() -> None:
-        creds = servers.release_credentials(DASHBOARD) / "dashboard.creds"
-        may = stage_rights.may_subscribe()
-        publish = [to for to in stage_rights.may_publish() if "INFO." not in to and "MSG.GET" not in to]
-        refused = await denied(servers, creds, publish, list(may))
-        looks_on = {of for of in may if "view" in may[of] and not of.startswith("_INBOX")}
-        wanted = {f"publish {to}".lower() for to in publish}
-        wanted |= {f"subscription {of}".lower() for of in may if of not in looks_on}
-        assert {each for each in refused if "consumer.info" not in each} == {
-            each for each in wanted if "consumer.info" not in each
-        }
-
-    asyncio.run(main())
+async def test_the_dashboard_looks_on_at_every_run(servers: SharedServers) -> None:
+    creds = servers.release_credentials(DASHBOARD) / "dashboard.creds"
+    may = stage_rights.may_subscribe()
+    publish = [to for to in stage_rights.may_publish() if "INFO." not in to and "MSG.GET" not in to]
+    refused = await denied(servers, creds, publish, list(may))
+    looks_on = {of for of in may if "view" in may[of] and not of.startswith("_INBOX")}
+    wanted = {f"publish {to}".lower() for to in publish}
+    wanted |= {f"subscription {of}".lower() for of in may if of not in looks_on}
+    assert {each for each in refused if "consumer.info" not in each} == {
+        each for each in wanted if "consumer.info" not in each
+    }
 
 
-def test_a_killed_server_finds_everybody_again(servers: SharedServers) -> None:
-    async def main() -> None:
-        uid = "ee11"
-        control, trainer = await opened(servers, CONTROL, uid), await opened(servers, "trainer", uid)
-        await servers.make_streams(uid)
-        await asyncio.to_thread(servers.kill_nats)
-        await asyncio.to_thread(servers.start_nats)
-        info = loop.subject(JOB, uid, loop.DatasetInfo)
-        prompts = await opened(servers, "prompts", uid)
-        assert await prompts.publish(info, b"!", id="x")
-        watching = await trainer.watch(info)
-        assert [message.data for message in await watching.pull(1, 20.0)] == [b"!"]
-        await asyncio.gather(*(each.close() for each in (control, trainer, prompts)))
-
-    asyncio.run(main())
+async def test_a_killed_server_finds_everybody_again(servers: SharedServers) -> None:
+    uid = "ee11"
+    control, trainer = await opened(servers, CONTROL, uid), await opened(servers, "trainer", uid)
+    await servers.make_streams(uid)
+    await asyncio.to_thread(servers.kill_nats)
+    await asyncio.to_thread(servers.start_nats)
+    info = loop.subject(JOB, uid, loop.DatasetInfo)
+    prompts = await opened(servers, "prompts", uid)
+    assert await prompts.publish(info, b"!", id="x")
+    watching = await trainer.watch(info)
+    assert [message.data for message in await watching.pull(1, 20.0)] == [b"!"]
+    await asyncio.gather(*(each.close() for each in (control, trainer, prompts)))
 
 
-def test_refusals_are_one_line(servers: SharedServers, tmp_path: Path) -> None:
-    async def main() -> None:
-        with SharedServers(tmp_path / "stranger") as stranger:
-            strange = stranger.credentials("reward")
-        wrong_server = connections(servers, strange)
-        with pytest.raises(InvalidRequest, match=r"certificate is not to be trusted: .*(verif|unable|self)"):
-            await connect(wrong_server, "reward", name="x")
-        (strange / "servers-ca.pem").write_bytes(servers.keys.ca_pem)
-        with pytest.raises(InvalidRequest, match=r"the server refuses the token in .*reward\.creds"):
-            await connect(wrong_server, "reward", name="x")
-        (strange / "reward.creds").write_text("nothing")
-        with pytest.raises(InvalidRequest, match="creds: is no NATS credentials file"):
-            await connect(wrong_server, "reward", name="x")
-        gone = connections(servers, servers.credentials("reward")).model_copy(update={"nats_url": "tls://127.0.0.1:9"})
-        with pytest.raises(TransportUnavailable, match=r"tls://127\.0\.0\.1:9: no server there"):
-            await connect(gone, "reward", name="x")
-
-    asyncio.run(main())
+async def test_refusals_are_one_line(servers: SharedServers, tmp_path: Path) -> None:
+    with SharedServers(tmp_path / "stranger") as stranger:
+        strange = stranger.credentials("reward")
+    wrong_server = connections(servers, strange)
+    with pytest.raises(InvalidRequest, match=r"certificate is not to be trusted: .*(verif|unable|self)"):
+        await connect(wrong_server, "reward", name="x")
+    (strange / "servers-ca.pem").write_bytes(servers.keys.ca_pem)
+    with pytest.raises(InvalidRequest, match=r"the server refuses the token in .*reward\.creds"):
+        await connect(wrong_server, "reward", name="x")
+    (strange / "reward.creds").write_text("nothing")
+    with pytest.raises(InvalidRequest, match="creds: is no NATS credentials file"):
+        await connect(wrong_server, "reward", name="x")
+    gone = connections(servers, servers.credentials("reward")).model_copy(update={"nats_url": "tls://127.0.0.1:9"})
+    with pytest.raises(TransportUnavailable, match=r"tls://127\.0\.0\.1:9: no server there"):
+        await connect(gone, "reward", name="x")
 
 
 # ---- between workers ------------------------------------------------------------------------------------------------
 
 
-def test_workers_know_each_other_by_a_name_and_by_their_job(tmp_path: Path) -> None:
+async def test_workers_know_each_other_by_a_name_and_by_their_job(tmp_path: Path) -> None:
     from shared_servers import written
 
     mine, theirs = written(tmp_path / "mine", secret("generator")), written(tmp_path / "t", secret("trainer"))
     foreign = written(tmp_path / "foreign", secret("trainer", job_uid="77aa"))
 
-    async def main() -> None:
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.close()
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
 
-        server = await asyncio.start_server(serve, "127.0.0.2", 0, ssl=server_tls(mine, "generator"))
-        port = server.sockets[0].getsockname()[1]
+    server = await asyncio.start_server(serve, "127.0.0.2", 0, ssl=server_tls(mine, "generator"))
+    port = server.sockets[0].getsockname()[1]
 
-        async def call(folder: Path, name: str) -> None:
-            tls = client_tls(folder, "trainer")
-            _, writer = await asyncio.open_connection("127.0.0.2", port, ssl=tls, server_hostname=name)
-            writer.transport.abort()
+    async def call(folder: Path, name: str) -> None:
+        tls = client_tls(folder, "trainer")
+        _, writer = await asyncio.open_connection("127.0.0.2", port, ssl=tls, server_hostname=name)
+        writer.transport.abort()
 
-        await call(theirs, names.WORKER_HOST)
-        with pytest.raises(ssl.SSLCertVerificationError, match=r"not valid for '127\.0\.0\.2'"):
-            await call(theirs, "127.0.0.2")
-        with pytest.raises(ssl.SSLCertVerificationError):
-            await call(foreign, names.WORKER_HOST)
-        server.close()
-
-    asyncio.run(main())
+    await call(theirs, names.WORKER_HOST)
+    with pytest.raises(ssl.SSLCertVerificationError, match=r"not valid for '127\.0\.0\.2'"):
+        await call(theirs, "127.0.0.2")
+    with pytest.raises(ssl.SSLCertVerificationError):
+        await call(foreign, names.WORKER_HOST)
+    server.close()

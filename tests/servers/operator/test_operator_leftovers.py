@@ -57,48 +57,40 @@ async def five_runs(servers: SharedServers) -> AsyncIterator[dict[str, NatsTrans
         await asyncio.gather(*(control.close() for control in controls.values()))
 
 
-def test_streams_go_with_their_run_and_no_others_do(servers: SharedServers) -> None:
+async def test_streams_go_with_their_run_and_no_others_do(servers: SharedServers) -> None:
     """Not those of an open run, of another install, of a laptop, and of namespaces that cannot be seen now."""
+    there, _ = operators(servers)
+    async with five_runs(servers) as controls:
 
-    async def main() -> None:
-        there, _ = operators(servers)
-        async with five_runs(servers) as controls:
+        async def left(runs: Runs) -> set[str]:
+            await there.settle(runs)
+            return {uid for uid, control in controls.items() if await is_there(control, uid)}
 
-            async def left(runs: Runs) -> set[str]:
-                await there.settle(runs)
-                return {uid for uid, control in controls.items() if await is_there(control, uid)}
-
-            everything = set(controls)
-            assert await left(runs_of(("team", "11aa"), ("gone", "22bb"))) == everything, "all that is ours is open"
-            with pytest.raises(LeadershipLost):
-                await there.settle(runs_of(leads=False))
-            assert await left(runs_of(watched=())) == everything, "nobody knows"
-            assert await left(runs_of()) == everything - {"11aa"}
-            known = runs_of(("gone", "22bb"))
-            assert await left(known) == everything - {"11aa"}
-            known._cache.runs.clear()  # type: ignore[attr-defined]
-            known._cache.left.add("gone")
-            assert await left(known) == everything - {"11aa"}, "its namespace has lost its label, and it may go on"
-            known._cache.left.clear()
-            assert await left(known) == everything - {"11aa", "22bb"}, "it was seen to end"
-            assert await left(runs_of(watched=["never-heard-of"])) == {"44dd", "55ee"}, "it is heard of now"
-
-    asyncio.run(main())
+        everything = set(controls)
+        assert await left(runs_of(("team", "11aa"), ("gone", "22bb"))) == everything, "all that is ours is open"
+        with pytest.raises(LeadershipLost):
+            await there.settle(runs_of(leads=False))
+        assert await left(runs_of(watched=())) == everything, "nobody knows"
+        assert await left(runs_of()) == everything - {"11aa"}
+        known = runs_of(("gone", "22bb"))
+        assert await left(known) == everything - {"11aa"}
+        known._cache.runs.clear()  # type: ignore[attr-defined]
+        known._cache.left.add("gone")
+        assert await left(known) == everything - {"11aa"}, "its namespace has lost its label, and it may go on"
+        known._cache.left.clear()
+        assert await left(known) == everything - {"11aa", "22bb"}, "it was seen to end"
+        assert await left(runs_of(watched=["never-heard-of"])) == {"44dd", "55ee"}, "it is heard of now"
 
 
-def test_only_work_that_nobody_takes_has_an_end(servers: SharedServers) -> None:
+async def test_only_work_that_nobody_takes_has_an_end(servers: SharedServers) -> None:
     """The last word of a subject stays: a data set says but once in a run what it is."""
-
-    async def main() -> None:
-        await servers.make_streams("66ff")
-        control = await asked_by_the_operator(servers)
-        for record, kind in loop.KINDS.items():
-            info = await control._connection.api(f"STREAM.INFO.rlhf_{JOB}_66ff_{record.__name__.lower()}")
-            days = info["config"]["max_age"] / 86400e9
-            assert days == (30.0 if kind == "work" else 0.0), record
-        await control.close()
-
-    asyncio.run(main())
+    await servers.make_streams("66ff")
+    control = await asked_by_the_operator(servers)
+    for record, kind in loop.KINDS.items():
+        info = await control._connection.api(f"STREAM.INFO.rlhf_{JOB}_66ff_{record.__name__.lower()}")
+        days = info["config"]["max_age"] / 86400e9
+        assert days == (30.0 if kind == "work" else 0.0), record
+    await control.close()
 
 
 @contextmanager
@@ -134,20 +126,17 @@ def test_a_nats_that_is_deaf_or_gone_is_no_news_twice(
 
 
 @needs_redis
-def test_a_deaf_nats_delays_nothing_in_redis(servers: SharedServers) -> None:
-    async def main() -> None:
-        _, redis = operators(servers)
-        assert redis is not None
-        with deaf_server() as port:
-            runs = runs_of(("team", "a11a"))
-            asked = asyncio.Event()
-            nats = Tending(streams_at(port), runs, lambda _: asked.set())
-            tasks = [asyncio.create_task(each.run()) for each in (nats, Tending(redis, runs, lambda _: None))]
-            await until_may(servers, "a11a")
-            assert not asked.is_set(), "NATS did not even give up"
-            await ended(*tasks)
-
-    asyncio.run(main())
+async def test_a_deaf_nats_delays_nothing_in_redis(servers: SharedServers) -> None:
+    _, redis = operators(servers)
+    assert redis is not None
+    with deaf_server() as port:
+        runs = runs_of(("team", "a11a"))
+        asked = asyncio.Event()
+        nats = Tending(streams_at(port), runs, lambda _: asked.set())
+        tasks = [asyncio.create_task(each.run()) for each in (nats, Tending(redis, runs, lambda _: None))]
+        await until_may(servers, "a11a")
+        assert not asked.is_set(), "NATS did not even give up"
+        await ended(*tasks)
 
 
 # ---- Redis ----------------------------------------------------------------------------------------------------------
@@ -184,53 +173,47 @@ async def users_and_keys(servers: SharedServers) -> tuple[set[str], set[str]]:
 
 
 @needs_redis
-def test_users_and_keys_go_with_their_run_and_no_others_do(servers: SharedServers) -> None:
-    async def main() -> None:
-        _, redis = operators(servers)
-        assert redis is not None
-        others = ClusterRun("team", "5e5e")
-        stranger = users.user_of(new_keys().master, others)
-        both = runs_of(("team", "b22b"), ("gone", "c33c"))
-        await redis.settle(both)
-        assert not await may(servers, "b22b")
-        assert not await may(servers, "c33c", "gone")
-        assert await may(servers, "5e5e"), "nobody made that user"
-        assert await users_and_keys(servers) == ({"b22b", "c33c"}, {"b22b", "c33c"})
-        with pytest.raises(LeadershipLost):
-            await redis.settle(runs_of(leads=False))
-        await redis.settle(runs_of(watched=()))
-        assert (await users_and_keys(servers))[0] == {"b22b", "c33c"}, "nobody knows"
-        await redis.settle(runs_of())
-        assert await users_and_keys(servers) == ({"c33c"}, {"c33c"})
-        assert await may(servers, "b22b")
-        assert not await may(servers, "c33c", "gone")
-        await redis._redis.execute_command("ACL SETUSER", stranger, "on")
-        await redis._redis.execute_command("ACL SETUSER", "somebody", "on")
-        both._cache.runs.clear()  # type: ignore[attr-defined]
-        await redis.settle(both)
-        assert await users_and_keys(servers) == (set(), set())
-        assert {stranger, "somebody", "operator", "default"} <= set(await redis._redis.acl_users())
-        await redis._redis.execute_command("ACL DELUSER", stranger, "somebody")
-        await redis.close()
-
-    asyncio.run(main())
+async def test_users_and_keys_go_with_their_run_and_no_others_do(servers: SharedServers) -> None:
+    _, redis = operators(servers)
+    assert redis is not None
+    others = ClusterRun("team", "5e5e")
+    stranger = users.user_of(new_keys().master, others)
+    both = runs_of(("team", "b22b"), ("gone", "c33c"))
+    await redis.settle(both)
+    assert not await may(servers, "b22b")
+    assert not await may(servers, "c33c", "gone")
+    assert await may(servers, "5e5e"), "nobody made that user"
+    assert await users_and_keys(servers) == ({"b22b", "c33c"}, {"b22b", "c33c"})
+    with pytest.raises(LeadershipLost):
+        await redis.settle(runs_of(leads=False))
+    await redis.settle(runs_of(watched=()))
+    assert (await users_and_keys(servers))[0] == {"b22b", "c33c"}, "nobody knows"
+    await redis.settle(runs_of())
+    assert await users_and_keys(servers) == ({"c33c"}, {"c33c"})
+    assert await may(servers, "b22b")
+    assert not await may(servers, "c33c", "gone")
+    await redis._redis.execute_command("ACL SETUSER", stranger, "on")
+    await redis._redis.execute_command("ACL SETUSER", "somebody", "on")
+    both._cache.runs.clear()  # type: ignore[attr-defined]
+    await redis.settle(both)
+    assert await users_and_keys(servers) == (set(), set())
+    assert {stranger, "somebody", "operator", "default"} <= set(await redis._redis.acl_users())
+    await redis._redis.execute_command("ACL DELUSER", stranger, "somebody")
+    await redis.close()
 
 
 @needs_redis
-def test_a_redis_that_was_started_anew_has_its_users_again(servers: SharedServers) -> None:
-    async def main() -> None:
-        _, redis = operators(servers)
-        assert redis is not None
-        failed: list[str] = []
-        tending = Tending(redis, runs_of(("team", "d44d")), failed.append)
-        task = asyncio.create_task(tending.run())
-        await until_may(servers, "d44d")
-        await asyncio.to_thread(servers.kill_redis)
-        await asyncio.to_thread(servers.start_redis)
-        await until_may(servers, "d44d")
-        await ended(task)
-
-    asyncio.run(main())
+async def test_a_redis_that_was_started_anew_has_its_users_again(servers: SharedServers) -> None:
+    _, redis = operators(servers)
+    assert redis is not None
+    failed: list[str] = []
+    tending = Tending(redis, runs_of(("team", "d44d")), failed.append)
+    task = asyncio.create_task(tending.run())
+    await until_may(servers, "d44d")
+    await asyncio.to_thread(servers.kill_redis)
+    await asyncio.to_thread(servers.start_redis)
+    await until_may(servers, "d44d")
+    await ended(task)
 
 
 @needs_redis
@@ -255,46 +238,36 @@ def test_whoever_is_cancelled_at_any_moment_leaves_no_connection(servers: Shared
 
 
 @needs_redis
-def test_a_user_who_may_not_make_users_is_named(servers: SharedServers, tmp_path: Path) -> None:
+async def test_a_user_who_may_not_make_users_is_named(servers: SharedServers, tmp_path: Path) -> None:
     """As of a Redis of one's own."""
     (tmp_path / "redis.username").write_text("somebody\n")
     (tmp_path / "redis.password").write_text("s3cret\n")
     login = redis_login(servers.keys, tmp_path)
     assert login == ("somebody", "s3cret")
     assert redis_login(servers.keys, tmp_path / "none")[0] == "operator"
-
-    async def main() -> None:
-        assert servers.redis_url is not None
-        redis = RedisUsers(servers.redis_url, servers.keys.master, login, servers.keys.ca_pem)
-        with pytest.raises(ServerAway, match="username-password"):
-            await redis.settle(runs_of())
-        await redis.close()
-
-    asyncio.run(main())
+    assert servers.redis_url is not None
+    redis = RedisUsers(servers.redis_url, servers.keys.master, login, servers.keys.ca_pem)
+    with pytest.raises(ServerAway, match="username-password"):
+        await redis.settle(runs_of())
+    await redis.close()
 
 
 @needs_redis
-def test_a_redis_of_ones_own_needs_the_user_that_the_chart_documents(servers: SharedServers) -> None:
+async def test_a_redis_of_ones_own_needs_the_user_that_the_chart_documents(servers: SharedServers) -> None:
     documented = re.findall(
         r"`ACL SETUSER rlhfspec-operator on >PASSWORD (.+?)`", (ROOT / "docs" / "chart.md").read_text()
     )
-
-    async def main() -> None:
-        _, first = operators(servers)
-        assert first is not None
-        assert servers.redis_url is not None
-        await first._redis.execute_command("ACL SETUSER", "rlhfspec-operator", "on", ">s3cret", *documented[0].split())
-        theirs = RedisUsers(
-            servers.redis_url, servers.keys.master, ("rlhfspec-operator", "s3cret"), servers.keys.ca_pem
-        )
-        await theirs.settle(runs_of(("team", "e55f")))
-        assert not await may(servers, "e55f")
-        await theirs.settle(runs_of())
-        assert await users_and_keys(servers) == (set(), set())
-        await first._redis.execute_command("ACL DELUSER", "rlhfspec-operator")
-        await asyncio.gather(first.close(), theirs.close())
-
-    asyncio.run(main())
+    _, first = operators(servers)
+    assert first is not None
+    assert servers.redis_url is not None
+    await first._redis.execute_command("ACL SETUSER", "rlhfspec-operator", "on", ">s3cret", *documented[0].split())
+    theirs = RedisUsers(servers.redis_url, servers.keys.master, ("rlhfspec-operator", "s3cret"), servers.keys.ca_pem)
+    await theirs.settle(runs_of(("team", "e55f")))
+    assert not await may(servers, "e55f")
+    await theirs.settle(runs_of())
+    assert await users_and_keys(servers) == (set(), set())
+    await first._redis.execute_command("ACL DELUSER", "rlhfspec-operator")
+    await asyncio.gather(first.close(), theirs.close())
 
 
 # ---- which runs there are -------------------------------------------------------------------------------------------

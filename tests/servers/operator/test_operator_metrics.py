@@ -112,49 +112,43 @@ async def acting(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Watch
                 working.cancel()
 
 
-def test_what_it_does_is_counted_and_every_name_that_is_said_anywhere_is_served(
+async def test_what_it_does_is_counted_and_every_name_that_is_said_anywhere_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with acting(tmp_path, monkeypatch) as watched:
-            taking, cache = watched.taking, watched.operator._cache
-            body = job_body()
-            taking.kept["/apis/rlhfspec.io/v1alpha1/namespaces/rl/rlhfjobs/sums"] = body
-            cache.put_job(body)
-            watched.operator._tell(KEY)
-            first = await watched.until(
-                lambda found: values_of(found, "rlhfspec_restarts_total", stage="prepare"), "the first pod is made"
-            )
-            assert values_of(first, "rlhfspec_operator_leader") == [1.0]
-            assert values_of(first, "rlhfspec_operator_jobs") == [1.0]
-            assert values_of(first, "rlhfspec_operator_api_writes_total", verb="create", kind="Pod") == [1.0]
-            whose = {"namespace": "rl", "rlhfjob": "sums", "stage": "prepare", "worker": "0"}
-            assert values_of(first, "rlhfspec_restarts_total", **whose) == [0.0], "said before the first one"
+    async with acting(tmp_path, monkeypatch) as watched:
+        taking, cache = watched.taking, watched.operator._cache
+        body = job_body()
+        taking.kept["/apis/rlhfspec.io/v1alpha1/namespaces/rl/rlhfjobs/sums"] = body
+        cache.put_job(body)
+        watched.operator._tell(KEY)
+        first = await watched.until(
+            lambda found: values_of(found, "rlhfspec_restarts_total", stage="prepare"), "the first pod is made"
+        )
+        assert values_of(first, "rlhfspec_operator_leader") == [1.0]
+        assert values_of(first, "rlhfspec_operator_jobs") == [1.0]
+        assert values_of(first, "rlhfspec_operator_api_writes_total", verb="create", kind="Pod") == [1.0]
+        whose = {"namespace": "rl", "rlhfjob": "sums", "stage": "prepare", "worker": "0"}
+        assert values_of(first, "rlhfspec_restarts_total", **whose) == [0.0], "said before the first one"
 
-            [pod] = taking.of_kind("Pod")
-            taking.refuses = True
-            watched.ends(pod, 75)
-            await watched.until(
-                lambda found: values_of(found, "rlhfspec_operator_reconcile_failures_total") >= [1.0], "a look fails"
-            )
-            taking.refuses = False
-            last = await watched.until(
-                lambda found: values_of(found, "rlhfspec_restarts_total", **whose) == [1.0], "it is counted"
-            )
-            wanted = {name for name in named_anywhere() if name.startswith("rlhfspec_operator_")}
-            served = names_of([last])
-            assert wanted <= served, sorted(wanted - served)
-            assert set(map(family, served)) == set(map(family, wanted)) | {"rlhfspec_restarts"}, "all is documented"
-
-    asyncio.run(main())
+        [pod] = taking.of_kind("Pod")
+        taking.refuses = True
+        watched.ends(pod, 75)
+        await watched.until(
+            lambda found: values_of(found, "rlhfspec_operator_reconcile_failures_total") >= [1.0], "a look fails"
+        )
+        taking.refuses = False
+        last = await watched.until(
+            lambda found: values_of(found, "rlhfspec_restarts_total", **whose) == [1.0], "it is counted"
+        )
+        wanted = {name for name in named_anywhere() if name.startswith("rlhfspec_operator_")}
+        served = names_of([last])
+        assert wanted <= served, sorted(wanted - served)
+        assert set(map(family, served)) == set(map(family, wanted)) | {"rlhfspec_restarts"}, "all is documented"
 
 
-def test_who_stands_by_counts_no_jobs_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with acting(tmp_path, monkeypatch) as watched:
-            watched.operator._cache.put_job(job_body() | {"status": {"restarts": {"byWorker": {"reward-0": 2}}}})
-            assert values_of(await watched.metrics(), "rlhfspec_restarts_total", worker="0") == [2.0]
-            monkeypatch.setattr(Lease, "is_held", property(lambda lease: False))
-            assert values_of(await watched.metrics(), "rlhfspec_restarts_total") == []
-
-    asyncio.run(main())
+async def test_who_stands_by_counts_no_jobs_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with acting(tmp_path, monkeypatch) as watched:
+        watched.operator._cache.put_job(job_body() | {"status": {"restarts": {"byWorker": {"reward-0": 2}}}})
+        assert values_of(await watched.metrics(), "rlhfspec_restarts_total", worker="0") == [2.0]
+        monkeypatch.setattr(Lease, "is_held", property(lambda lease: False))
+        assert values_of(await watched.metrics(), "rlhfspec_restarts_total") == []

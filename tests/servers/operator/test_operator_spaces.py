@@ -80,30 +80,24 @@ def test_what_is_refused_is_tried_again_until_it_is_there(tmp_path: Path, caplog
     ]
 
 
-def test_a_claim_that_is_there_already_is_nobodys_trouble(tmp_path: Path) -> None:
-    async def main() -> None:
-        server = Server()
-        server.answers["POST"] = 409
-        async with working(server, tmp_path) as (found, until):
-            found.joins("team")
-            await until(lambda: server.asked[CLAIM] == 1)
-            found.joins("next")
-            await until(lambda: server.asked[CLAIM.replace("team", "next")] == 1)
-            assert server.asked[CLAIM] == 1
-
-    asyncio.run(main())
+async def test_a_claim_that_is_there_already_is_nobodys_trouble(tmp_path: Path) -> None:
+    server = Server()
+    server.answers["POST"] = 409
+    async with working(server, tmp_path) as (found, until):
+        found.joins("team")
+        await until(lambda: server.asked[CLAIM] == 1)
+        found.joins("next")
+        await until(lambda: server.asked[CLAIM.replace("team", "next")] == 1)
+        assert server.asked[CLAIM] == 1
 
 
-def test_a_namespace_that_was_made_again_is_furnished_again(tmp_path: Path) -> None:
-    async def main() -> None:
-        server = Server()
-        async with working(server, tmp_path) as (found, until):
-            found.joins("team")
-            await until(lambda: server.asked[CLAIM] == 1)
-            found.joins("team")
-            await until(lambda: server.asked[CLAIM] == 2)
-            found.leaves("team")
-            found.joins("team")
-            await until(lambda: server.asked[CLAIM] == 3)
-
-    asyncio.run(main())
+async def test_a_namespace_that_was_made_again_is_furnished_again(tmp_path: Path) -> None:
+    server = Server()
+    async with working(server, tmp_path) as (found, until):
+        found.joins("team")
+        await until(lambda: server.asked[CLAIM] == 1)
+        found.joins("team")
+        await until(lambda: server.asked[CLAIM] == 2)
+        found.leaves("team")
+        found.joins("team")
+        await until(lambda: server.asked[CLAIM] == 3)

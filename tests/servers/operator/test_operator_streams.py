@@ -74,56 +74,46 @@ def test_open_runs_have_their_streams_also_where_nats_lost_all_it_had(tmp_path: 
         asyncio.run(main(servers))
 
 
-def test_a_run_that_nats_refuses_is_named_and_in_nobodys_way(servers: SharedServers) -> None:
-    async def main() -> None:
-        there, _ = operators(servers)
-        runs = Runs(cache_of("k1", "k2"), lambda: {"team", "rl"}, lambda: True)
-        refused, other = runs.to_declare()
-        transport = await opened(servers, "99ee", metadata_of(install_of(servers.keys.master), "team"))
-        overlap = {"name": "OTHERS", "subjects": [loop.subject(refused.job, refused.uid, loop.Prompt)]}
-        assert "error" not in await transport._connection.api("STREAM.CREATE.OTHERS", overlap)
-        with pytest.raises(ServerAway, match=rf"STREAM.CREATE.rlhf_job-k1_{refused.uid}_prompt: subjects overlap"):
-            await there.settle(runs)
-        assert not await lacking(transport, other)
-        assert not await is_there(transport, "99ee"), "what is over went all the same"
-        assert "error" not in await transport._connection.api("STREAM.DELETE.OTHERS")
+async def test_a_run_that_nats_refuses_is_named_and_in_nobodys_way(servers: SharedServers) -> None:
+    there, _ = operators(servers)
+    runs = Runs(cache_of("k1", "k2"), lambda: {"team", "rl"}, lambda: True)
+    refused, other = runs.to_declare()
+    transport = await opened(servers, "99ee", metadata_of(install_of(servers.keys.master), "team"))
+    overlap = {"name": "OTHERS", "subjects": [loop.subject(refused.job, refused.uid, loop.Prompt)]}
+    assert "error" not in await transport._connection.api("STREAM.CREATE.OTHERS", overlap)
+    with pytest.raises(ServerAway, match=rf"STREAM.CREATE.rlhf_job-k1_{refused.uid}_prompt: subjects overlap"):
         await there.settle(runs)
-        assert not await lacking(transport, refused)
-        await transport.close()
-
-    asyncio.run(main())
-
-
-def test_who_leads_no_more_makes_nothing(servers: SharedServers) -> None:
-    async def main() -> None:
-        there, _ = operators(servers)
-        runs = Runs(cache_of("l1"), set, lambda: False)
-        with pytest.raises(LeadershipLost):
-            await there.settle(runs)
-        transport = await asked_by_the_operator(servers)
-        [run] = runs.to_declare()
-        assert await transport._look(loop.subject(run.job, run.uid, loop.Prompt)) is None
-        await transport.close()
-
-    asyncio.run(main())
+    assert not await lacking(transport, other)
+    assert not await is_there(transport, "99ee"), "what is over went all the same"
+    assert "error" not in await transport._connection.api("STREAM.DELETE.OTHERS")
+    await there.settle(runs)
+    assert not await lacking(transport, refused)
+    await transport.close()
 
 
-def test_what_was_begun_and_not_finished_is_finished(servers: SharedServers) -> None:
+async def test_who_leads_no_more_makes_nothing(servers: SharedServers) -> None:
+    there, _ = operators(servers)
+    runs = Runs(cache_of("l1"), set, lambda: False)
+    with pytest.raises(LeadershipLost):
+        await there.settle(runs)
+    transport = await asked_by_the_operator(servers)
+    [run] = runs.to_declare()
+    assert await transport._look(loop.subject(run.job, run.uid, loop.Prompt)) is None
+    await transport.close()
+
+
+async def test_what_was_begun_and_not_finished_is_finished(servers: SharedServers) -> None:
     """As by an operator that died in the middle of it: a stream without its consumers keeps nothing for anybody."""
-
-    async def main() -> None:
-        there, _ = operators(servers)
-        runs = Runs(cache_of("m1"), set, lambda: True)
-        [run] = runs.to_declare()
-        transport = await asked_by_the_operator(servers)
-        _, (call, body), *_ = [each for each in streams.calls_of(run, "", ()) if each[0].startswith("STREAM.")]
-        assert "error" not in await transport._connection.api(call, body)
-        await there.settle(runs)
-        assert not await lacking(transport, run)
-        assert streams.calls_of(run, "", await there_now(transport, run)) == []
-        await transport.close()
-
-    asyncio.run(main())
+    there, _ = operators(servers)
+    runs = Runs(cache_of("m1"), set, lambda: True)
+    [run] = runs.to_declare()
+    transport = await asked_by_the_operator(servers)
+    _, (call, body), *_ = [each for each in streams.calls_of(run, "", ()) if each[0].startswith("STREAM.")]
+    assert "error" not in await transport._connection.api(call, body)
+    await there.settle(runs)
+    assert not await lacking(transport, run)
+    assert streams.calls_of(run, "", await there_now(transport, run)) == []
+    await transport.close()
 
 
 async def there_now(transport: NatsTransport, run: OpenRun) -> set[str]:

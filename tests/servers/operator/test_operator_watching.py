@@ -113,105 +113,87 @@ def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "LONGEST_WAIT_SECONDS", 0.1)
 
 
-def test_a_namespace_that_may_not_be_seen_is_nobody_elses_business(
+async def test_a_namespace_that_may_not_be_seen_is_nobody_elses_business(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        cluster = Cluster()
-        cluster.forbidden.add("team")
-        with caplog.at_level(logging.INFO):
-            async with watched(cluster, tmp_path) as (found, cache, until):
-                await until(lambda: cluster.asked["team", "list"] >= 3)
-                assert cache.jobs() == [KEY]
-                assert found.problems()["rl"] == ""
-                assert found.problems()["team"].endswith("forbidden in team")
-                cluster.tell("rl", {"type": "MODIFIED", "object": cluster.changed(cluster.jobs[KEY], generation=2)})
-                await until(lambda: cache.job(KEY).generation == 2)
-                cluster.forbidden.clear()
-                await until(lambda: OTHER in cache.jobs())
-                await until(lambda: found.problems() == {"rl": "", "team": ""})
-        said = [record.message for record in caplog.records if "RLHFJobs of team" in record.message]
-        assert len(said) == 2, "once that it is not, once that it is again"
-
-    asyncio.run(main())
+    cluster = Cluster()
+    cluster.forbidden.add("team")
+    with caplog.at_level(logging.INFO):
+        async with watched(cluster, tmp_path) as (found, cache, until):
+            await until(lambda: cluster.asked["team", "list"] >= 3)
+            assert cache.jobs() == [KEY]
+            assert found.problems()["rl"] == ""
+            assert found.problems()["team"].endswith("forbidden in team")
+            cluster.tell("rl", {"type": "MODIFIED", "object": cluster.changed(cluster.jobs[KEY], generation=2)})
+            await until(lambda: cache.job(KEY).generation == 2)
+            cluster.forbidden.clear()
+            await until(lambda: OTHER in cache.jobs())
+            await until(lambda: found.problems() == {"rl": "", "team": ""})
+    said = [record.message for record in caplog.records if "RLHFJobs of team" in record.message]
+    assert len(said) == 2, "once that it is not, once that it is again"
 
 
-def test_what_went_while_a_watch_was_broken_is_gone(tmp_path: Path) -> None:
-    async def main() -> None:
-        cluster = Cluster()
-        async with watched(cluster, tmp_path) as (_, cache, until):
-            await until(lambda: cluster.asked["rl", "watch"] == 1 and cluster.asked["team", "watch"] == 1)
-            job = cluster.jobs.pop(KEY)
-            cluster.tell("rl", {"type": "ERROR", "object": {"code": 410, "message": "too old resource version"}})
-            await until(lambda: cache.jobs() == [OTHER])
-            assert cluster.asked["team", "list"] == 1
-            cluster.tell("team", {"type": "DELETED", "object": cluster.changed(cluster.jobs[OTHER])})
-            await until(lambda: cache.jobs() == [])
-            assert job["metadata"]["uid"]
-
-    asyncio.run(main())
+async def test_what_went_while_a_watch_was_broken_is_gone(tmp_path: Path) -> None:
+    cluster = Cluster()
+    async with watched(cluster, tmp_path) as (_, cache, until):
+        await until(lambda: cluster.asked["rl", "watch"] == 1 and cluster.asked["team", "watch"] == 1)
+        job = cluster.jobs.pop(KEY)
+        cluster.tell("rl", {"type": "ERROR", "object": {"code": 410, "message": "too old resource version"}})
+        await until(lambda: cache.jobs() == [OTHER])
+        assert cluster.asked["team", "list"] == 1
+        cluster.tell("team", {"type": "DELETED", "object": cluster.changed(cluster.jobs[OTHER])})
+        await until(lambda: cache.jobs() == [])
+        assert job["metadata"]["uid"]
 
 
-def test_a_watch_that_the_server_ends_goes_on_where_it_was_without_a_list(tmp_path: Path) -> None:
-    async def main() -> None:
-        cluster = Cluster()
-        async with watched(cluster, tmp_path) as (_, cache, until):
-            await until(lambda: cluster.asked["rl", "watch"] == 1)
-            cluster.end_watches()
-            await until(lambda: cluster.asked["rl", "watch"] == 2)
-            cluster.tell("rl", {"type": "MODIFIED", "object": cluster.changed(cluster.jobs[KEY], generation=3)})
-            await until(lambda: cache.job(KEY).generation == 3)
-            assert cluster.asked["rl", "list"] == 1
-
-    asyncio.run(main())
+async def test_a_watch_that_the_server_ends_goes_on_where_it_was_without_a_list(tmp_path: Path) -> None:
+    cluster = Cluster()
+    async with watched(cluster, tmp_path) as (_, cache, until):
+        await until(lambda: cluster.asked["rl", "watch"] == 1)
+        cluster.end_watches()
+        await until(lambda: cluster.asked["rl", "watch"] == 2)
+        cluster.tell("rl", {"type": "MODIFIED", "object": cluster.changed(cluster.jobs[KEY], generation=3)})
+        await until(lambda: cache.job(KEY).generation == 3)
+        assert cluster.asked["rl", "list"] == 1
 
 
-def test_an_object_of_a_megabyte_and_one_that_makes_no_sense(tmp_path: Path) -> None:
-    async def main() -> None:
-        cluster = Cluster()
-        async with watched(cluster, tmp_path) as (_, cache, until):
-            await until(lambda: cluster.asked["rl", "watch"] == 1)
-            cluster.tell("rl", {"type": "MODIFIED", "object": {"metadata": {"resourceVersion": "11", "name": "?"}}})
-            large = cluster.changed(cluster.jobs[KEY], generation=4)
-            large["metadata"]["annotations"] = {"large": "x" * 1_200_000}
-            cluster.tell("rl", {"type": "MODIFIED", "object": large})
-            await until(lambda: cache.job(KEY).generation == 4)
-
-    asyncio.run(main())
+async def test_an_object_of_a_megabyte_and_one_that_makes_no_sense(tmp_path: Path) -> None:
+    cluster = Cluster()
+    async with watched(cluster, tmp_path) as (_, cache, until):
+        await until(lambda: cluster.asked["rl", "watch"] == 1)
+        cluster.tell("rl", {"type": "MODIFIED", "object": {"metadata": {"resourceVersion": "11", "name": "?"}}})
+        large = cluster.changed(cluster.jobs[KEY], generation=4)
+        large["metadata"]["annotations"] = {"large": "x" * 1_200_000}
+        cluster.tell("rl", {"type": "MODIFIED", "object": large})
+        await until(lambda: cache.job(KEY).generation == 4)
 
 
-def test_namespaces_come_and_go_with_their_label(tmp_path: Path) -> None:
-    async def main() -> None:
-        cluster = Cluster()
-        async with watched(cluster, tmp_path, label="jobs=here") as (found, cache, until):
-            await until(lambda: cache.jobs() == [KEY])
-            assert found.problems() == {"": "", "rl": ""}
-            cluster.tell("namespaces", {"type": "ADDED", "object": cluster.namespace("team", "2")})
-            await until(lambda: set(cache.jobs()) == {KEY, OTHER})
-            cluster.tell("namespaces", {"type": "DELETED", "object": cluster.namespace("rl")})
-            await until(lambda: cache.jobs() == [OTHER])
-            assert set(found.problems()) == {"", "team"}
-            cluster.tell("namespaces", {"type": "ADDED", "object": cluster.namespace("rl")})
-            await until(lambda: set(cache.jobs()) == {KEY, OTHER})
-
-    asyncio.run(main())
+async def test_namespaces_come_and_go_with_their_label(tmp_path: Path) -> None:
+    cluster = Cluster()
+    async with watched(cluster, tmp_path, label="jobs=here") as (found, cache, until):
+        await until(lambda: cache.jobs() == [KEY])
+        assert found.problems() == {"": "", "rl": ""}
+        cluster.tell("namespaces", {"type": "ADDED", "object": cluster.namespace("team", "2")})
+        await until(lambda: set(cache.jobs()) == {KEY, OTHER})
+        cluster.tell("namespaces", {"type": "DELETED", "object": cluster.namespace("rl")})
+        await until(lambda: cache.jobs() == [OTHER])
+        assert set(found.problems()) == {"", "team"}
+        cluster.tell("namespaces", {"type": "ADDED", "object": cluster.namespace("rl")})
+        await until(lambda: set(cache.jobs()) == {KEY, OTHER})
 
 
-def test_a_namespace_that_lost_its_label_while_nobody_watched_is_left(tmp_path: Path) -> None:
-    async def main() -> None:
-        cluster = Cluster()
-        cluster.labelled["team"] = "2"
-        async with watched(cluster, tmp_path, label="jobs=here") as (_, cache, until):
-            await until(lambda: set(cache.jobs()) == {KEY, OTHER})
-            del cluster.labelled["rl"]
-            cluster.tell("namespaces", {"type": "ERROR", "object": {"code": 410, "message": "too old"}})
-            await until(lambda: cache.jobs() == [OTHER])
-            cluster.labelled = {"team": "3"}  # deleted and made again
-            cluster.tell("namespaces", {"type": "ERROR", "object": {"code": 410, "message": "too old"}})
-            await until(lambda: cluster.asked["team", "list"] == 1)
-            assert cache.jobs() == [OTHER]
-
-    asyncio.run(main())
+async def test_a_namespace_that_lost_its_label_while_nobody_watched_is_left(tmp_path: Path) -> None:
+    cluster = Cluster()
+    cluster.labelled["team"] = "2"
+    async with watched(cluster, tmp_path, label="jobs=here") as (_, cache, until):
+        await until(lambda: set(cache.jobs()) == {KEY, OTHER})
+        del cluster.labelled["rl"]
+        cluster.tell("namespaces", {"type": "ERROR", "object": {"code": 410, "message": "too old"}})
+        await until(lambda: cache.jobs() == [OTHER])
+        cluster.labelled = {"team": "3"}  # deleted and made again
+        cluster.tell("namespaces", {"type": "ERROR", "object": {"code": 410, "message": "too old"}})
+        await until(lambda: cluster.asked["team", "list"] == 1)
+        assert cache.jobs() == [OTHER]
 
 
 def test_a_namespace_is_known_only_once_everything_in_it_was_listed() -> None:

@@ -9,13 +9,11 @@ from dashboards import beat, load
 from rich.console import Console
 
 from rlhfspec.cli.commands.top import _row
-from rlhfspec.control.knowledge import RunKnowledge
 from rlhfspec.control.show import document_of
 from rlhfspec.dashboard.live.live_state import Live
 from rlhfspec.messages.records import WorkerInfo
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.plugin.status import table_of
-from rlhfspec.runs.folder.run_folder import example_job
 from rlhfspec.runs.live.live import LiveView
 from rlhfspec.runs.live.run_state import SILENT_SECONDS, KnownRun
 from rlhfspec.runs.view.roster import process_states
@@ -34,20 +32,14 @@ def plugin_top(view: LiveView) -> str:
 def test_all_that_tell_of_silence_tell_it_at_one_time(seconds: float, is_told: bool) -> None:
     clock = FakeClock()
     known, live = KnownRun(clock), Live()
-    knowledge = RunKnowledge(example_job(), "run", "tls://nats:4222", clock)
     known.tell(INFO, beat(), load())
-    knowledge.ready(INFO)
-    knowledge.heard(beat())
     asyncio.run(clock.advance(seconds))
-    knowledge.broker_answered()
     view = LiveView(run=known.run, now=clock.now())
     live.seen(view)
     [state] = process_states(known.run, clock.now())
     [page], [tile] = live.content(clock.now())["workers"], live.content(clock.now())["generators"]
-    [reported] = knowledge.report().workers
     told = {
         "roster": state.doing,
-        "control": reported.doing,
         "dashboard": page["doing"],
         "its generators": "silent" if tile["silent"] else "working",
         "top": _row(state)[2],
