@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, ControlPlane, why_no_nodes
 from cluster.kind import KindCluster
-from installed import Installed
+from installed import Installed, on_the_laptop
 from operators import define
 from shared_servers import SharedServers
 
@@ -53,6 +53,12 @@ def installed(cluster: Cluster) -> Installed:
     with_chart = Installed(cluster)
     with_chart.install()
     return with_chart
+
+
+@pytest.fixture(scope="module")
+def laptop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of the module's job `grpo()`, trained on this machine: a cluster's curve is compared with it."""
+    return on_the_laptop(request.module.grpo(), tmp_path_factory.mktemp("laptop"))
 
 
 @pytest.fixture(scope="module")

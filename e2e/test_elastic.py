@@ -6,8 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-from installed import IMAGES, NAMESPACE, Installed, Job, curve_of, example, on_the_laptop
+from installed import IMAGES, NAMESPACE, Installed, Job, curve_of, example
 
 from rlhfspec.cluster import names
 
@@ -18,11 +17,6 @@ CLUSTER = {"images": IMAGES}
 def grpo() -> dict[str, Any]:
     job = example("grpo", training={"steps": STEPS}, evaluation=None, checkpoint={"everySteps": 3})
     return job | {"metadata": {"name": "sums"}}
-
-
-@pytest.fixture(scope="module")
-def laptop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return on_the_laptop(grpo(), tmp_path_factory.mktemp("laptop"))
 
 
 def test_generators_one_to_four_to_one(installed: Installed, laptop: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from installed import IMAGES, NAMESPACE, Installed, curve_of, example, on_the_laptop
+from installed import IMAGES, NAMESPACE, Installed, curve_of, example
 
 from rlhfspec.cluster import names
 
@@ -37,11 +37,6 @@ def grpo() -> dict[str, Any]:
         failurePolicy={"maxRestarts": 50},
     )
     return job | {"metadata": {"name": "sums"}}
-
-
-@pytest.fixture(scope="module")
-def laptop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return on_the_laptop(grpo(), tmp_path_factory.mktemp("laptop"))
 
 
 def targets(draw: random.Random) -> Iterator[str]:

@@ -7,21 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from installed import IMAGES, NAMESPACE, Installed, Job, curve_of, example, on_the_laptop
+from installed import IMAGES, NAMESPACE, Installed, Job, curve_of, example
 
 STEPS = 30 if os.environ.get("E2E_WHOLE") else 20  # the shipped job has 30
 CLUSTER = {"images": IMAGES}
 
 
-def grpo(name: str, **spec: Any) -> dict[str, Any]:
+def grpo(name: str = "sums", **spec: Any) -> dict[str, Any]:
     training = {"training": {"steps": STEPS}, "checkpoint": {"everySteps": 5}, "evaluation": None}
     job = example("grpo", **({} if STEPS == 30 else training), **spec)
     return job | {"metadata": {"name": name}}
-
-
-@pytest.fixture(scope="module")
-def laptop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return on_the_laptop(grpo("sums"), tmp_path_factory.mktemp("laptop"))
 
 
 @pytest.fixture(scope="module")

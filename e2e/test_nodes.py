@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from installed import IMAGES, Installed, curve_of, example, on_the_laptop
+from installed import IMAGES, Installed, curve_of, example
 
 STEPS = 6
 CLUSTER = {"images": IMAGES}
@@ -25,11 +25,6 @@ def grpo() -> dict[str, Any]:
         roles={"generator": {"workers": 2}}, **spread,
     )  # fmt: skip
     return job | {"metadata": {"name": "sums"}}
-
-
-@pytest.fixture(scope="module")
-def laptop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return on_the_laptop(grpo(), tmp_path_factory.mktemp("laptop"))
 
 
 def test_a_drained_node_loses_no_token(installed: Installed, laptop: Path) -> None:

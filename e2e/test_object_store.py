@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cluster import Cluster
-from installed import IMAGES, NAMESPACE, Installed, Job, copy_made, curve_of, example, on_the_laptop
+from installed import IMAGES, NAMESPACE, Installed, Job, copy_made, curve_of, example
 from object_stores import ObjectServer
 
 STEPS = 8
@@ -23,11 +23,6 @@ def grpo(name: str = "sums", **storage: Any) -> dict[str, Any]:
     job["metadata"] = {"name": name}
     job["spec"]["storage"] = {"uri": URI, "secret": SECRET} | storage
     return job
-
-
-@pytest.fixture(scope="module")
-def laptop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return on_the_laptop(grpo(), tmp_path_factory.mktemp("laptop"))
 
 
 @pytest.fixture(scope="module")

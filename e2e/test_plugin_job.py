@@ -9,7 +9,6 @@ import pytest
 from installed import IMAGES, NAMESPACE, Installed, Job, example
 
 from rlhfspec.plugin.cluster import Cluster, Where
-from rlhfspec.plugin.control import asked
 
 CLUSTER = {"images": IMAGES}
 Rlhf = Callable[..., str]
@@ -43,7 +42,7 @@ def test_top_has_the_generators_speed(installed: Installed, job: Job, rlhf: Rlhf
 
     def speed() -> float:
         with Cluster(where) as cluster:
-            workers = {each["name"]: each for each in asked(cluster, "asked", "--json")["workers"]}
+            workers = {each["name"]: each for each in cluster.ask_control("asked", "--json")["workers"]}
         return float(workers["generator-0"]["load"]["tokens_per_second"])
 
     job.wait("tokens/s of the generator", lambda: speed() > 0.0, seconds=60)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cluster import Cluster
-from installed import IMAGES, NAMESPACE, RELEASE, Installed, Job, curve_of, example, on_the_laptop
+from installed import IMAGES, NAMESPACE, RELEASE, Installed, Job, curve_of, example
 from manifests import RESTRICTED
 from webhooks import Patches, webhook
 
@@ -29,11 +29,6 @@ def grpo(**spec: Any) -> dict[str, Any]:
     """Always of one name: what is drawn depends on it."""
     settings = {"training": {"steps": STEPS}, "checkpoint": {"everySteps": 2}, "evaluation": None}
     return example("grpo", **settings, **spec) | {"metadata": {"name": "sums"}}
-
-
-@pytest.fixture(scope="module")
-def laptop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return on_the_laptop(grpo(), tmp_path_factory.mktemp("laptop"))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -83,40 +84,38 @@ class Metrics:
         self._queue.set_function(queue)
         self._jobs.set_function(jobs)
         self._leader.set_function(leader)
-        self.registry.register(_Restarts(restarts))
-        self.registry.register(_Unwatched(unwatched))
+        self.registry.register(_Asked(lambda: _restarts(restarts())))
+        self.registry.register(_Asked(lambda: _unwatched(unwatched())))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
 
-class _Restarts(Collector):
+class _Asked(Collector):
+    """A family of metrics that is made when it is read."""
+
+    def __init__(self, family: Callable[[], Metric]) -> None:
+        self._family = family
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._family()
+
+
+def _restarts(workers: Iterable[Restarted]) -> Metric:
     """With the names that the supervisor of one machine gives them (docs/tracing.md), and of whose job."""
-
-    def __init__(self, restarts: Callable[[], Iterable[Restarted]]) -> None:
-        self._restarts = restarts
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        family = CounterMetricFamily(
-            "rlhfspec_restarts",
-            "Times that a worker was started again.",
-            labels=("namespace", "rlhfjob", "stage", "worker"),
-        )
-        for each in self._restarts():
-            family.add_metric((each.namespace, each.job, each.role, str(each.worker)), each.restarts)
-        yield family
+    labels = ("namespace", "rlhfjob", "stage", "worker")
+    family = CounterMetricFamily("rlhfspec_restarts", "Times that a worker was started again.", labels=labels)
+    for each in workers:
+        family.add_metric((each.namespace, each.job, each.role, str(each.worker)), each.restarts)
+    return family
 
 
-class _Unwatched(Collector):
-    def __init__(self, problems: Callable[[], Mapping[str, str]]) -> None:
-        self._problems = problems
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        family = GaugeMetricFamily(
-            "rlhfspec_operator_namespace_unwatched",
-            "1: jobs of this namespace (empty: of all) cannot be watched; the log says why.",
-            labels=("job_namespace",),
-        )
-        for namespace, problem in self._problems().items():
-            family.add_metric((namespace,), float(bool(problem)))
-        yield family
+def _unwatched(problems: Mapping[str, str]) -> Metric:
+    family = GaugeMetricFamily(
+        "rlhfspec_operator_namespace_unwatched",
+        "1: jobs of this namespace (empty: of all) cannot be watched; the log says why.",
+        labels=("job_namespace",),
+    )
+    for namespace, problem in problems.items():
+        family.add_metric((namespace,), float(bool(problem)))
+    return family

@@ -11,17 +11,13 @@ from rlhfspec.operator.deciding.observed import Said
 from rlhfspec.operator.shared import broker
 
 
-def test_after_one_missed_dial_the_next_comes_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_after_one_missed_dial_the_next_comes_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker, "DIAL_SECONDS", 3600.0)
     monkeypatch.setattr(broker, "DIAL_AGAIN_SECONDS", 0.0)
     port = free_port()
-
-    async def first_told() -> Said | None:
-        told = asyncio.get_running_loop().create_future()
-        dialling = broker.Dialling({"NATS": f"tls://127.0.0.1:{port}"}, told.set_result)
-        dial = asyncio.create_task(dialling.run(lambda: True))
-        said: Said | None = await asyncio.wait_for(told, 60)
-        dial.cancel()
-        return said
-
-    assert asyncio.run(first_told()) == Said("BrokerUnavailable", f"NATS at 127.0.0.1:{port}: Connection refused")
+    told = asyncio.get_running_loop().create_future()
+    dialling = broker.Dialling({"NATS": f"tls://127.0.0.1:{port}"}, told.set_result)
+    dial = asyncio.create_task(dialling.run(lambda: True))
+    said: Said | None = await asyncio.wait_for(told, 60)
+    dial.cancel()
+    assert said == Said("BrokerUnavailable", f"NATS at 127.0.0.1:{port}: Connection refused")

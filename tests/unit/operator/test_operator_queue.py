@@ -90,34 +90,28 @@ async def working(
 A, B, C = ("team", "a"), ("team", "b"), ("team", "c")
 
 
-def test_what_happens_together_is_one_look() -> None:
-    async def seen() -> list[Key]:
-        look = Looking()
-        async with working(look) as (queue, timers):
-            for _ in range(50):
-                queue.tell(A)
-            await timers.advance(10.0)
-        return look.seen
-
-    assert asyncio.run(seen()) == [A]
-
-
-def test_told_of_while_it_is_looked_at_it_is_looked_at_again() -> None:
-    async def seen() -> tuple[list[Key], list[Key]]:
-        look = Looking()
-        look.open.clear()
-        async with working(look) as (queue, timers):
+async def test_what_happens_together_is_one_look() -> None:
+    look = Looking()
+    async with working(look) as (queue, timers):
+        for _ in range(50):
             queue.tell(A)
-            await timers.advance(1.0)
-            for _ in range(3):
-                queue.tell(A)
-            await timers.advance(1.0)
-            before = list(look.seen)
-            look.open.set()
-            await timers.advance(1.0)
-        return before, look.seen
+        await timers.advance(10.0)
+    assert look.seen == [A]
 
-    assert asyncio.run(seen()) == ([A], [A, A])
+
+async def test_told_of_while_it_is_looked_at_it_is_looked_at_again() -> None:
+    look = Looking()
+    look.open.clear()
+    async with working(look) as (queue, timers):
+        queue.tell(A)
+        await timers.advance(1.0)
+        for _ in range(3):
+            queue.tell(A)
+        await timers.advance(1.0)
+        before = list(look.seen)
+        look.open.set()
+        await timers.advance(1.0)
+    assert (before, look.seen) == ([A], [A, A])
 
 
 def test_what_comes_in_one_after_the_other_is_not_a_look_each() -> None:
@@ -135,126 +129,103 @@ def test_what_comes_in_one_after_the_other_is_not_a_look_each() -> None:
     assert asyncio.run(num(ReconcileResult())) == pytest.approx(2.0 / REST_SECONDS + 1, abs=1)
 
 
-def test_how_late_a_look_was_is_told() -> None:
-    async def late() -> list[float]:
-        look, waited = Looking(), list[float]()
-        look.open.clear()
-        async with working(look, workers=1, waited=waited.append) as (queue, timers):
-            queue.tell(A)
-            queue.tell(B)
-            await timers.advance(GATHER_SECONDS + 3.0)
-            look.open.set()
-            await timers.advance(1.0)
-        return waited
-
-    assert asyncio.run(late()) == pytest.approx([0.0, 3.0])
+async def test_how_late_a_look_was_is_told() -> None:
+    look, waited = Looking(), list[float]()
+    look.open.clear()
+    async with working(look, workers=1, waited=waited.append) as (queue, timers):
+        queue.tell(A)
+        queue.tell(B)
+        await timers.advance(GATHER_SECONDS + 3.0)
+        look.open.set()
+        await timers.advance(1.0)
+    assert waited == pytest.approx([0.0, 3.0])
 
 
-def test_a_busy_job_does_not_keep_the_others_waiting() -> None:
-    async def seen() -> list[Key]:
-        look = Looking()
-        look.open.clear()
-        async with working(look, workers=1) as (queue, timers):
-            queue.tell(A)
-            await timers.advance(GATHER_SECONDS)
-            for key in (A, B, A, C, A):
-                queue.tell(key)
-            await timers.advance(1.0)
-            look.open.set()
-            await timers.advance(1.0)
-        return look.seen
-
-    assert asyncio.run(seen()) == [A, B, C, A]
+async def test_a_busy_job_does_not_keep_the_others_waiting() -> None:
+    look = Looking()
+    look.open.clear()
+    async with working(look, workers=1) as (queue, timers):
+        queue.tell(A)
+        await timers.advance(GATHER_SECONDS)
+        for key in (A, B, A, C, A):
+            queue.tell(key)
+        await timers.advance(1.0)
+        look.open.set()
+        await timers.advance(1.0)
+    assert look.seen == [A, B, C, A]
 
 
-def test_a_crowd_of_one_namespace_keeps_no_other_waiting() -> None:
+async def test_a_crowd_of_one_namespace_keeps_no_other_waiting() -> None:
     crowd = [("crowd", str(number)) for number in range(100)]
-
-    async def seen() -> list[Key]:
-        look = Looking()
-        look.open.clear()
-        async with working(look, workers=1) as (queue, timers):
-            for key in (*crowd, A, B):
-                queue.tell(key)
-            await timers.advance(GATHER_SECONDS)
-            look.open.set()
-            while len(look.seen) < len(crowd) + 2:
-                await asyncio.sleep(0)
-        return look.seen
-
-    looked = asyncio.run(seen())
+    look = Looking()
+    look.open.clear()
+    async with working(look, workers=1) as (queue, timers):
+        for key in (*crowd, A, B):
+            queue.tell(key)
+        await timers.advance(GATHER_SECONDS)
+        look.open.set()
+        while len(look.seen) < len(crowd) + 2:
+            await asyncio.sleep(0)
+    looked = look.seen
     assert max(looked.index(A), looked.index(B)) < 6
     assert [key for key in looked if key in crowd] == crowd
     assert looked.index(A) < looked.index(B)
 
 
-def test_a_look_that_hangs_holds_up_no_other_job() -> None:
+async def test_a_look_that_hangs_holds_up_no_other_job() -> None:
     """As one that waits for a slow webhook; and it ends with its worker."""
+    look = Looking()
+    hangs = asyncio.Event()
 
-    async def seen() -> list[Key]:
-        look = Looking()
-        hangs = asyncio.Event()
+    async def looking(key: Key) -> ReconcileResult:
+        looked = await look(key)
+        if key == A:
+            await hangs.wait()
+        return looked
 
-        async def looking(key: Key) -> ReconcileResult:
-            looked = await look(key)
-            if key == A:
-                await hangs.wait()
-            return looked
-
-        async with working(looking, workers=1) as (queue, timers):
-            for key in (A, B, C, A):
-                queue.tell(key)
-                await timers.advance(GATHER_SECONDS)
-            await asyncio.sleep(2 * PATIENT_SECONDS)
-            await timers.advance(1.0)
-        return look.seen
-
-    assert asyncio.run(seen()) == [A, B, C]
+    async with working(looking, workers=1) as (queue, timers):
+        for key in (A, B, C, A):
+            queue.tell(key)
+            await timers.advance(GATHER_SECONDS)
+        await asyncio.sleep(2 * PATIENT_SECONDS)
+        await timers.advance(1.0)
+    assert look.seen == [A, B, C]
 
 
 @pytest.mark.parametrize(
     "answer", [ReconcileResult(0.0, did="the same"), ReconcileResult(failed=True), ReconcileResult(0.0, failed=True)]
 )
-def test_the_same_over_and_over_slows_down(answer: ReconcileResult) -> None:
-    async def times() -> list[float]:
-        at: list[float] = []
+async def test_the_same_over_and_over_slows_down(answer: ReconcileResult) -> None:
+    at: list[float] = []
 
-        async def look(key: Key) -> ReconcileResult:
-            at.append(timers.now)
-            queue.tell(key)  # as a watch does that tells what the look itself wrote
-            return answer
+    async def look(key: Key) -> ReconcileResult:
+        at.append(timers.now)
+        queue.tell(key)  # as a watch does that tells what the look itself wrote
+        return answer
 
-        async with working(look) as (queue, timers):
-            queue.tell(A)
-            await timers.advance(600.0)
-        return at
-
-    at = asyncio.run(times())
+    async with working(look) as (queue, timers):
+        queue.tell(A)
+        await timers.advance(600.0)
+    at = at
     assert len(at) < 20
     assert at[-1] - at[-2] == pytest.approx(LONGEST_BACKOFF_SECONDS, rel=0.1)
 
 
-def test_a_look_that_does_something_new_does_not_wait() -> None:
-    async def num() -> int:
-        look = Looking(lambda key: ReconcileResult(0.1, did=len(look.seen)))
-        async with working(look) as (queue, timers):
-            queue.tell(A)
-            await timers.advance(10.0)
-        return len(look.seen)
-
-    assert asyncio.run(num()) == pytest.approx(100, abs=3)
+async def test_a_look_that_does_something_new_does_not_wait() -> None:
+    look = Looking(lambda key: ReconcileResult(0.1, did=len(look.seen)))
+    async with working(look) as (queue, timers):
+        queue.tell(A)
+        await timers.advance(10.0)
+    assert len(look.seen) == pytest.approx(100, abs=3)
 
 
-def test_a_look_that_raises_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    async def seen() -> set[Key]:
-        look = Looking(lambda key: ReconcileResult() if key != A else ReconcileResult(requeue_seconds=1 / 0))
-        async with working(look, workers=1) as (queue, timers):
-            for key in (A, B, C):
-                queue.tell(key)
-            await timers.advance(1.0)
-        return set(look.seen)
-
-    assert asyncio.run(seen()) == {A, B, C}
+async def test_a_look_that_raises_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    look = Looking(lambda key: ReconcileResult() if key != A else ReconcileResult(requeue_seconds=1 / 0))
+    async with working(look, workers=1) as (queue, timers):
+        for key in (A, B, C):
+            queue.tell(key)
+        await timers.advance(1.0)
+    assert set(look.seen) == {A, B, C}
     assert "the reconcile of team/a failed" in caplog.text
 
 

@@ -17,7 +17,7 @@ from rlhfspec.operator.deciding.reasons import CAUSES, OTHERS
 from rlhfspec.operator.deciding.reconcile import reconcile
 from rlhfspec.operator.deciding.situation import ReconcilePlan
 from rlhfspec.operator.deciding.status import PHASES
-from rlhfspec.operator.looking.views import job_view, pod_view
+from rlhfspec.operator.looking.views import job_view
 
 PAGE = ROOT / "docs" / "conditions.md"
 POD = "sums-reward-0"
@@ -104,11 +104,8 @@ MOUNT = 'MountVolume.SetUp failed for volume "credentials" : '
 
 def with_event(world: World, event: str) -> ReconcilePlan:
     observed = world.observed()
-    said = {"type": "Warning", "reason": "FailedMount", "message": event, "lastTimestamp": "2026-01-01T00:00:01Z"}
-    old = {"type": "Normal", "reason": "Scheduled", "message": "", "lastTimestamp": "2026-01-01T00:00:00Z"}
-    view = pod_view(world.pods[POD], [said, old])
-    assert view is not None
-    pods = tuple(view if pod.name == POD else pod for pod in observed.pods)
+    warned = replace(world.view(POD), warnings=(Said("FailedMount", event),))
+    pods = tuple(warned if pod.name == POD else pod for pod in observed.pods)
     return reconcile(job_view(world.body), replace(observed, pods=pods), world.settings, world.now)
 
 

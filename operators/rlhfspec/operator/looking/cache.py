@@ -20,8 +20,8 @@ from rlhfspec.job.cluster import DEFAULT_MANAGER
 from rlhfspec.operator.deciding.memory import INTERNAL
 from rlhfspec.operator.deciding.observed import DryRunResult, JobView, Observed, PodView, Refusal, Said
 from rlhfspec.operator.looking.queue import Key
-from rlhfspec.operator.looking.views import job_view, owner_of, pod_view
-from rlhfspec.operator.making.workloads import Workloads
+from rlhfspec.operator.looking.views import job_view, pod_view
+from rlhfspec.operator.making.workloads import Workloads, owner_of
 
 Json = dict[str, Any]
 Kind = Literal["job", "pod", "workload"]

@@ -9,8 +9,7 @@ Example:
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -23,8 +22,8 @@ from rlhfspec.job.file.checks import check
 from rlhfspec.job.file.problems import explain
 from rlhfspec.operator.deciding.memory import maybe_time_of, tidy
 from rlhfspec.operator.deciding.observed import JobView, PodView, Said, Terminated, Worker, worker_of
+from rlhfspec.operator.making.workloads import owner_of
 
-_MOST_WARNINGS = 8
 FINISHED = ("Succeeded", "Failed")
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
@@ -70,9 +69,9 @@ def read(manifest: Mapping[str, Any]) -> tuple[RLHFJob | None, tuple[Problem, ..
     return (None if problems else job), problems
 
 
-def pod_view(pod: Mapping[str, Any], events: Iterable[Mapping[str, Any]] = ()) -> PodView | None:
-    """Of a pod, and the events on it; None: it is no job's. Whose it is say its owner and its name, not its labels:
-    those anybody may write."""
+def pod_view(pod: Mapping[str, Any]) -> PodView | None:
+    """Return what is of use of a pod; None: it is no job's. Its owner and name tell whose it is, not its labels, which
+    anybody may write."""
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     owner = owner_of(metadata)
     if owner is None or (worker := _worker_of(metadata["name"], owner["name"])) is None:
@@ -96,14 +95,8 @@ def pod_view(pod: Mapping[str, Any], events: Iterable[Mapping[str, Any]] = ()) -
         unscheduled=_unless(conditions.get("PodScheduled"), "True"), waiting=_maybe_said(state.get("waiting")),
         terminated=_terminated(state.get("terminated")),
         has_sandbox=conditions.get("PodReadyToStartContainers", {}).get("status") == "True",
-        disruption=_unless(conditions.get("DisruptionTarget"), "False"), warnings=_warnings(events),
+        disruption=_unless(conditions.get("DisruptionTarget"), "False"),
     )  # fmt: skip
-
-
-def owner_of(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The job whose pod it is; None: no job's, or another program's."""
-    owners = metadata.get("ownerReferences") or ()
-    return next((owner for owner in owners if owner.get("controller") and owner["kind"] == names.KIND), None)
 
 
 def _worker_of(pod: str, job: str) -> Worker | None:
@@ -173,14 +166,3 @@ def last_line(text: str) -> str:
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:500] if lines else ""
-
-
-def _warnings(events: Iterable[Mapping[str, Any]]) -> tuple[Said, ...]:
-    warnings = [event for event in events if event.get("type") == "Warning"]
-    return tuple(map(_said, sorted(warnings, key=_last_seen)[-_MOST_WARNINGS:]))
-
-
-def _last_seen(event: Mapping[str, Any]) -> str:
-    series = event.get("series") or {}
-    times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"))
-    return next((re.sub(r"(\.\d+)?Z$", "Z", time) for time in times if time), "")

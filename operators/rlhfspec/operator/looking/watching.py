@@ -57,7 +57,7 @@ class Informers:
         self._namespaces: dict[str, list[asyncio.Task[None]]] = {name: [] for name in namespaces}
         self._labelled = WatchSource("v1", "Namespace", self._join, self._leave, labels=label) if label else None
         self._by_uid: dict[str, str] = {}  # of those with the label
-        self._start: Callable[[str, WatchSource], asyncio.Task[None]] | None = None
+        self._running: tuple[asyncio.TaskGroup, Api] | None = None
         self._sources = (
             WatchSource(JOB_VERSION, names.KIND, cache.put_job, cache.remove_job, "job"),
             WatchSource("v1", "Pod", cache.put_pod, cache.remove_pod, "pod", labels=PODS),
@@ -70,15 +70,18 @@ class Informers:
     async def run(self, api: Api) -> None:
         """Until it is cancelled."""
         async with asyncio.TaskGroup() as group:
-            self._start = lambda namespace, source: group.create_task(self._keep(api, source, namespace))
+            self._running = (group, api)
             for namespace in self._namespaces:
                 self._watch_all_of(namespace)
             for source in (*self._of_cluster, *([self._labelled] if self._labelled else ())):
                 group.create_task(self._keep(api, source, None))
 
     def _watch_all_of(self, namespace: str) -> None:
-        if self._start is not None:
-            self._namespaces[namespace] = [self._start(namespace, source) for source in self._sources]
+        if self._running is not None:
+            group, api = self._running
+            self._namespaces[namespace] = [
+                group.create_task(self._keep(api, source, namespace)) for source in self._sources
+            ]
 
     def _join(self, namespace: Json) -> None:
         name, uid = namespace["metadata"]["name"], namespace["metadata"]["uid"]

@@ -67,7 +67,7 @@ def workload_view(body: Mapping[str, Any]) -> WorkloadView:
     return WorkloadView(
         name=metadata["name"], uid=metadata["uid"], version=metadata["resourceVersion"],
         generation=metadata.get("generation", 1), created=datetime.fromisoformat(metadata["creationTimestamp"]),
-        owner=(_owner(metadata) or {}).get("uid", ""), asked=(metadata.get("annotations") or {}).get(ASKED, ""),
+        owner=(owner_of(metadata) or {}).get("uid", ""), asked=(metadata.get("annotations") or {}).get(ASKED, ""),
         is_deleting="deletionTimestamp" in metadata, conditions=tuple(status.get("conditions") or ()),
         flavors={each["name"]: tuple(dict.fromkeys((each.get("flavors") or {}).values())) for each in assigned},
         counts={each["name"]: each["count"] for each in assigned if "count" in each},
@@ -75,9 +75,10 @@ def workload_view(body: Mapping[str, Any]) -> WorkloadView:
     )  # fmt: skip
 
 
-def _owner(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def owner_of(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the job that controls an object; None: no job does."""
     owners = metadata.get("ownerReferences") or ()
-    return next((each for each in owners if each.get("controller") and each["kind"] == names.KIND), None)
+    return next((owner for owner in owners if owner.get("controller") and owner["kind"] == names.KIND), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class Workloads:
     # --- what the watches say: each returns the job that it concerns -------------------------------------------------
 
     def put(self, body: Json) -> Key | None:
-        owner, view = _owner(body["metadata"]), workload_view(body)
+        owner, view = owner_of(body["metadata"]), workload_view(body)
         if owner is None or view.uid in self._gone:
             return None
         _, held = self._by_job.get(view.owner, (None, None))

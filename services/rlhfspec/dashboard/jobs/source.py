@@ -5,8 +5,8 @@ NATS) is the same in both, and read by `feed`.
 
 Example:
     >>> key = JobKey(namespace="team-a", name="sums")
-    >>> str(key), JobKey.parse("team-a", "sums") == key
-    ('team-a/sums', True)
+    >>> str(key)
+    'team-a/sums'
 """
 
 from __future__ import annotations
@@ -14,17 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class JobKey:
     namespace: str
     name: str
-
-    @classmethod
-    def parse(cls, namespace: str, name: str) -> Self:
-        return cls(namespace, name)
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
