@@ -36,26 +36,6 @@ CONNECTIONS = 64
 OF_ONE_JOB = 4  # of them: a webhook that hangs has those of its jobs, and no more
 # Said with code 500, of what the same request would only hear again.
 _FINAL = ("failed calling webhook", "failed to create typed patch object")
-_PLURALS = {
-    "ConfigMap": "configmaps",
-    "Event": "events",
-    "Lease": "leases",
-    "Namespace": "namespaces",
-    "NetworkPolicy": "networkpolicies",
-    "PersistentVolumeClaim": "persistentvolumeclaims",
-    "Pod": "pods",
-    "PriorityClass": "priorityclasses",
-    "ResourceFlavor": "resourceflavors",
-    "PodGroup": "podgroups",
-    "RoleBinding": "rolebindings",
-    "Secret": "secrets",
-    "Service": "services",
-    "ServiceAccount": "serviceaccounts",
-    "SubjectAccessReview": "subjectaccessreviews",
-    "TokenReview": "tokenreviews",
-    "Workload": "workloads",
-    names.KIND: names.PLURAL,
-}
 JOB_VERSION = f"{names.GROUP}/{names.VERSION}"
 
 
@@ -105,7 +85,16 @@ def path_of(version: str, kind: str, namespace: str | None = None, name: str = "
     """
     root = f"/apis/{version}" if "/" in version else f"/api/{version}"
     place = f"/namespaces/{namespace}" if namespace else ""
-    return f"{root}{place}/{_PLURALS[kind]}" + (f"/{name}" if name else "")
+    return f"{root}{place}/{_plural(kind)}" + (f"/{name}" if name else "")
+
+
+def _plural(kind: str) -> str:
+    """
+    >>> [_plural(kind) for kind in ("Pod", "NetworkPolicy", "PriorityClass", "RLHFJob")]
+    ['pods', 'networkpolicies', 'priorityclasses', 'rlhfjobs']
+    """
+    word = kind.lower()
+    return f"{word[:-1]}ies" if word.endswith("y") else f"{word}es" if word.endswith("s") else f"{word}s"
 
 
 class Api:
@@ -122,7 +111,6 @@ class Api:
         agent: str = names.FIELD_MANAGER,
         connections: int = CONNECTIONS,
         deadline_seconds: float = _DEADLINE_SECONDS,
-        draw: random.Random | None = None,
     ) -> None:
         self._access = access
         self._may_write = may_write
@@ -130,7 +118,6 @@ class Api:
         self._agent = agent
         self._connections = connections
         self._deadline_seconds = deadline_seconds
-        self._draw = draw or random.Random()
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Self:
@@ -337,7 +324,7 @@ class Api:
                 problem = _no_answer(error)
             if time.monotonic() - began + wait > self._deadline_seconds:
                 raise ClusterUnavailable(f"{method} {path}", problem)
-            await asyncio.sleep(wait * self._draw.uniform(0.5, 1.0))
+            await asyncio.sleep(wait * random.uniform(0.5, 1.0))
             wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
     async def _try(
