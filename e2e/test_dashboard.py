@@ -20,8 +20,9 @@ from cluster import ControlPlane  # noqa: E402
 from dashboards import Stream, served, visiting  # noqa: E402
 
 from rlhfspec.cluster import names  # noqa: E402
+from rlhfspec.cluster.access import KubeAccess  # noqa: E402
+from rlhfspec.cluster.api import Api  # noqa: E402
 from rlhfspec.dashboard.access import ClusterAccess  # noqa: E402
-from rlhfspec.dashboard.jobs.api_server import ApiServer  # noqa: E402
 from rlhfspec.dashboard.jobs.cluster import ClusterSource, Servers  # noqa: E402
 
 pytestmark = pytest.mark.ci
@@ -107,8 +108,11 @@ def at_dashboard(plane: ControlPlane, check: Callable[[str], Awaitable[None]]) -
     async def main() -> None:
         config = plane.kubeconfig_of(USER)
         # The client takes a colon for the beginning of another path.
-        server = await ApiServer.connect(config.rename(config.with_name("dashboard.kubeconfig")))
-        async with served(ClusterSource(server, Servers()), ClusterAccess(server)) as (_, url):
+        access = KubeAccess(str(config.rename(config.with_name("dashboard.kubeconfig"))))
+        async with (
+            Api(access, agent="rlhfspec-dashboard", deadline_seconds=0.0) as api,
+            served(ClusterSource(api, Servers()), ClusterAccess(api)) as (_, url),
+        ):
             await check(url)
 
     asyncio.run(main())
@@ -291,7 +295,7 @@ def test_an_api_server_that_is_away_is_said_in_one_line(kubernetes: ControlPlane
             finally:
                 kubernetes.start_api_server()
             assert answer.status == 503
-            assert text.startswith("API server: create tokenreviews: ")
+            assert text.startswith("the API server, asked for POST ")
             assert text.count("\n") == 1
             assert given not in text
             async with asyncio.timeout(60):  # at first it knows of no roles

@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 from rlhfspec.cluster import names
+from rlhfspec.cluster.access import KubeAccess
+from rlhfspec.cluster.api import Api
 from rlhfspec.dashboard.access import ClusterAccess
-from rlhfspec.dashboard.jobs.api_server import ApiServer
 from rlhfspec.dashboard.jobs.cluster import ClusterSource, Servers
 from rlhfspec.dashboard.server import Dashboard, serve
 from rlhfspec.errors import InvalidRequest, RLHFSpecError
@@ -53,7 +54,7 @@ def _arguments() -> argparse.Namespace:
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
-    server = await ApiServer.connect(arguments.kubeconfig)
+    kubeconfig = None if arguments.kubeconfig is None else str(arguments.kubeconfig)
     servers = Servers(
         nats_url=arguments.nats_url,
         redis_url=arguments.redis_url,
@@ -62,12 +63,14 @@ async def _serve(arguments: argparse.Namespace) -> None:
         storage_claim=arguments.storage_claim,
         storage_namespace=arguments.storage_namespace or os.environ.get("POD_NAMESPACE", ""),
     )
-    source = ClusterSource(server, servers, namespaces=arguments.namespace)
-    await serve(
-        Dashboard(source, ClusterAccess(server)), arguments.host, arguments.port,
-        tls=_tls(arguments.tls_cert, arguments.tls_key),
-        ready=lambda port: log.info("listens at port %d", port),
-    )  # fmt: skip
+    # A person waits for the page: nothing is asked twice.
+    async with Api(KubeAccess(kubeconfig), agent="rlhfspec-dashboard", deadline_seconds=0.0) as api:
+        source = ClusterSource(api, servers, namespaces=arguments.namespace)
+        await serve(
+            Dashboard(source, ClusterAccess(api)), arguments.host, arguments.port,
+            tls=_tls(arguments.tls_cert, arguments.tls_key),
+            ready=lambda port: log.info("listens at port %d", port),
+        )  # fmt: skip
 
 
 def _tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:

@@ -17,14 +17,14 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlhfspec.cluster import names
 from rlhfspec.dashboard.jobs.kept import Kept
 from rlhfspec.messages.transport.clock import Clock
 
 if TYPE_CHECKING:
-    from rlhfspec.dashboard.jobs.api_server import ApiServer
+    from rlhfspec.cluster.api import Api
 
 MOST_TOKEN_CHARACTERS = 16_384
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
@@ -53,7 +53,7 @@ class Visitor:
 
 
 class Access(Protocol):
-    """`errors.ServerFailed` where the question cannot be answered: then no visitor may."""
+    """Raises ClusterUnavailable where the question cannot be answered: then no visitor may."""
 
     is_local: bool  # for this machine's users: then only names of this machine are served, and cookies need no TLS
 
@@ -84,8 +84,8 @@ class ClusterAccess:
 
     is_local = False
 
-    def __init__(self, server: ApiServer, *, clock: Clock | None = None) -> None:
-        self._server = server
+    def __init__(self, api: Api, *, clock: Clock | None = None) -> None:
+        self._api = api
         self._visitors: Kept[Visitor | None] = Kept(seconds=_COUNTS_SECONDS, clock=clock)
         self._rights: Kept[bool] = Kept(seconds=_COUNTS_SECONDS, most=20_000, clock=clock)
         self._at_once = asyncio.Semaphore(_MOST_AT_ONCE)
@@ -99,8 +99,9 @@ class ClusterAccess:
 
     async def _whose(self, token: str, key: str) -> Visitor | None:
         async with self._at_once:
-            user = await self._server.review_token(token)
-        if user is None:
+            status = await self._api.review_token(token)
+        user: dict[str, Any] = status.get("user") or {}
+        if not user or not status.get("authenticated"):
             return None
         return Visitor(
             name=user.get("username") or "",
@@ -118,7 +119,8 @@ class ClusterAccess:
             "extra": {name: list(values) for name, values in visitor.extra},
         }
         async with self._at_once:
-            return await self._server.review_access(user, {"namespace": namespace, **_ASKED[what]})
+            status = await self._api.review_access(user, {"namespace": namespace, **_ASKED[what]})
+        return bool(status.get("allowed")) and not status.get("denied")
 
 
 def token_of(headers: Mapping[str, str], cookie: str) -> str:

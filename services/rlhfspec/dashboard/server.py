@@ -23,7 +23,7 @@ from rlhfspec.dashboard.access import Access, Visitor, What, is_token, token_of
 from rlhfspec.dashboard.jobs.source import JobHead, JobKey, JobSource
 from rlhfspec.dashboard.live.feed import Feeds
 from rlhfspec.dashboard.live.readers import EventStream, Reader, encoded
-from rlhfspec.errors import InvalidRequest, RLHFSpecError, ServerFailed
+from rlhfspec.errors import ClusterUnavailable, InvalidRequest, RLHFSpecError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 KEEP_ALIVE_SECONDS = 15.0
@@ -253,7 +253,7 @@ class Dashboard:
             try:
                 events.latest("jobs", await self._visible(visitor))
                 events.latest("problem", "")
-            except ServerFailed as error:
+            except ClusterUnavailable as error:
                 events.latest("problem", str(error))
 
     async def _job_stream(self, request: web.Request) -> web.StreamResponse:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -215,13 +215,13 @@ class Pods:
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = {"metadata": {"name": "sums", "namespace": "team", "uid": "u", "managedFields": [{}]}, **job}
 
-    async def jobs(self, namespace: str) -> list[dict[str, Any]]:
-        return [self.job]
-
-    async def pods(self, namespace: str, job: str) -> list[dict[str, Any]]:
+    async def list(self, version: str, kind: str, namespace: str, **_: Any) -> AsyncIterator[dict[str, Any]]:
+        if kind == "RLHFJob":
+            yield self.job
+            return
         ended = {"reason": "Error", "exitCode": 1, "message": f"\x1b[31mTraceback\n{SECRET}\n"}
         container = {"name": "worker", "state": {"terminated": ended}, "restartCount": 2}
-        return [{"metadata": {"name": "sums-reward-0"}, "status": {"containerStatuses": [container]}}]
+        yield {"metadata": {"name": "sums-reward-0"}, "status": {"containerStatuses": [container]}}
 
 
 @pytest.mark.parametrize(

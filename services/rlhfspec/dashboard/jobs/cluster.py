@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlhfspec.cluster import names
-from rlhfspec.dashboard.jobs.api_server import ApiServer
+from rlhfspec.cluster.api import JOB_VERSION, Api
 from rlhfspec.dashboard.jobs.folder import shown
 from rlhfspec.dashboard.jobs.kept import Kept
 from rlhfspec.dashboard.jobs.source import Address, Condition, JobDetail, JobHead, JobKey, Pod, RunFolderInfo, RunPlace
@@ -35,10 +36,10 @@ class Servers:
 
 
 class ClusterSource:
-    """`namespaces` none: of the whole cluster."""
+    """Source of jobs that the API server knows; its maker closes `api`. `namespaces` none: of the whole cluster."""
 
-    def __init__(self, server: ApiServer, servers: Servers, *, namespaces: Sequence[str] = ()) -> None:
-        self._server = server
+    def __init__(self, api: Api, servers: Servers, *, namespaces: Sequence[str] = ()) -> None:
+        self._api = api
         self._servers = servers
         self._namespaces = tuple(namespaces) or ("",)
         self._lists: Kept[Sequence[dict[str, Any]]] = Kept(seconds=_LIST_SECONDS)
@@ -49,7 +50,7 @@ class ClusterSource:
 
     async def job(self, key: JobKey) -> JobDetail:
         job = await self._found(key)
-        pods = await self._pods.get(key, lambda: self._server.pods(key.namespace, key.name))
+        pods = await self._pods.get(key, lambda: self._listed("v1", "Pod", key.namespace, f"{names.JOB}={key.name}"))
         return JobDetail(
             head=head_of(job),
             run=str(_at(job, "status", "run").get("uid", "")),
@@ -68,13 +69,17 @@ class ClusterSource:
         job = await self._found(key)
         return RunPlace(folder=self._folder(key, job), address=self._address(job))
 
-    async def close(self) -> None:
-        await self._server.close()
+    async def close(self) -> None: ...
+
+    async def _listed(self, version: str, kind: str, namespace: str, labels: str = "") -> list[dict[str, Any]]:
+        found = self._api.list(version, kind, namespace or None, labels=labels, cached=True)
+        return [each async for each in found]
 
     async def _all(self) -> Mapping[JobKey, dict[str, Any]]:
         found: dict[JobKey, dict[str, Any]] = {}
         for namespace in self._namespaces:
-            for job in await self._lists.get(namespace, lambda namespace=namespace: self._server.jobs(namespace)):  # type: ignore[misc]
+            ask = partial(self._listed, JOB_VERSION, names.KIND, namespace)
+            for job in await self._lists.get(namespace, ask):
                 found[JobKey(job["metadata"]["namespace"], job["metadata"]["name"])] = job
         return found
 

@@ -122,7 +122,7 @@ class RunPlace:
 
 class JobSource(Protocol):
     """Cheap to ask every second: what costs is kept for a moment. `errors.InvalidRequest` for a job that is not
-    there, `errors.ServerFailed` where no server answers."""
+    there, ClusterUnavailable where the API server does not answer."""
 
     async def jobs(self) -> Sequence[JobHead]: ...
 

@@ -24,7 +24,7 @@ from rlhfspec.dashboard.jobs.source import Address, JobDetail, JobKey, JobSource
 from rlhfspec.dashboard.live.hearing import Hearing
 from rlhfspec.dashboard.live.live_state import Live
 from rlhfspec.dashboard.live.readers import EventStream, Reader
-from rlhfspec.errors import InvalidRequest, ServerFailed, StorageError
+from rlhfspec.errors import ClusterUnavailable, InvalidRequest, ServerFailed, StorageError
 from rlhfspec.messages.records import Moved, Record, StepReport
 from rlhfspec.messages.transport.clock import Clock, SystemClock
 from rlhfspec.runs.live.live import LiveView, read_live
@@ -97,7 +97,7 @@ class Feed:
             await self._clock.sleep(seconds)
             try:
                 await look()
-            except (InvalidRequest, ServerFailed) as error:
+            except (InvalidRequest, ClusterUnavailable) as error:
                 self._problems["source"] = str(error)
 
     async def _ask_source(self) -> None:
