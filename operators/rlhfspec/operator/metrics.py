@@ -84,14 +84,14 @@ class Metrics:
         self._queue.set_function(queue)
         self._jobs.set_function(jobs)
         self._leader.set_function(leader)
-        self.registry.register(_Asked(lambda: _restarts(restarts())))
-        self.registry.register(_Asked(lambda: _unwatched(unwatched())))
+        self.registry.register(_MadeWhenRead(lambda: _restarts(restarts())))
+        self.registry.register(_MadeWhenRead(lambda: _unwatched(unwatched())))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
 
-class _Asked(Collector):
+class _MadeWhenRead(Collector):
     """A family of metrics that is made when it is read."""
 
     def __init__(self, family: Callable[[], Metric]) -> None:
