@@ -9,7 +9,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -88,43 +89,37 @@ def test_a_wait_names_who_could_end_it_and_has_something_to_do() -> None:
     assert drawn(known)["reward 0"].waits_for == ("generator",), "all of them wait themselves"
 
 
-def test_silence_is_told_and_a_process_that_somebody_stopped_is_not_silent() -> None:
-    async def main() -> None:
-        clock = FakeClock()
-        known = KnownRun(clock)
-        started(known, "reward")
-        known.tell(INFO, BEAT)
-        await clock.advance(SILENT_SECONDS + 1)
-        state = drawn(known)["reward 0"]
-        assert (state.doing, state.since_seconds) == ("silent", SILENT_SECONDS + 1)
-        assert not known.run.all_run(clock.now()), "who may come back is not waited for in vain"
-        known.tell(HeldNews(stage="reward", worker=0, is_held=True))
-        await clock.advance(100.0)
-        state = drawn(known)["reward 0"]
-        assert (state.doing, state.since_seconds) == ("held", 100.0)
-        known.tell(HeldNews(stage="reward", worker=0, is_held=False))
-        assert drawn(known)["reward 0"].doing == "waiting"
-
-    asyncio.run(main())
+async def test_silence_is_told_and_a_process_that_somebody_stopped_is_not_silent() -> None:
+    clock = FakeClock()
+    known = KnownRun(clock)
+    started(known, "reward")
+    known.tell(INFO, BEAT)
+    await clock.advance(SILENT_SECONDS + 1)
+    state = drawn(known)["reward 0"]
+    assert (state.doing, state.since_seconds) == ("silent", SILENT_SECONDS + 1)
+    assert not known.run.all_run(clock.now()), "who may come back is not waited for in vain"
+    known.tell(HeldNews(stage="reward", worker=0, is_held=True))
+    await clock.advance(100.0)
+    state = drawn(known)["reward 0"]
+    assert (state.doing, state.since_seconds) == ("held", 100.0)
+    known.tell(HeldNews(stage="reward", worker=0, is_held=False))
+    assert drawn(known)["reward 0"].doing == "waiting"
 
 
-def test_a_worker_started_by_hand_joins_and_is_gone_when_it_says_nothing() -> None:
-    async def main() -> None:
-        clock = FakeClock()
-        known = KnownRun(clock)
-        started(known, "generator")
-        assert known.run.is_only_worker(("generator", 0))
-        assert not joined(known, replace(INFO, stage="generator"))
-        assert joined(known, replace(INFO, stage="generator", worker=5))
-        assert not joined(known, replace(INFO, stage="generator", worker=5, id="again"))
-        assert not known.run.is_only_worker(("generator", 0))
-        assert [state.by_hand for state in drawn(known).values()] == [False, True]
-        await clock.advance(SILENT_SECONDS + 1)
-        assert gone(known) == ["generator 5"]
-        assert gone(known) == [], "told once"
-        assert known.run.is_only_worker(("generator", 0))
-
-    asyncio.run(main())
+async def test_a_worker_started_by_hand_joins_and_is_gone_when_it_says_nothing() -> None:
+    clock = FakeClock()
+    known = KnownRun(clock)
+    started(known, "generator")
+    assert known.run.is_only_worker(("generator", 0))
+    assert not joined(known, replace(INFO, stage="generator"))
+    assert joined(known, replace(INFO, stage="generator", worker=5))
+    assert not joined(known, replace(INFO, stage="generator", worker=5, id="again"))
+    assert not known.run.is_only_worker(("generator", 0))
+    assert [state.by_hand for state in drawn(known).values()] == [False, True]
+    await clock.advance(SILENT_SECONDS + 1)
+    assert gone(known) == ["generator 5"]
+    assert gone(known) == [], "told once"
+    assert known.run.is_only_worker(("generator", 0))
 
 
 # --- Processes ---------------------------------------------------------------------------------------------------
@@ -216,15 +211,13 @@ class Run:
             starting.result()
 
 
-def with_run(run: Run, check: Callable[[Children], Awaitable[None]], **settings: float) -> None:
-    async def main() -> None:
-        children = await run.open(**settings)
-        try:
-            await check(children)
-        finally:
-            await children.end()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def opened(run: Run, **settings: float) -> AsyncIterator[Children]:
+    children = await run.open(**settings)
+    try:
+        yield children
+    finally:
+        await children.end()
 
 
 @pytest.mark.parametrize(
@@ -240,25 +233,21 @@ def with_run(run: Run, check: Callable[[Children], Awaitable[None]], **settings:
         "by the worker's code, not torchrun's",
     ],
 )
-def test_a_worker_that_fails_is_started_again(
+async def test_a_worker_that_fails_is_started_again(
     tmp_path: Path, stage: str, exit_codes: tuple[int, int], error: type[Exception], match: str, num_restarts: int
 ) -> None:
     run = Run(tmp_path, {(stage, 0): FAILS % exit_codes, ("prompts", 0): LIVES}, maxRestarts=2)
-
-    async def check(children: Children) -> None:
+    async with opened(run) as children:
         await run.fails_to_start(children, error, match)
         assert [line for line in run.said if "no digits; it is started again" in line] == run.said
         assert len(run.said) == num_restarts
 
-    with_run(run, check)
 
-
-def test_a_killed_worker_comes_back_and_the_trainers_end_ends_the_run(tmp_path: Path) -> None:
+async def test_a_killed_worker_comes_back_and_the_trainers_end_ends_the_run(tmp_path: Path) -> None:
     """Of two generators one leaves on purpose; the only trainer, told to leave by somebody, comes back."""
     programs = {("generator", 0): LIVES, ("generator", 1): LIVES, ("trainer", 0): LEAVES}
     run = Run(tmp_path, programs)
-
-    async def check(children: Children) -> None:
+    async with opened(run) as children:
         starting = asyncio.create_task(children.start())
         await run.until(lambda: all(child.pid for child in run.children.values()))
         for key in programs:
@@ -281,13 +270,10 @@ def test_a_killed_worker_comes_back_and_the_trainers_end_ends_the_run(tmp_path: 
         running.result()
         assert not any(child.pid for child in run.children.values())
 
-    with_run(run, check)
 
-
-def test_a_worker_that_leaves_while_it_starts_is_not_waited_for(tmp_path: Path) -> None:
+async def test_a_worker_that_leaves_while_it_starts_is_not_waited_for(tmp_path: Path) -> None:
     run = Run(tmp_path, {("generator", 0): LIVES, ("generator", 1): LEAVES, ("trainer", 0): LIVES})
-
-    async def check(children: Children) -> None:
+    async with opened(run) as children:
         starting = asyncio.create_task(children.start())
         log = tmp_path / "generator-1.jsonl"
         await run.until(lambda: log.exists() and log.read_text())
@@ -300,13 +286,10 @@ def test_a_worker_that_leaves_while_it_starts_is_not_waited_for(tmp_path: Path) 
         await run.until(starting.done)
         starting.result()
 
-    with_run(run, check)
 
-
-def test_work_past_its_deadline_kills_its_process_and_is_named(tmp_path: Path) -> None:
+async def test_work_past_its_deadline_kills_its_process_and_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path, {("reward", 0): LIVES, ("trainer", 0): LIVES}, maxRestarts=0)
-
-    async def check(children: Children) -> None:
+    async with opened(run) as children:
         running = await run.begun(children)
         late = replace(BEAT, doing="working", what="reward of sums/3/7/1", since_seconds=66.0, overdue_seconds=6.0)
         await run.bus.publish(late)
@@ -314,13 +297,10 @@ def test_work_past_its_deadline_kills_its_process_and_is_named(tmp_path: Path) -
         with pytest.raises(StageFailed, match="reward 0: failed: stalled: reward of sums/3/7/1 takes 66 s, longer"):
             running.result()
 
-    with_run(run, check)
 
-
-def test_when_everybody_waits_the_run_ends_and_names_every_wait(tmp_path: Path) -> None:
+async def test_when_everybody_waits_the_run_ends_and_names_every_wait(tmp_path: Path) -> None:
     run = Run(tmp_path, {("reward", 0): LIVES, ("trainer", 0): LIVES})
-
-    async def check(children: Children) -> None:
+    async with opened(run, stall_seconds=20.0) as children:
         running = await run.begun(children)
         for number in range(30):
             for stage in ("reward", "trainer"):
@@ -330,13 +310,10 @@ def test_when_everybody_waits_the_run_ends_and_names_every_wait(tmp_path: Path) 
         with pytest.raises(LoopStalled, match=r"reward 0 waits for finished samples, from prompts or generator"):
             running.result()
 
-    with_run(run, check, stall_seconds=20.0)
 
-
-def test_a_trained_step_forgives_what_failed_before(tmp_path: Path) -> None:
+async def test_a_trained_step_forgives_what_failed_before(tmp_path: Path) -> None:
     run = Run(tmp_path, {("reward", 0): FAILS % (1, 1)}, maxRestarts=1)
-
-    async def check(children: Children) -> None:
+    async with opened(run) as children:
         starting = asyncio.create_task(children.start())
         for step in range(1, 5):
             await run.until(lambda step=step: len(run.said) >= step)
@@ -345,14 +322,11 @@ def test_a_trained_step_forgives_what_failed_before(tmp_path: Path) -> None:
         with pytest.raises(StageFailed, match="since step 4"):
             starting.result()
 
-    with_run(run, check)
 
-
-def test_a_step_that_is_trained_again_forgives_nothing(tmp_path: Path) -> None:
+async def test_a_step_that_is_trained_again_forgives_nothing(tmp_path: Path) -> None:
     """A trainer that fails at step 4 goes on at its checkpoint, and trains steps 1 to 3 again each time."""
     run = Run(tmp_path, {("trainer", 0): FAILS % (1, 1)}, maxRestarts=3)
-
-    async def check(children: Children) -> None:
+    async with opened(run) as children:
         starting = asyncio.create_task(children.start())
         while not starting.done():
             num_failures = len(run.said)
@@ -363,24 +337,19 @@ def test_a_step_that_is_trained_again_forgives_nothing(tmp_path: Path) -> None:
         with pytest.raises(StageFailed, match="no digits; 4 failures since step 3"):
             starting.result()
 
-    with_run(run, check)
-
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_full_disk_ends_the_run_at_the_first(tmp_path: Path, begun: bool) -> None:
+async def test_a_full_disk_ends_the_run_at_the_first(tmp_path: Path, begun: bool) -> None:
     go = tmp_path / "go"
     waits = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(.01)\n"
     run = Run(tmp_path, {("trainer", 0): waits + FULL})
-
-    async def check(children: Children) -> None:
+    async with opened(run) as children:
         ended = await run.begun(children) if begun else asyncio.create_task(children.start())
         go.touch()
         await run.until(ended.done)
         with pytest.raises(StageFailed, match=r"trainer 0: failed: storage full: out/checkpoints: No space left"):
             ended.result()
         assert run.said == ["trainer 0 is ready (1 of 1)"][:begun]
-
-    with_run(run, check)
 
 
 STARTING = 'print(\'{"level": "info", "message": "starting"}\', flush=True)\n'
@@ -399,22 +368,19 @@ AT_WORK += "ActivityFile(Path(note))('scoring sums/1/0/1 with source digits')\n"
         ("os.kill(os.getpid(), 9)", "killed by SIGKILL while scoring sums/1/0/1 with source digits; "),
     ],
 )
-def test_a_process_that_ends_by_itself_is_a_failure_and_says_what_it_was_at(
+async def test_a_process_that_ends_by_itself_is_a_failure_and_says_what_it_was_at(
     tmp_path: Path, end: str, reason: str
 ) -> None:
     run = Run(tmp_path, {("reward", 0): AT_WORK + end, ("reward", 1): LIVES})
-
-    async def check(children: Children) -> None:
+    async with opened(run) as children:
         starting = asyncio.create_task(children.start())
         await run.until(lambda: run.said)
         assert reason in run.said[0]
         assert "it is started again in" in run.said[0]
         starting.cancel()
 
-    with_run(run, check)
 
-
-def test_a_worker_that_the_system_killed_for_memory_is_named_as_such(
+async def test_a_worker_that_the_system_killed_for_memory_is_named_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the system's count of such kills, which went up while the worker lived."""
@@ -423,8 +389,7 @@ def test_a_worker_that_the_system_killed_for_memory_is_named_as_such(
     monkeypatch.setattr(exits, "num_killed_for_memory", partial(exits.num_killed_for_memory, counters))
     program = f"open({str(counters)!r}, 'w').write('drop_slab 0\\noom_kill 4\\n')\nos.kill(os.getpid(), 9)"
     run = Run(tmp_path, {("reward", 0): AT_WORK + program, ("reward", 1): LIVES})
-
-    async def check(children: Children) -> None:
+    async with opened(run) as children:
         starting = asyncio.create_task(children.start())
         await run.until(lambda: len(run.said) > 1)
         at = "scoring sums/1/0/1 with source digits; it is started again"
@@ -432,36 +397,28 @@ def test_a_worker_that_the_system_killed_for_memory_is_named_as_such(
         assert run.said[1].startswith(f"reward 0: killed by SIGKILL while {at}"), "it did not go up again"
         starting.cancel()
 
-    with_run(run, check)
 
-
-def test_last_words_that_the_log_had_no_room_for_are_told(tmp_path: Path) -> None:
+async def test_last_words_that_the_log_had_no_room_for_are_told(tmp_path: Path) -> None:
     words = json.dumps({"message": "storage full: out/samples.jsonl: No space left on device", "exit_code": 1})
     program = f"open(note + '.end', 'w').write({words!r})\nos._exit(1)"
     run = Run(tmp_path, {("trainer", 0): AT_WORK + program})
-
-    async def check(children: Children) -> None:
+    async with opened(run) as children:
         await run.fails_to_start(
             children, StageFailed, match=r"trainer 0: failed: storage full: out/samples.jsonl: No space left"
         )
 
-    with_run(run, check)
 
-
-def test_who_says_nothing_is_killed_and_what_it_was_at_is_told(tmp_path: Path) -> None:
+async def test_who_says_nothing_is_killed_and_what_it_was_at_is_told(tmp_path: Path) -> None:
     """As while a call keeps the interpreter's lock."""
     run = Run(tmp_path, {("reward", 0): AT_WORK + LIVES}, maxRestarts=0)
     run.job = a_job(roles={"reward": {"deadlineSeconds": 5}}, failurePolicy={"maxRestarts": 0})
-
-    async def check(children: Children) -> None:
+    async with opened(run) as children:
         running = await run.begun(children)
         note = tmp_path / "reward-0"
         await run.until(lambda: note.exists() and note.read_bytes())
         await run.until(running.done)
         with pytest.raises(StageFailed, match=r"it said nothing for \d+ s while scoring sums/1/0/1 with source digits"):
             running.result()
-
-    with_run(run, check)
 
 
 class Once(Interpreters):
@@ -478,13 +435,12 @@ class Once(Interpreters):
 
 @pytest.mark.parametrize("how", ["the trainer is done", "Ctrl-C"])
 @pytest.mark.parametrize("delay", [1e6, 0.01])
-def test_who_is_to_be_started_again_when_the_run_ends_holds_nobody(
+async def test_who_is_to_be_started_again_when_the_run_ends_holds_nobody(
     tmp_path: Path, how: str, delay: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It waits for its turn, or is being started."""
     run = Run(tmp_path, {("reward", 0): LIVES, ("trainer", 0): LEAVES}, backoffSeconds=delay, maxBackoffSeconds=delay)
-
-    async def check(children: Children) -> None:
+    async with opened(run) as children:
         reward, trainer = run.children["reward", 0], run.children["trainer", 0]
         reward._starter = once = Once(reward._starter.environment)
         running = await run.begun(children)
@@ -500,5 +456,3 @@ def test_who_is_to_be_started_again_when_the_run_ends_holds_nobody(
         await run.until(running.done)
         running.result()
         assert "did not leave within" not in caplog.text
-
-    with_run(run, check)

@@ -72,58 +72,48 @@ def commands_on(redis: Redis, key: str) -> dict[str, tuple[object, bool]]:
 
 @pytest.mark.usefixtures("redis_users")
 @pytest.mark.parametrize("role", [CONTROL, DASHBOARD])
-def test_control_alone_writes_and_nothing_of_another_run(servers: SharedServers, role: str) -> None:
-    async def main() -> None:
-        async with redis_client(servers, role) as client:
-            for run in (MINE, THEIRS):
-                wanted = {True: role == CONTROL and run == MINE, False: role == DASHBOARD or run == MINE}
-                for command, (asked, writes) in commands_on(client, live_key(run.uid)).items():
-                    assert await _may(asked) == wanted[writes], (command, run)
-            for key in ("anything", f"rlhfspec:{UID}:worker:reward-0", f"rlhfspec:{UID}:live:more"):
-                assert not await _may(client.set(key, b"x")), key
-            for words in EVERY_COMMAND:
-                assert not await _may(client.execute_command(*words.split())), words
-
-    asyncio.run(main())
+async def test_control_alone_writes_and_nothing_of_another_run(servers: SharedServers, role: str) -> None:
+    async with redis_client(servers, role) as client:
+        for run in (MINE, THEIRS):
+            wanted = {True: role == CONTROL and run == MINE, False: role == DASHBOARD or run == MINE}
+            for command, (asked, writes) in commands_on(client, live_key(run.uid)).items():
+                assert await _may(asked) == wanted[writes], (command, run)
+        for key in ("anything", f"rlhfspec:{UID}:worker:reward-0", f"rlhfspec:{UID}:live:more"):
+            assert not await _may(client.set(key, b"x")), key
+        for words in EVERY_COMMAND:
+            assert not await _may(client.execute_command(*words.split())), words
 
 
 @pytest.mark.usefixtures("redis_users")
 @pytest.mark.parametrize("role", [stage.name for stage in STAGES])
-def test_a_worker_has_no_user_and_no_password_and_may_write_nothing(servers: SharedServers, role: str) -> None:
+async def test_a_worker_has_no_user_and_no_password_and_may_write_nothing(servers: SharedServers, role: str) -> None:
     folder = servers.credentials(role, run=UID, namespace=MINE.namespace)
     assert not {USER_FILE, PASSWORD_FILE} & {path.name for path in folder.iterdir()}
     with pytest.raises(InvalidRequest, match="credentials: cannot be read"):
         redis_client(servers, role)
-
-    async def main() -> None:
-        """With all that its pod could guess: the names of users are no secrets."""
-        master = servers.keys.master
-        control = user_of(master, MINE)
-        assert servers.redis_url is not None
-        authority = str(folder / "servers-ca.pem")
-        for user in (control, control.replace(CONTROL, role), role):
-            options = {"username": user, "password": password_of(bytes(32), UID, role), "ssl_ca_certs": authority}
-            async with client(servers.redis_url, 20.0, options) as redis:
-                with pytest.raises(AuthenticationError):
-                    await redis.set(live_key(UID), b"x")
-
-    asyncio.run(main())
+    # With all that its pod could guess: the names of users are no secrets.
+    master = servers.keys.master
+    control = user_of(master, MINE)
+    assert servers.redis_url is not None
+    authority = str(folder / "servers-ca.pem")
+    for user in (control, control.replace(CONTROL, role), role):
+        options = {"username": user, "password": password_of(bytes(32), UID, role), "ssl_ca_certs": authority}
+        async with client(servers.redis_url, 20.0, options) as redis:
+            with pytest.raises(AuthenticationError):
+                await redis.set(live_key(UID), b"x")
 
 
-def test_the_operator_itself_reads_nothing(servers: SharedServers) -> None:
-    async def main() -> None:
-        assert servers.redis_url is not None
-        user, password = redis_login(servers.keys, servers.folder)
-        authority = servers.keys.ca_pem.decode()
-        async with Redis.from_url(
-            servers.redis_url, username=user, password=password, ssl_ca_data=authority, protocol=2
-        ) as client:
-            asked_of = commands_on(client, live_key(UID))
-            assert {command for command, (asked, _) in asked_of.items() if await _may(asked)} == set()
-            for words in ("CONFIG GET *", "FLUSHALL", "KEYS *", "ACL LIST", "SHUTDOWN"):
-                assert not await _may(client.execute_command(*words.split())), words
-
-    asyncio.run(main())
+async def test_the_operator_itself_reads_nothing(servers: SharedServers) -> None:
+    assert servers.redis_url is not None
+    user, password = redis_login(servers.keys, servers.folder)
+    authority = servers.keys.ca_pem.decode()
+    async with Redis.from_url(
+        servers.redis_url, username=user, password=password, ssl_ca_data=authority, protocol=2
+    ) as client:
+        asked_of = commands_on(client, live_key(UID))
+        assert {command for command, (asked, _) in asked_of.items() if await _may(asked)} == set()
+        for words in ("CONFIG GET *", "FLUSHALL", "KEYS *", "ACL LIST", "SHUTDOWN"):
+            assert not await _may(client.execute_command(*words.split())), words
 
 
 async def _may(command: object) -> bool:
@@ -134,35 +124,29 @@ async def _may(command: object) -> bool:
     return True
 
 
-def test_nobody_without_a_password(servers: SharedServers) -> None:
-    async def main() -> None:
-        folder = servers.credentials("reward")
-        assert servers.redis_url is not None
-        for told in ({}, {"username": "reward", "password": "wrong"}, {"username": "default", "password": ""}):
-            options = {"ssl_ca_certs": str(folder / "servers-ca.pem"), **told}
-            async with client(servers.redis_url, 20.0, options) as redis:
-                with pytest.raises(Exception, match=r"(?i)auth|invalid username"):
-                    await redis.ping()
-
-    asyncio.run(main())
+async def test_nobody_without_a_password(servers: SharedServers) -> None:
+    folder = servers.credentials("reward")
+    assert servers.redis_url is not None
+    for told in ({}, {"username": "reward", "password": "wrong"}, {"username": "default", "password": ""}):
+        options = {"ssl_ca_certs": str(folder / "servers-ca.pem"), **told}
+        async with client(servers.redis_url, 20.0, options) as redis:
+            with pytest.raises(Exception, match=r"(?i)auth|invalid username"):
+                await redis.ping()
 
 
 @pytest.mark.usefixtures("redis_users")
-def test_the_live_view_works_through_it(servers: SharedServers) -> None:
-    async def main() -> None:
-        assert servers.redis_url is not None
-        looks = servers.credentials(CONTROL, run=UID, namespace=MINE.namespace)
-        writing = LiveState(servers.redis_url, UID, credentials=looks)
-        sending = asyncio.create_task(writing.run())
-        writing.write(LiveView(run=after(RunState(), [(0.0, each) for each in GENERATOR])))
-        async with asyncio.timeout(60):
-            while not (await read_live(servers.redis_url, UID, credentials=looks)).run.workers:
-                await asyncio.sleep(0.01)
-        sending.cancel()
-        await asyncio.gather(sending, return_exceptions=True)
-        await writing.close()
-        view = await read_live(servers.redis_url, UID, credentials=looks)
-        assert not view.run.workers
-        assert writing.num_failures == 0
-
-    asyncio.run(main())
+async def test_the_live_view_works_through_it(servers: SharedServers) -> None:
+    assert servers.redis_url is not None
+    looks = servers.credentials(CONTROL, run=UID, namespace=MINE.namespace)
+    writing = LiveState(servers.redis_url, UID, credentials=looks)
+    sending = asyncio.create_task(writing.run())
+    writing.write(LiveView(run=after(RunState(), [(0.0, each) for each in GENERATOR])))
+    async with asyncio.timeout(60):
+        while not (await read_live(servers.redis_url, UID, credentials=looks)).run.workers:
+            await asyncio.sleep(0.01)
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    await writing.close()
+    view = await read_live(servers.redis_url, UID, credentials=looks)
+    assert not view.run.workers
+    assert writing.num_failures == 0

@@ -70,18 +70,16 @@ class Place:
         return view
 
 
-def with_server(tmp_path: Path, check: Callable[[Place], Awaitable[None]]) -> None:
-    async def main() -> None:
-        place = Place(tmp_path)
-        await place.server.start()
-        try:
-            await check(place)
-        finally:
-            if place.server.pid is not None:
-                os.kill(place.server.pid, signal.SIGCONT)
-            await place.server.stop()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def a_server(tmp_path: Path) -> AsyncIterator[Place]:
+    place = Place(tmp_path)
+    await place.server.start()
+    try:
+        yield place
+    finally:
+        if place.server.pid is not None:
+            os.kill(place.server.pid, signal.SIGCONT)
+        await place.server.stop()
 
 
 @asynccontextmanager
@@ -96,8 +94,8 @@ async def beating(state: LiveState, known: KnownRun, recent: RecentLines | None 
         beats.close()
 
 
-def test_a_viewer_sees_the_last_that_was_told_of_every_worker(tmp_path: Path) -> None:
-    async def check(place: Place) -> None:
+async def test_a_viewer_sees_the_last_that_was_told_of_every_worker(tmp_path: Path) -> None:
+    async with a_server(tmp_path) as place:
         assert await place.read() == LiveView()
         lines = RecentLines()
         lines.step('{"step": 1}')
@@ -115,13 +113,10 @@ def test_a_viewer_sees_the_last_that_was_told_of_every_worker(tmp_path: Path) ->
             view = await place.until(lambda view: process_states(view.run, view.now)[1].doing == "restarting")
         assert await place.read() == LiveView(), "a run that is over is not shown"
 
-    with_server(tmp_path, check)
 
-
-def test_what_was_written_long_ago_is_as_old_as_it_is(tmp_path: Path) -> None:
+async def test_what_was_written_long_ago_is_as_old_as_it_is(tmp_path: Path) -> None:
     """A writer that died: its workers fall silent, by the time that the server counts."""
-
-    async def check(place: Place) -> None:
+    async with a_server(tmp_path) as place:
         state = place.state()
         sending = asyncio.create_task(state.run())
         known = told(*GENERATOR)
@@ -140,15 +135,12 @@ def test_what_was_written_long_ago_is_as_old_as_it_is(tmp_path: Path) -> None:
         await asyncio.wait([sending])
         await state.close()
 
-    with_server(tmp_path, check)
 
-
-def test_a_server_that_comes_back_empty_is_full_again_with_the_next_beats(
+async def test_a_server_that_comes_back_empty_is_full_again_with_the_next_beats(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "rlhfspec.stage")
-
-    async def check(place: Place) -> None:
+    async with a_server(tmp_path) as place:
         state = place.state()
         async with beating(state, told(*GENERATOR, *REWARD)):
             await place.until(lambda view: len(view.run.workers) == 2)
@@ -167,20 +159,17 @@ def test_a_server_that_comes_back_empty_is_full_again_with_the_next_beats(
                 await asyncio.sleep(0.01)
         assert sum("out of date" in each.message for each in caplog.records) == 1, "once per outage"
 
-    with_server(tmp_path, check)
-
 
 def view_of(pid: int) -> LiveView:
     known = told(replace(READY, pid=pid), WAITS, LOAD)
     return LiveView(run=known.run, now=known.clock.now())
 
 
-def test_a_server_that_hangs_delays_nobody(
+async def test_a_server_that_hangs_delays_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "CONNECT_SECONDS", live.DEADLINE_SECONDS)
-
-    async def check(place: Place) -> None:
+    async with a_server(tmp_path) as place:
         state = place.state()
         sending = asyncio.create_task(state.run())
         os.kill(place.server.pid or 0, signal.SIGSTOP)
@@ -207,11 +196,9 @@ def test_a_server_that_hangs_delays_nobody(
         await asyncio.wait([sending])
         await state.close()  # has a deadline too
 
-    with_server(tmp_path, check)
 
-
-def test_a_wrong_password_is_a_reason_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def check(place: Place) -> None:
+async def test_a_wrong_password_is_a_reason_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with a_server(tmp_path) as place:
         (place.credentials / "redis.password").write_text("guessed")
         state = place.state()
         async with beating(state, told(*GENERATOR)):
@@ -226,8 +213,6 @@ def test_a_wrong_password_is_a_reason_and_ends_nothing(tmp_path: Path, caplog: p
         assert str(refused.value) == f"redis: {reason}"
         assert "guessed" not in caplog.text
 
-    with_server(tmp_path, check)
-
 
 async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     while part := await reader.read(65536):
@@ -235,10 +220,10 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     writer.close()
 
 
-def test_over_tls_only_a_server_of_the_right_authority_is_read(tmp_path: Path) -> None:
+async def test_over_tls_only_a_server_of_the_right_authority_is_read(tmp_path: Path) -> None:
     """The server that the extra brings speaks no TLS; in front of it stands what would stand there in a cluster."""
+    async with a_server(tmp_path) as place:
 
-    async def check(place: Place) -> None:
         async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             inner, outer = await asyncio.open_unix_connection(place.server.url.removeprefix("unix://"))
             await asyncio.gather(pump(reader, outer), pump(inner, writer))
@@ -263,13 +248,11 @@ def test_over_tls_only_a_server_of_the_right_authority_is_read(tmp_path: Path) -
                 with pytest.raises(ServerFailed, match=r"redis: .*(closed|reset)"):
                     await read_live(url.replace("rediss", "redis"), UID, credentials=place.credentials)
 
-    with_server(tmp_path, check)
 
-
-def test_a_connection_that_takes_longer_than_a_write_is_made(tmp_path: Path) -> None:
+async def test_a_connection_that_takes_longer_than_a_write_is_made(tmp_path: Path) -> None:
     """As on a busy machine, where TLS takes its time."""
+    async with a_server(tmp_path) as place:
 
-    async def check(place: Place) -> None:
         async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await asyncio.sleep(2 * live.DEADLINE_SECONDS)
             inner, outer = await asyncio.open_unix_connection(place.server.url.removeprefix("unix://"))
@@ -280,11 +263,9 @@ def test_a_connection_that_takes_longer_than_a_write_is_made(tmp_path: Path) -> 
             async with beating(LiveState(url, UID, credentials=place.credentials), told(*GENERATOR)):
                 await place.until(lambda view: names(view) == ["generator-0"])
 
-    with_server(tmp_path, check)
 
-
-def test_what_another_version_wrote_is_not_shown(tmp_path: Path) -> None:
-    async def check(place: Place) -> None:
+async def test_what_another_version_wrote_is_not_shown(tmp_path: Path) -> None:
+    async with a_server(tmp_path) as place:
         password = (place.credentials / "redis.password").read_text()
         async with redis.asyncio.Redis.from_url(place.server.url, password=password) as client:
             for value in (b"{}", b"\xff", b'{"now": 1}', b"[" * 10_000):
@@ -293,8 +274,6 @@ def test_what_another_version_wrote_is_not_shown(tmp_path: Path) -> None:
             await client.set("rlhfspec:other:live", b"{}")
         async with beating(place.state(), told(*GENERATOR)):
             await place.until(lambda view: names(view) == ["generator-0"])
-
-    with_server(tmp_path, check)
 
 
 async def _read(place: Place) -> None:
@@ -356,8 +335,8 @@ def test_what_is_no_redis_is_refused_by_name(tmp_path: Path) -> None:
 # ---- rlhfspec top ---------------------------------------------------------------------------------------------------
 
 
-def test_top_shows_who_runs_where(tmp_path: Path) -> None:
-    async def check(place: Place) -> None:
+async def test_top_shows_who_runs_where(tmp_path: Path) -> None:
+    async with a_server(tmp_path) as place:
         write_connections(tmp_path, place)
         known = told(READY, replace(WAITS, what="\x1b[31m [bold]2 samples", since_seconds=3600.0), LOAD, *REWARD)
         async with beating(place.state(), known):
@@ -370,8 +349,6 @@ def test_top_shows_who_runs_where(tmp_path: Path) -> None:
                          "2"]  # fmt: skip
         assert float(cells[4].removesuffix(" s")) >= 3600.0, "and as long as it was not heard since"
         assert result.output.index("generator-0") < result.output.index("reward-0"), "as the stages stand in the map"
-
-    with_server(tmp_path, check)
 
 
 def test_top_says_in_one_line_why_there_is_nothing_to_show(tmp_path: Path) -> None:

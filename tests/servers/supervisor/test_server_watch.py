@@ -20,106 +20,91 @@ from rlhfspec.supervisor import server_watch
 from rlhfspec.supervisor.server_watch import ServerWatch
 
 
-def test_a_full_disk_ends_the_run(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_ends_the_run(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_watch, "ROOM_SECONDS", 0.05)
-
-    async def main() -> None:
-        server, guardians = NatsServer(disk / "nats", run="r1"), Guardians("r1")
-        await server.start()
-        watch = ServerWatch(
-            Vitals(), [server], guardians, Interpreters({}), FailurePolicy(), lambda line: None, asyncio.Event()
-        )
-        watching = asyncio.create_task(watch.run())
-        try:
-            await asyncio.sleep(0.3)
-            assert not watching.done()
-            fill(disk)
-            with pytest.raises(StorageError, match=r"nats: disk full: nats-server's data need 0.1 MB, and 0.0 MB are"):
-                await watching
-        finally:
-            guardians.release()
-            await server.stop()
-
-    asyncio.run(main())
-
-
-def test_room_that_is_back_at_the_second_look_is_room(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        looks: list[str] = []
-
-        class Looking(ServerWatch):
-            def _look_for_room(self) -> None:
-                looks.append("")
-                if len(looks) % 2:
-                    raise StorageError("out", "disk full")
-                if len(looks) == 6:
-                    self._until.set()
-
-        monkeypatch.setattr(server_watch, "ROOM_SECONDS", 0.01)
-        server, guardians = NatsServer(disk / "nats", run="r1"), Guardians("r1")
-        await server.start()
-        try:
-            await Looking(
-                Vitals(), [server], guardians, Interpreters({}), FailurePolicy(), lambda line: None, asyncio.Event()
-            ).run()
-            assert len(looks) == 6
-        finally:
-            guardians.release()
-            await server.stop()
-
-    asyncio.run(main())
-
-
-def test_a_server_is_kept_as_long_as_somebody_leaves(tmp_path: Path) -> None:
-    """Asked to stop, it goes on until all are gone: who hands back what it held needs NATS for it."""
-
-    async def main() -> None:
-        server, guardians, gone = NatsServer(tmp_path / "nats", run="r1"), Guardians("r1"), asyncio.Event()
-        guardians.start()
-        await server.start()
-        said: list[str] = []
-        watch = ServerWatch(Vitals(), [server], guardians, Interpreters({}), FailurePolicy(), said.append, gone)
-        watching = asyncio.create_task(watch.run())
-        try:
-            await watch.stop()
-            first = server.pid
-            os.kill(first or 0, signal.SIGKILL)
-            while server.pid in (None, first):
-                assert not watching.done()
-                await asyncio.sleep(0.01)
-            assert said == ["nats-server: killed by SIGKILL; it is started again"]
-            gone.set()
+    server, guardians = NatsServer(disk / "nats", run="r1"), Guardians("r1")
+    await server.start()
+    watch = ServerWatch(
+        Vitals(), [server], guardians, Interpreters({}), FailurePolicy(), lambda line: None, asyncio.Event()
+    )
+    watching = asyncio.create_task(watch.run())
+    try:
+        await asyncio.sleep(0.3)
+        assert not watching.done()
+        fill(disk)
+        with pytest.raises(StorageError, match=r"nats: disk full: nats-server's data need 0.1 MB, and 0.0 MB are"):
             await watching
-        finally:
-            guardians.release()
-            await server.stop()
-
-    asyncio.run(main())
+    finally:
+        guardians.release()
+        await server.stop()
 
 
-def test_guardians_are_there_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_room_that_is_back_at_the_second_look_is_room(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+
+    class Looking(ServerWatch):
+        def _look_for_room(self) -> None:
+            looks.append("")
+            if len(looks) % 2:
+                raise StorageError("out", "disk full")
+            if len(looks) == 6:
+                self._until.set()
+
+    monkeypatch.setattr(server_watch, "ROOM_SECONDS", 0.01)
+    server, guardians = NatsServer(disk / "nats", run="r1"), Guardians("r1")
+    await server.start()
+    try:
+        await Looking(
+            Vitals(), [server], guardians, Interpreters({}), FailurePolicy(), lambda line: None, asyncio.Event()
+        ).run()
+        assert len(looks) == 6
+    finally:
+        guardians.release()
+        await server.stop()
+
+
+async def test_a_server_is_kept_as_long_as_somebody_leaves(tmp_path: Path) -> None:
+    """Asked to stop, it goes on until all are gone: who hands back what it held needs NATS for it."""
+    server, guardians, gone = NatsServer(tmp_path / "nats", run="r1"), Guardians("r1"), asyncio.Event()
+    guardians.start()
+    await server.start()
+    said: list[str] = []
+    watch = ServerWatch(Vitals(), [server], guardians, Interpreters({}), FailurePolicy(), said.append, gone)
+    watching = asyncio.create_task(watch.run())
+    try:
+        await watch.stop()
+        first = server.pid
+        os.kill(first or 0, signal.SIGKILL)
+        while server.pid in (None, first):
+            assert not watching.done()
+            await asyncio.sleep(0.01)
+        assert said == ["nats-server: killed by SIGKILL; it is started again"]
+        gone.set()
+        await watching
+    finally:
+        guardians.release()
+        await server.stop()
+
+
+async def test_guardians_are_there_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at the next look: who dies meanwhile would leave everything behind."""
     monkeypatch.setattr(server_watch, "LOOK_SECONDS", 1e6)
-
-    async def main() -> None:
-        guardians, said = Guardians("r1"), list[str]()
-        guardians.start()
-        policy, gone = FailurePolicy(), asyncio.Event()
-        watch = ServerWatch(Vitals(), [], guardians, Interpreters({}), policy, said.append, gone)
-        watching = asyncio.create_task(watch.run())
-        try:
-            for num_killed in (1, NUM_GUARDIANS):
-                first = guardians.pids
-                await asyncio.sleep(0.05)
-                for pid in first[:num_killed]:
-                    os.kill(pid, signal.SIGKILL)
-                while len(set(guardians.pids) - set(first)) < num_killed:
-                    assert not watching.done()
-                    await asyncio.sleep(0.01)
-            assert set(said) == {"a guardian of this run ended; it is started again"}
-        finally:
-            gone.set()
-            await watching
-            guardians.release()
-
-    asyncio.run(main())
+    guardians, said = Guardians("r1"), list[str]()
+    guardians.start()
+    policy, gone = FailurePolicy(), asyncio.Event()
+    watch = ServerWatch(Vitals(), [], guardians, Interpreters({}), policy, said.append, gone)
+    watching = asyncio.create_task(watch.run())
+    try:
+        for num_killed in (1, NUM_GUARDIANS):
+            first = guardians.pids
+            await asyncio.sleep(0.05)
+            for pid in first[:num_killed]:
+                os.kill(pid, signal.SIGKILL)
+            while len(set(guardians.pids) - set(first)) < num_killed:
+                assert not watching.done()
+                await asyncio.sleep(0.01)
+        assert set(said) == {"a guardian of this run ended; it is started again"}
+    finally:
+        gone.set()
+        await watching
+        guardians.release()
