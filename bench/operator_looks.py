@@ -23,10 +23,10 @@ import yaml
 
 from rlhfspec.cluster import names
 from rlhfspec.cluster.api import ApiResponse, path_of
-from rlhfspec.operator.deciding.observed import ChartSettings, Images
 from rlhfspec.operator.looking.cache import Cache
 from rlhfspec.operator.looking.looks import Reconciler
 from rlhfspec.operator.looking.queue import Key
+from rlhfspec.operator.settings import ChartSettings, ImageNames
 from rlhfspec.operator.shared.credentials import new_keys
 from rlhfspec.operator.shared.release import credentials_by
 
@@ -135,12 +135,14 @@ class Bench:
 
 def settings() -> ChartSettings:
     return ChartSettings(
-        images=Images(slim="rlhfspec:slim", cpu="rlhfspec:cpu", cuda="rlhfspec:cuda"),
+        release="rl",
+        namespace="rlhf",
+        images=ImageNames(slim="rlhfspec:slim", cpu="rlhfspec:cpu", cuda="rlhfspec:cuda"),
         credentials=credentials_by(new_keys()),
         nats_url="tls://rl-nats.rlhf.svc:4222",
         redis_url="rediss://rl-redis.rlhf.svc:6379",
         report_url="https://rl-operator.rlhf.svc:8443",
-        default_claim="shared",
+        claim="shared",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -140,7 +140,7 @@ ALL_OWN: dict[str, Any] = {"trainer": {"nodes": 2}, "generator": {"workers": 2, 
 
 def of_job(name: str, roles: dict[str, Any]) -> tuple[list[Policy], dict[str, Pod]]:
     """The policies that the operator makes for a job, and the job's pods by role."""
-    world = World(job_body(roles=roles), settings=replace(SETTINGS, network_policies=True))
+    world = World(job_body(roles=roles), settings=SETTINGS.model_copy(update={"network_policies": True}))
     world.to_running()
 
     def named(thing: dict[str, Any]) -> Any:

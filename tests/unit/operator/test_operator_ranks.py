@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from operator_world import SETTINGS, World, job_body
@@ -57,7 +56,7 @@ def test_a_node_is_told_which_it_is_and_where_the_first_is() -> None:
 
 def opened(is_on: bool = True, **roles: Any) -> set[str]:
     """Ports that the operator opens within a job."""
-    world = World(job_body(roles=roles), settings=replace(SETTINGS, network_policies=is_on))
+    world = World(job_body(roles=roles), settings=SETTINGS.model_copy(update={"network_policies": is_on}))
     world.to_running()
     made = {name: policy for (kind, name), policy in world.objects.items() if kind == "NetworkPolicy"}
     for policy in made.values():
