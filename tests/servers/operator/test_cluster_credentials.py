@@ -103,7 +103,8 @@ def test_a_secret_holds_what_its_role_needs_alone() -> None:
     for role in PODS:
         creds = {f"{acts_as}.creds" for acts_as in (role, *GUESTS.get(role, ()))}
         redis = {"redis.user", "redis.password"} if role == names.CONTROL else set[str]()
-        assert secret(role).keys() == {f"{role}.pem", f"{role}.key", *redis, *SHARED, *creds}
+        ranks = {"ranks.secret"} if role == "trainer" else set[str]()
+        assert secret(role).keys() == {f"{role}.pem", f"{role}.key", *redis, *ranks, *SHARED, *creds}
     assert secret(names.PREPARE).keys() == SHARED
     with pytest.raises(InvalidRequest, match="role: must be one of prepare, control, prompts"):
         secret("rewrd")

@@ -25,7 +25,7 @@ from rlhfspec.job.cluster import Rule
 from rlhfspec.messages.loop import BY_NAME
 from rlhfspec.operator.deciding.memory import WorkerMemory
 from rlhfspec.operator.deciding.observed import PodView, Worker, worker_name
-from rlhfspec.operator.deciding.situation import Actions, Situation
+from rlhfspec.operator.deciding.situation import NOTHING, Actions, Situation
 from rlhfspec.supervisor.restarts import Restarts
 from rlhfspec.worker.exits import PERMANENT, Failure, failure_of, is_about_full_disk, said
 
@@ -92,15 +92,15 @@ def count_end(known: Situation, pod: PodView) -> Situation:
         reason = "FailurePolicy" if rule else reason_of_permanent(pod.role, end.message)
         return known.remembering_worker(name, worker).ended("Failed", reason, f"{name}: {end.message}")
     worker, delay = _delay_after(known, worker, end, rule)
-    known = known.remembering(counted=known.memory.counted + worker.counted - before.counted)
+    counted = known.memory.counted + worker.counted - before.counted
     if delay is None:
         reason = "StorageFull" if is_about_full_disk(end.message) else "CrashLoop"
         many = f"{worker.num_failures} failures since step {known.memory.step}, the last: {end.message}"
-        return known.remembering_worker(name, worker).ended("Failed", reason, f"{name}: {many}")
+        return known.remembering_worker(name, worker, counted=counted).ended("Failed", reason, f"{name}: {many}")
     ended_at = pod.terminated.at if pod.terminated and pod.terminated.at else known.now
     not_before = min(ended_at, known.now) + timedelta(milliseconds=round(delay * 1000))
     worker = replace(worker, restarts=worker.restarts + 1, not_before=not_before)
-    return known.remembering(total=known.memory.total + 1).remembering_worker(name, worker)
+    return known.remembering_worker(name, worker, counted=counted, total=known.memory.total + 1)
 
 
 def _delay_after(
@@ -193,7 +193,7 @@ def keep_together(known: Situation, due: list[Worker]) -> tuple[list[Worker], Ac
     No pod of a set is made while one of an earlier set is there, or before the set may begin. When one ends, so do all.
     """
     if known.spec.roles.trainer.nodes == 1:
-        return due, Actions()
+        return due, NOTHING
     pods = [pod for pod in known.pods if pod.role == "trainer"]
     ends = any((pod.is_finished and not has_left(pod)) or pod.is_deleting or pod.run != known.run_uid for pod in pods)
     grace = BROKEN_SECONDS if any(pod.is_finished and end_of(pod).cause == "failure" for pod in pods) else None

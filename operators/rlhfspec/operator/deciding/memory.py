@@ -43,6 +43,9 @@ class WorkerMemory:
         return self.counted + self.uncounted
 
 
+_NEW_WORKER = WorkerMemory()
+
+
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
     type: Literal["Succeeded", "Failed"]
@@ -77,7 +80,7 @@ class Memory:
 
     def of_worker(self, name: str) -> WorkerMemory:
         """Return what is remembered of a worker, such as `reward-0`."""
-        return self.workers.get(name) or WorkerMemory()
+        return self.workers.get(name, _NEW_WORKER)
 
     @classmethod
     def of(cls, status: Mapping[str, Any]) -> Memory:

@@ -29,7 +29,15 @@ from rlhfspec.operator.deciding.failures import (
 from rlhfspec.operator.deciding.memory import Memory
 from rlhfspec.operator.deciding.observed import JobView, Observed, PodView, Worker, worker_name
 from rlhfspec.operator.deciding.reasons import all_ready, config_problem, roles_that_lack_ours
-from rlhfspec.operator.deciding.situation import MOST_AT_ONCE, Actions, Delete, ReconcilePlan, Situation, requeued
+from rlhfspec.operator.deciding.situation import (
+    MOST_AT_ONCE,
+    NOTHING,
+    Actions,
+    Delete,
+    ReconcilePlan,
+    Situation,
+    requeued,
+)
 from rlhfspec.operator.making import kueue, trial
 from rlhfspec.operator.making.objects import mounted_by, objects_for
 from rlhfspec.operator.settings import ChartSettings
@@ -46,7 +54,7 @@ def reconcile(job: JobView, observed: Observed, settings: ChartSettings, now: da
     if runs.is_stale(known, STALE_AT_MOST_SECONDS):
         return ReconcilePlan(status=dict(job.status), requeue_seconds=STALE_SECONDS)
     if problem := config_problem(known):
-        return _finish(_refuse(known, problem), Actions())
+        return _finish(_refuse(known, problem), NOTHING)
     known, actions = _decide(known)
     if trial.is_due(known):  # also where the last pod of a run is gone only now: nothing else would bring us back
         actions += Actions(trial=trial.pods(known))
@@ -103,11 +111,11 @@ def _look_at_ends(known: Situation) -> Situation:
 def _look_at_deadlines(known: Situation) -> tuple[Situation, Actions]:
     memory, spec = known.memory, known.spec
     if memory.outcome is not None or memory.state != "open" or memory.opened is None:
-        return known, Actions()
+        return known, NOTHING
     starting = spec.pre_running_deadline_seconds if memory.running_since is None else None
     active = spec.active_deadline_seconds
     left = None if active is None else active - memory.active_before
-    waits = Actions()
+    waits = NOTHING
     for field, allowed, written in (
         ("preRunningDeadlineSeconds", starting, starting),
         ("activeDeadlineSeconds", left, active),
@@ -142,7 +150,7 @@ def _over(known: Situation) -> tuple[Situation, Actions]:
 def _forget_in_time(known: Situation) -> Actions:
     seconds, ended = known.spec.ttl_seconds_after_finished, known.memory.completed
     if seconds is None or ended is None:
-        return Actions()
+        return NOTHING
     at = ended + timedelta(seconds=seconds)
     if known.now < at:
         return known.requeued_at(at)
@@ -191,7 +199,7 @@ def _look_after(known: Situation, pod: PodView) -> Actions:
     if pod.is_deleting or pod.run != known.run_uid or _must_restart(known, pod):
         return known.removal_of(pod)
     if not pod.is_finished or (pod.role == names.PREPARE and known.memory.prepared) or has_left(pod):
-        return Actions()
+        return NOTHING
     if not_before is not None and not_before > known.now:
         return known.requeued_at(not_before)
     return known.removal_of(pod)

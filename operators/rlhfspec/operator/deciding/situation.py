@@ -73,7 +73,7 @@ class Actions:
 
     @classmethod
     def merged(cls, parts: Iterable[Actions]) -> Self:
-        parts = list(parts)
+        parts = [each for each in parts if each is not NOTHING]
         return cls(
             trial=tuple(chain.from_iterable(each.trial for each in parts)),
             delete=tuple(chain.from_iterable(each.delete for each in parts)),
@@ -103,6 +103,9 @@ class ReconcilePlan(Actions):
     events: tuple[Event, ...] = ()
 
 
+NOTHING = Actions()
+
+
 def requeued(seconds: float) -> Actions:
     return Actions(requeue_seconds=max(seconds, _LEAST_REQUEUE_SECONDS))
 
@@ -120,8 +123,8 @@ class Situation:
     def remembering(self, **changes: Any) -> Situation:
         return replace(self, memory=replace(self.memory, **changes))
 
-    def remembering_worker(self, name: str, worker: WorkerMemory) -> Situation:
-        return self.remembering(workers={**self.memory.workers, name: worker})
+    def remembering_worker(self, name: str, worker: WorkerMemory, **changes: Any) -> Situation:
+        return self.remembering(workers={**self.memory.workers, name: worker}, **changes)
 
     def ended(self, type_: Literal["Succeeded", "Failed"], reason: str, message: str) -> Situation:
         """Return the situation with this outcome, unless there is one: the first stays."""
@@ -206,7 +209,7 @@ class Situation:
         if lost_at > self.now:
             return self.requeued_at(lost_at)
         if pod.role == "trainer":  # its folder has a lock: two must never write it
-            return Actions()
+            return NOTHING
         return Actions(delete=(Delete("Pod", pod.name, 0, pod.uid),))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from rlhfspec.cluster import names
 from rlhfspec.operator.deciding.memory import JobOutcome, Memory, text_of
-from rlhfspec.operator.deciding.situation import Actions, Situation, WorkloadWrite, pods_of, requeued
+from rlhfspec.operator.deciding.situation import NOTHING, Actions, Situation, WorkloadWrite, pods_of, requeued
 from rlhfspec.operator.making import objects, trial
 from rlhfspec.operator.making.workloads import (
     ASKED,
@@ -135,16 +135,16 @@ def _unknown_flavors(known: Situation, seen: WorkloadView) -> list[str]:
 def settle(known: Situation) -> Actions:
     """Return the one write that brings the Workload to where the job is, and when to look again."""
     if known.job.deleting_since is not None:
-        return Actions()
+        return NOTHING
     memory, seen = known.memory, known.observed.queueing.workload
     write: WorkloadWrite | None = None
     if memory.outcome is not None:
         if seen is not None and not seen.is_true("Finished") and memory.state == "closed":
             write = _finish(known, seen, memory.outcome)
     elif seen is None:
-        return _create(known) if _belongs_in_queue(known) else Actions()
+        return _create(known) if _belongs_in_queue(known) else NOTHING
     elif seen.is_deleting or known.job.job is None:
-        return Actions()
+        return NOTHING
     elif not is_queued(known):  # any more: it was edited before it began
         write = WorkloadWrite("delete", seen.name, seen.uid)
     elif memory.state == "open":
@@ -174,7 +174,7 @@ def _give_back(known: Situation, seen: WorkloadView) -> Actions:
     if seen.is_true("Evicted") and seen.holds_quota:
         return Actions(workload=_release(known, seen))
     is_unclear = not seen.conditions or (seen.is_admitted and _unknown_flavors(known, seen))
-    return requeued(NO_KUEUE_SECONDS) if is_unclear else Actions()
+    return requeued(NO_KUEUE_SECONDS) if is_unclear else NOTHING
 
 
 def _create(known: Situation) -> Actions:
