@@ -165,10 +165,12 @@ def test_what_was_learnt_of_a_sequence_goes_with_it() -> None:
         here.step()
     row = here.state.sequences["x"].row
     here.speculation.acceptance.take_over(row, [("model", 0.75, 5.0)])
+    length = int(here.state.rows.lengths.max())
     at_once(here, there, "x", np.random.default_rng(0))
-    assert [int(space.cached.max()) >= 60 for space in there.state.spaces] == [True, True], "nor is KV computed again"
     learnt = there.speculation.acceptance.learnt(there.state.sequences["x"].row)
     assert ("model", 0.75, 5.0) in learnt
+    assert there.step().num_prefill_tokens == 0
+    assert [int(space.cached.max()) >= length for space in there.state.spaces] == [True, True], "the draft's KV too"
 
 
 def test_it_is_as_old_as_it_was() -> None:
