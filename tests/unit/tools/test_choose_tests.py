@@ -87,8 +87,8 @@ def test_what_a_change_chooses(repository: Repository, changed: str, wanted: set
 def test_of_this_repository() -> None:
     """By the graph that `make test-fast` builds."""
     repository = Repository(ROOT, grimp.build_graph("rlhfspec", cache_dir=None))
-    times = chosen(repository, "operators/rlhfspec/operator/deciding/times.py")
-    assert times >= {"operator_reconcile", "operator_world"}
+    deciding = chosen(repository, "operators/rlhfspec/operator/deciding/reconcile.py")
+    assert deciding >= {"operator_reconcile", "operator_world"}
     assert "operator_world" not in chosen(repository, "libs/rlhfspec/engine/core.py")
     assert {"suffix", "selector"} <= chosen(repository, "libs/rlhfspec/engine/drafting/suffix.py"), "a table names it"
     assert "losses" in chosen(repository, "tests/data/learning_numbers.json")
@@ -106,7 +106,7 @@ SUITE = Suite("it", tests=("tests/*/*/test_*.py",), text="def test_it", modules=
         (Suite("all", tests=("tests/*/*/test_*.py",)), "libs/rlhfspec/room/b.py", {"c", "helped", "made", "run"}),
         (Suite("torch", tests=("tests/torch/*/test_*.py",)), "libs/rlhfspec/room/b.py", {"helped", "made"}),
         (Suite("all", tests=("tests/*/*/test_*.py",)), "services/rlhfspec/dashboard/pages.py", set()),
-        (Suite("all", tests=("tests/*/*/test_*.py",)), "docs/job.md", set()),
+        (Suite("all", tests=("tests/*/*/test_*.py",)), "docs/d.md", set()),
         (SUITE, "libs/rlhfspec/room/b.py", {"c", "helped", "made"}),
         (SUITE, "libs/rlhfspec/other/d.py", ALL | {"run"}),
         (SUITE, "e/f", ALL | {"run"}),
