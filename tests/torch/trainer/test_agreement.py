@@ -22,9 +22,9 @@ from rlhfspec.worker.exits import PERMANENT, code_of
 CASES: list[tuple[str, float, dict[str, Any]]] = [
     ("float32", 1e-3, {"generation": {"dtype": "float32"}, "model": {"dtype": "float32"}}),
     ("exact", 0.0, {"training": {"exactOnPolicy": True}, "generation": {"dtype": "bfloat16"}}),
-    ("bfloat16", 0.25, {"generation": {"dtype": "bfloat16"}}),
-    ("bfloat16", 0.25, {"model": {"dtype": "bfloat16"}}),
-    ("bfloat16", 0.25, {"training": {"autocast": "bfloat16"}}),
+    ("bfloat16", 0.1, {"generation": {"dtype": "bfloat16"}}),
+    ("bfloat16", 0.1, {"model": {"dtype": "bfloat16"}}),
+    ("bfloat16", 0.1, {"training": {"autocast": "bfloat16"}}),
     ("quantised", 1.0, {"generation": {"engine": {"name": "vllm", "arguments": {"quantization": "fp8"}}}}),
     ("quantised", 1.0, {"generation": {"engine": {"name": "vllm", "arguments": {"kv_cache_dtype": "fp8"}}}}),
 ]
