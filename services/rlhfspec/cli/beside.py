@@ -1,5 +1,4 @@
-"""Commands that other distributions bring: they are found by the entry point group `rlhfspec.commands` when they are
-called. Help names those of rlhfspec-bench without looking for them, and imports none."""
+"""Commands of other distributions, found by the entry point group `rlhfspec.commands` when they are called."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ BENCH = {
 
 
 class Beside(TyperCommand):
-    """Stands for a command of another distribution until that is imported."""
+    """Placeholder for a command of another distribution, which is imported when the command is called."""
 
     def imported(self) -> Any:
         assert self.name is not None
@@ -34,7 +33,7 @@ class Beside(TyperCommand):
 
 
 class WithCommandsBeside(TyperGroup):
-    """Types are those of the click that typer uses: its own, or another distribution's."""
+    """Command group that includes commands of other distributions. Types are those of the click that typer uses."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *BENCH]

@@ -1,7 +1,6 @@
-"""`rlhfspec run`: every stage of a job in one process, over the memory transport.
-
-Each stage is made by its own builder, from the job and its context alone, and whatever is wrong with the job is said
-then; only then the stages start. The run folder is there before the first step and is finished however the run ends.
+"""`rlhfspec run`: all stages of a job in one process, over the memory transport.
+Each stage is built from the job and its context alone; every error of the job is raised before any stage starts.
+The run folder exists before the first step and is finished however the run ends.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class LocalRun(JobRun):
         self._check_columns()
 
     def _move_endpoint(self, worker: int) -> MoveEndpoint:
-        """Without addresses: they call each other."""
+        """Return a move endpoint without addresses: workers of one process call each other."""
         info = WorkerInfo(
             id=incarnation_of("generator", worker),
             job=self._job.metadata.name,
@@ -126,14 +125,14 @@ class LocalRun(JobRun):
         return not self._trainer.is_done
 
     def _check_columns(self) -> None:
-        """What only data and rewards together can tell."""
+        """Raise if the data lacks columns that the rewards ask for."""
         prompts = next(service.prompts for service in self._services if isinstance(service, PromptsService))
         for service in self._services:
             if isinstance(service, RewardService):
                 service.sources.check_columns(prompts.columns)
 
     def _refuse_ranks(self) -> None:
-        """Where torchrun started this process, it says how many there are."""
+        """Raise if torchrun started this process with several ranks."""
         trainer = self._job.spec.roles.trainer
         if trainer.ranks not in (1, rank_told(os.environ).num_ranks):
             nodes = f"--nnodes {trainer.nodes} " if trainer.nodes > 1 else ""

@@ -1,4 +1,4 @@
-"""`rlhfspec`: the one command. Torch is imported only by the commands that generate."""
+"""The command `rlhfspec`. Torch is imported only by the commands that generate."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How commands say what went wrong, without a traceback: what a user wrote (exit code 2), or what was found (1), on the
-disk or in the limits of the machine."""
+"""Error messages of commands, without traceback. Exit code 2: the user's input is wrong; 1: the disk or machine is."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ LIMITS = {
 
 @contextmanager
 def exit_on_problems() -> Iterator[None]:
-    """Around everything that reads what a user wrote, and what lies on the disk; `run` uses it too.
+    """Turn errors of user input and of the disk into a message and an exit code.
 
     >>> try:
     ...     with exit_on_problems():

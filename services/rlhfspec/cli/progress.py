@@ -1,4 +1,4 @@
-"""A line that says what goes on: rewritten in place on a terminal, one line after the other elsewhere."""
+"""Status line: rewritten in place on a terminal, printed line by line elsewhere."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from rich.console import Console
 
 
 def wide_console() -> Console:
-    """The terminal as it is; where there is none, wide enough for the tables."""
+    """Return the terminal's console, or one wide enough for tables where there is no terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=150)
 
 
 class StatusLine:
-    """Call it with what is happening now.
+    """Status line. Call it with the current activity. Example:
 
-    Example:
-        >>> with StatusLine(Console(force_terminal=False)) as status:
-        ...     status("halfway")
-        halfway
+    >>> with StatusLine(Console(force_terminal=False)) as status:
+    ...     status("halfway")
+    halfway
     """
 
     def __init__(self, console: Console | None = None) -> None:

@@ -1,5 +1,4 @@
-"""Ctrl-C and SIGTERM, heard at once: also while the main thread is inside compiled code, a tokenizer's say, where
-Python's own handlers would wait until it comes back."""
+"""Handlers of Ctrl-C and SIGTERM that act at once, even while the main thread runs compiled code."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def on_signals(act: Callable[[], object]) -> Iterator[None]:
-    """Either of them calls `act` in a thread of its own. Around another such block, until that one ends."""
+    """Call `act` in a new thread on either signal. Inside another such block, the inner one replaces it until it
+    ends."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     thread = threading.Thread(target=_hear, args=(reading, act), name="signals", daemon=True)
@@ -45,7 +45,7 @@ def _hear(reading: int, act: Callable[[], object]) -> None:
 
 
 def leave_at_once(message: str) -> NoReturn:
-    """Nothing is unwound, so the terminal gets back here what the live view took."""
+    """Exit without unwinding. This restores what the live view took of the terminal."""
     if os.isatty(sys.stderr.fileno()):
         os.write(sys.stderr.fileno(), SHOW_CURSOR)
     os.write(sys.stderr.fileno(), f"\n{message}\n".encode())

@@ -1,4 +1,4 @@
-"""Where the process begins and ends: Ctrl-C during the first imports, or a thread that hangs, ends it in no mess."""
+"""Entry and exit of the process, so that Ctrl-C during imports or a hanging thread leaves no mess."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def main() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """A computation that was left behind cannot be ended, and unwinding the interpreter under it aborts the process
-    with a code of its own; and where there is none, unwinding torch takes a second or two. What there was to write has
-    been written."""
+    """Exit without unwinding the interpreter, which would abort under a running computation, and takes torch a second
+    or two.
+    Everything has been written by then."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,1 +1,1 @@
-"""Opens a run on the bus, looks on, and reports to the operator; in a cluster only."""
+"""Control of a run in a cluster: opens it on the bus, observes it and reports to the operator."""

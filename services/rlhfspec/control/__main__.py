@@ -1,7 +1,5 @@
-"""`python -m rlhfspec.control --connections FILE`: opens a run, looks on, reports to the operator (docs/control.md).
-
-It leaves when it is asked to (SIGTERM), and not before. It holds no work: killed and started again at any moment, it
-knows what it has to within seconds.
+"""`python -m rlhfspec.control --connections FILE`: open, observe and report a run (docs/control.md).
+It exits on SIGTERM only. It is stateless: killed and restarted, it recovers its knowledge within seconds.
 """
 
 from __future__ import annotations

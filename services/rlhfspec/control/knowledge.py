@@ -1,6 +1,5 @@
-"""What control knows of a run: from records as they come, and from the run's folder what was before it looked.
-
-Pure but for its clock. It holds no work, and what it forgets when it is started again, it hears again within seconds.
+"""Control's knowledge of a run, from records and the run's folder. Pure but for its clock.
+It can be lost at any time: a restarted control hears it again within seconds.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ RECENT_STEPS = 16  # that the time left is estimated from
 
 
 class RunKnowledge:
-    """Keep what control knows. `known`: the state of its workers; what hears loads and plans tells it of them. `today`:
-    the time of the day."""
+    """Control's knowledge of a run. `known` is the state of its workers; `today` returns the time of day."""
 
     def __init__(
         self,
@@ -81,8 +79,8 @@ class RunKnowledge:
             self._failing[key] = Failing(beat.trouble, self._clock.now())
 
     def ready(self, info: WorkerInfo) -> None:
-        """Take what a worker said when it was ready. The broker keeps that for readers that come later, so it may be of
-        a process that is gone: only workers that are heard are there."""
+        """Record a ready worker. The broker replays old ready records, so only workers that send heartbeats count as
+        present."""
         key = (info.stage, info.worker)
         if info.stage in STAGE_NAMES:
             self._infos[key] = info
@@ -90,7 +88,7 @@ class RunKnowledge:
                 self.known.tell(info)
 
     def read(self, info: DatasetInfo) -> None:
-        """Note where the data ends before the job's steps do."""
+        """Record where the data ends, if before the job's last step."""
         steps = self._job.spec.training.steps
         self._total_steps = min(info.last_step, steps) if info.last_step else steps
 
@@ -99,8 +97,7 @@ class RunKnowledge:
         self._stepped_at = self._clock.now()
 
     def found(self, steps: Sequence[StepMetrics]) -> None:
-        """Take the steps of the folder. What comes after these is done again: the run goes on from a checkpoint before
-        it."""
+        """Record the steps of the folder. Later ones are repeated, as the run resumes from an earlier checkpoint."""
         if steps:
             before = tuple(metrics for metrics in self._steps if metrics.step < steps[0].step)
             self._steps = (*before, *steps)[-RECENT_STEPS:]
@@ -110,7 +107,7 @@ class RunKnowledge:
 
     @property
     def is_trained(self) -> bool:
-        """Return whether it is trained to its last step, as far as is known."""
+        """Return whether the last step is known to be trained."""
         return bool(self._steps) and self._steps[-1].step >= self._total_steps
 
     def kept(self, checkpoint_step: int) -> None:
@@ -143,7 +140,7 @@ class RunKnowledge:
         )
 
     def _tokens_per_second(self, last: StepMetrics | None) -> float | None:
-        """Return the speed of the last step, while it generated; before there is one, of the generators now."""
+        """Return the speed of the last generating step, or of the generators now before there is one."""
         if last is not None:
             return last.tokens_per_second
         loads = [each.load for each in self.known.run.generators if each.load and self._is_there(each)]
@@ -151,8 +148,7 @@ class RunKnowledge:
         return sum(running) if running else None
 
     def _troubles(self) -> list[Trouble]:
-        """Return what is wrong. While the broker is away no worker is heard, and for a moment after: that says nothing
-        of the workers."""
+        """Return current troubles. While the broker is away, and shortly after, silent workers are not counted."""
         troubles = undeliverable(self._letters)
         if self._is_broker_away():
             since = self._answered_today.strftime("%H:%M:%SZ")
@@ -181,8 +177,7 @@ class RunKnowledge:
             self.known.tell(ProcessNews(stage=key[0], worker=key[1], phase="left", what=what))
 
     def _forget_the_gone(self) -> None:
-        """Forget workers that fell silent for good: one of several of its stage was killed, and is not started
-        again."""
+        """Forget workers that are silent for good: one of several of its stage was killed and is not restarted."""
         if self._heard_for() <= GONE_SECONDS:
             return
         there, now = self.known.run.there, self._clock.now()
@@ -200,8 +195,7 @@ class RunKnowledge:
 
 
 def eta_seconds(seconds: Sequence[float], steps_left: int, since_step: float) -> float | None:
-    """Return what is left, by the middle half of what recent steps took: one that waited for a machine says nothing of
-    the next.
+    """Return the remaining seconds, from the middle half of recent step times, which excludes steps that waited.
 
     >>> eta_seconds([2.0, 2.0, 300.0, 2.0], steps_left=3, since_step=1.0)
     5.0
@@ -218,5 +212,5 @@ def eta_seconds(seconds: Sequence[float], steps_left: int, since_step: float) ->
 
 
 def lines_of(steps: Sequence[StepMetrics]) -> list[str]:
-    """Return the lines as the window of the live view has them."""
+    """Return the steps as lines of the live view's window."""
     return [json.dumps(json.loads(metrics.to_line())) for metrics in steps]

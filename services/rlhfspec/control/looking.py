@@ -1,4 +1,4 @@
-"""Hears what the workers of a run say, and asks the broker whether it is there."""
+"""Services that listen to a run's workers and check the broker."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class Looking(Service):
-    """Look on. consumes: Heartbeat, WorkerInfo, StepReport, DatasetInfo, dead letters; produces: nothing; waits for:
-    something said; unblocked by: every stage."""
+    """Service that observes a run.
+
+    consumes: Heartbeat, WorkerInfo, StepReport, DatasetInfo, dead letters; produces: nothing; waits for: a record;
+    unblocked by: every stage."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class Looking(Service):
 
 
 def _take(take: Callable[[Any], None], record: Any) -> None:
-    """Leave signals of a program of another version aside; they end nothing."""
+    """Take the record. Ignore signals of a program of another version."""
     try:
         take(record)
     except InvalidRequest as error:
@@ -108,7 +110,7 @@ def _take(take: Callable[[Any], None], record: Any) -> None:
 
 
 def steps_of(folder: RunFolder) -> list[StepMetrics]:
-    """Return what is known of a run before any worker says anything; nothing where it cannot be read."""
+    """Return the steps recorded in the folder, or none if it cannot be read."""
     try:
         return folder.steps()
     except (OSError, InvalidRequest, StorageError) as error:
@@ -117,7 +119,7 @@ def steps_of(folder: RunFolder) -> list[StepMetrics]:
 
 
 def last_checkpoint(folder: RunFolder) -> int:
-    """Return the last whole checkpoint: what is being written has another name."""
+    """Return the step of the last complete checkpoint. Partial ones have another name."""
     try:
         names = [entry.name for entry in folder.checkpoints.iterdir()]
     except OSError:
@@ -126,15 +128,16 @@ def last_checkpoint(folder: RunFolder) -> int:
 
 
 def view_of(job: RLHFJob, console: Console, *, shown: bool) -> View:
-    """Return a view, whatever the job says of its own: that is for one machine."""
+    """Return a view. The job's own view setting is ignored: it is for one machine."""
     observability = job.spec.observability.model_copy(update={"view": "auto" if shown else "off"})
     spec = job.spec.model_copy(update={"observability": observability})
     return View(job.model_copy(update={"spec": spec}), console, on_interrupt="end this view; the job goes on")
 
 
 class BrokerWatch(Service):
-    """Ask the broker from time to time. consumes, produces: nothing; waits for: its next question; unblocked by:
-    time."""
+    """Service that pings the broker.
+
+    consumes, produces: nothing; waits for: its next ping; unblocked by: time."""
 
     def __init__(self, vitals: Vitals, transport: NatsTransport, bus: Bus, knowledge: RunKnowledge) -> None:
         super().__init__("broker", 0, vitals)

@@ -1,4 +1,4 @@
-"""Tells the operator how the run goes, and bears it when the operator does not listen."""
+"""Reports of a run to the operator. A silent operator is tolerated."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class NotTaken(Exception):
-    """Say in one line that the report did not arrive, or was refused."""
+    """Raised, with one line, when the operator did not receive or refused the report."""
 
 
 class Endpoint:
-    """The operator's endpoint: JSON over TLS, with the token that control's pod was given.
+    """The operator's endpoint: JSON over TLS, with the service account token of control's pod.
 
-    `authority`: a file with the CA of its certificate; `token_file`: read anew for every report, because tokens are
-    replaced before they expire. A report is one request over a connection of its own, since another operator may lead
-    by then. A redirection is never followed: the token is for this address.
-    """
+    `authority`: file of the CA certificate. `token_file`: read again for every report, as tokens expire.
+    Each report uses a new connection, as another operator may lead by then. Redirects are never followed, because the
+    token is for this address only."""
 
     def __init__(self, url: str, authority: Path, token_file: Path) -> None:
         parts = urlsplit(url)
@@ -45,7 +44,7 @@ class Endpoint:
         self._authority, self._token_file = authority, token_file
 
     def post(self, body: bytes) -> None:
-        """Block, for a few seconds at most; raise NotTaken."""
+        """Send a report; block for a few seconds at most. Raise NotTaken on failure."""
         try:
             self._post(body)
         except (OSError, http.client.HTTPException, UnicodeError) as error:  # of the token's file, too
@@ -69,12 +68,12 @@ class Endpoint:
 
 
 def news(report: Report) -> tuple[object, ...]:
-    """Return what is worth a report of its own; all else is told from time to time."""
+    """Return the parts whose change is reported at once; all else is reported periodically."""
     return report.step, report.total_steps, report.checkpoint_step, report.generators_wanted, report.troubles
 
 
 class Turn:
-    """Say when a report is due: pure but for its draws.
+    """Schedule of reports, pure but for its random draws.
 
     >>> turn, quiet = Turn(random.Random(0)), Report(run="3f2a")
     >>> turn.is_due(quiet, now=0.0)
@@ -99,7 +98,8 @@ class Turn:
         self._not_before, self._at_latest = now + AT_MOST_EVERY_SECONDS, now + AT_LEAST_SECONDS
 
     def was_not_taken(self, now: float) -> bool:
-        """Return whether that is news. Many jobs lose their operator at the same moment, and come back one by one."""
+        """Record a failure and return whether it is the first. Retries are randomised, so that jobs do not return at
+        once."""
         self._num_failures += 1
         wait = min(AT_MOST_EVERY_SECONDS * 2.0 ** min(self._num_failures - 1, 10), LONGEST_REPORT_WAIT_SECONDS)
         self._not_before = self._at_latest = now + wait * self._draw.uniform(0.5, 1.0)
@@ -107,8 +107,10 @@ class Turn:
 
 
 class Reporter(Service):
-    """Report to the operator. consumes: what control knows; produces: reports, over HTTPS; waits for: something to
-    report; unblocked by: every stage, and time."""
+    """Service that reports to the operator.
+
+    consumes: control's knowledge; produces: reports, over HTTPS; waits for: news; unblocked by: every stage, and time.
+    """
 
     def __init__(
         self, vitals: Vitals, look: Callable[[], Report], post: Callable[[bytes], None], draw: random.Random

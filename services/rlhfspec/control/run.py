@@ -1,4 +1,4 @@
-"""Control of one run: opens its subjects, looks on, keeps the live view's window, and reports to the operator."""
+"""Control of one run: opens its subjects, observes it, feeds the live view and reports to the operator."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class Control:
-    """Look after a run; `run` returns when it is asked to leave, and not before."""
+    """Control of a run. `run` returns only when asked to stop."""
 
     def __init__(self, connections: Connections, job: RLHFJob, token_file: Path, mirror: Mirror | None = None) -> None:
         self._connections, self._job, self._token_file = connections, job, token_file
@@ -147,7 +147,7 @@ class Control:
         await together(asking.run(), open_and_look())
 
     async def _until_open(self, service: Service, transport: NatsTransport, bus: Bus) -> bool:
-        """Wait until the run is open, however long that takes; return False if it was asked to leave meanwhile."""
+        """Wait without limit until the run is open; return False if asked to stop first."""
         clock = self._vitals.clock
         tell_at = clock.now() + OPENED_SECONDS
         while not service.stopping.is_set():
@@ -160,7 +160,7 @@ class Control:
         return False
 
     async def _connected(self, service: Service) -> NatsTransport | None:
-        """Connect, however long that takes; return None if it was asked to leave meanwhile."""
+        """Connect, waiting without limit; return None if asked to stop first."""
         is_told = False
         while not service.stopping.is_set():
             try:
@@ -176,8 +176,9 @@ class Control:
 
 
 class _LookingOn(Service):
-    """Run all that looks on. consumes: all that is said; produces: nothing; waits for: the broker; unblocked by: every
-    stage."""
+    """Service that runs all observers.
+
+    consumes: all records; produces: nothing; waits for: the broker; unblocked by: every stage."""
 
     def __init__(self, control: Control, health: Health) -> None:
         super().__init__("opening", 0, control._vitals)

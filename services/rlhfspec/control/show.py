@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def document_of(view: LiveView) -> dict[str, Any]:
-    """Return the view as JSON has it. `workers`: each as the live view draws it; `steps`: lines of steps.jsonl.
+    """Return the view as JSON. `workers`: as in the live view; `steps`: lines of steps.jsonl.
 
     >>> from rlhfspec.runs.live.live import LiveView, Window
     >>> document_of(LiveView(window=Window(steps=('{"step": 1}',))))
@@ -85,7 +85,7 @@ def document_of(view: LiveView) -> dict[str, Any]:
 
 
 def trace_lines(folder: Path, sample: str) -> list[dict[str, str]]:
-    """Raises InvalidRequest where there is no trace of it."""
+    """Return the lines of a sample's trace. Raise InvalidRequest if there is none."""
     from rlhfspec.runs.view.waterfall import notes, seconds
     from rlhfspec.telemetry.read import life_of
 
@@ -112,7 +112,7 @@ async def _look(connections: Connections) -> LiveView:
 
 
 async def _view(connections: Connections) -> None:
-    """Show what comes over the bus, beside control's own looking."""
+    """Show the live view from the bus, next to control's own observers."""
     from rich.console import Console
 
     from rlhfspec.common.awake_clock import AwakeClock
@@ -152,9 +152,9 @@ async def _view(connections: Connections) -> None:
 
 
 async def _end_when_nobody_reads(stop: asyncio.Event) -> None:
-    """End this process when its output is read no more. A client that vanishes does not end what it began in a pod: its
-    terminal is only read no more. What writes to it then is stuck for good, so nothing but the end of the process ends
-    it."""
+    """End this process when its output has no reader.
+
+    A process in a pod outlives its client, and a write to the unread terminal blocks for ever."""
     from rlhfspec.worker import exits
 
     read_at = time.monotonic()

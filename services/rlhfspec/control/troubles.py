@@ -1,8 +1,7 @@
-"""What holds a run up, by what its workers say: pure, and in words that stay the same while it lasts.
+"""Troubles that hold a run up, from workers' signals. Pure; the wording stays the same while a trouble lasts. Example:
 
-Example:
-    >>> reward_failing({("reward", 0): Failing("reward 'judge': the endpoint answered 503", since=10.0)}, now=13.0)
-    [Trouble(reason='RewardFailing', message="reward 0: reward 'judge': the endpoint answered 503")]
+>>> reward_failing({("reward", 0): Failing("reward 'judge': the endpoint answered 503", since=10.0)}, now=13.0)
+[Trouble(reason='RewardFailing', message="reward 0: reward 'judge': the endpoint answered 503")]
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Failing:
-    """Keep the first that was said, while it fails."""
+    """Record of a failure that keeps the first message while it lasts."""
 
     what: str
     since: float
 
 
 def broker_unavailable(url: str, since: str) -> Trouble:
-    """Return the trouble. since: a time of the day, as people write it."""
+    """Return the trouble of a lost broker. since: time of day, for people."""
     return _trouble("BrokerUnavailable", f"{url} has not answered since {since}")
 
 
@@ -45,8 +44,7 @@ def reward_failing(failing: Mapping[tuple[str, int], Failing], now: float) -> li
 def stalled(
     workers: Sequence[ProcessState], states: Sequence[WorkerState], *, quiet_seconds: float, stall_seconds: float
 ) -> list[Trouble]:
-    """Return the troubles of workers that are past the deadline of their work or silent, or of a run in which all
-    wait."""
+    """Return a trouble for each worker that is silent or past its deadline, or one for a run in which all wait."""
     told = [
         f"{state.stage} {state.worker}: {state.what} takes longer than its deadline of "
         f"{state.since_seconds - state.overdue_seconds:.0f} s"

@@ -1,1 +1,1 @@
-"""What the critic expects of a response, token by token."""
+"""The critic stage: expected value of a response at each token."""

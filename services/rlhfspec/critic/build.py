@@ -1,4 +1,4 @@
-"""Makes one worker of the critic stage of a job."""
+"""Builder of one worker of the critic stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def build(job: RLHFJob, context: Context) -> CriticService:
-    """A copy of the trainer's critic; its weights come with the first version that is handed out."""
+    """Return a worker with a copy of the trainer's critic. Its weights come with the first published version."""
     from rlhfspec.critic.service import CriticService
     from rlhfspec.huggingface.devices import device_of
     from rlhfspec.huggingface.structure.positions import max_context

@@ -1,4 +1,4 @@
-"""The critic stage: values of the states before each token, under the critic that goes with the sample's step."""
+"""The critic stage: values before each token, under the critic of the sample's step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rlhfspec.training.weights import WeightStore
 
 
 class CriticService(TokenScoringService):
-    """Consumes Sample, Weights; produces Score; waits for finished samples, and the critic's weights; unblocked by
-    generator, trainer."""
+    """Critic stage. Consumes Sample, Weights; produces Score; waits for finished samples, and the critic's weights;
+    unblocked by generator, trainer."""
 
     def __init__(
         self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, scorer: ValueScorer, weights: WeightStore
@@ -35,7 +35,8 @@ class CriticService(TokenScoringService):
         return self._scorer.version
 
     async def prepare(self, sample: Sample) -> bool:
-        """The trainer publishes a version's critic before its policy, so what sampled is never ahead of what scores."""
+        """Return whether the sample can be scored. The critic is published before the policy, so no sample is ahead of
+        it."""
         self._inbox = self._inbox or await self._bus.subscribe(Weights)
         wanted = sample.step - 1 - self._staleness
         while not self.stopping.is_set():

@@ -1,1 +1,1 @@
-"""The web dashboard: read-only."""
+"""The read-only web dashboard."""

@@ -1,4 +1,4 @@
-"""`python -m rlhfspec.dashboard`: the dashboard of a cluster, as its pod runs it. HTTP, or HTTPS with a certificate."""
+"""`python -m rlhfspec.dashboard`: the dashboard of a cluster. HTTP, or HTTPS with a certificate."""
 
 from __future__ import annotations
 

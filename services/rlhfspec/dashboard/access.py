@@ -1,9 +1,8 @@
-"""Which visitors may look. Both ways begin with a token that a browser keeps in a cookie that no script can read.
+"""Access control of the dashboard. A token is kept in a cookie that scripts cannot read.
 
-`LaptopAccess`: one random token, in the URL that the command prints; with it one sees everything.
-`ClusterAccess`: the token is a user's own, and the API server says what it may.
+`LaptopAccess`: one random token, in the printed URL, grants everything.
+`ClusterAccess`: the user's own token; the API server decides what it may. Example:
 
-Example:
     >>> token_of({"Authorization": "Bearer abc"}, ""), token_of({}, "abc"), token_of({}, "")
     ('abc', 'abc', '')
 """
@@ -43,7 +42,7 @@ _ASKED: dict[What, dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """`token` is never shown, logged or sent anywhere but to the API server."""
+    """Visitor of the dashboard. `token` is never shown or logged, and sent only to the API server."""
 
     name: str
     key: str  # a hash of the token
@@ -53,12 +52,12 @@ class Visitor:
 
 
 class Access(Protocol):
-    """Raises ClusterUnavailable where the question cannot be answered: then no visitor may."""
+    """Access policy. Raises ClusterUnavailable if it cannot decide; then no visitor is admitted."""
 
     is_local: bool  # for this machine's users: then only names of this machine are served, and cookies need no TLS
 
     async def visitor(self, token: str) -> Visitor | None:
-        """None: this token is no visitor's."""
+        """Return the visitor of a token, or None if it is not valid."""
         ...
 
     async def may(self, visitor: Visitor, namespace: str, what: What) -> bool: ...
@@ -79,8 +78,7 @@ class LaptopAccess:
 
 
 class ClusterAccess:
-    """The API server says whose a token is (TokenReview), and what that user may in each namespace
-    (SubjectAccessReview)."""
+    """Access by the API server: TokenReview for the identity, SubjectAccessReview for rights in each namespace."""
 
     is_local = False
 
@@ -124,7 +122,7 @@ class ClusterAccess:
 
 
 def token_of(headers: Mapping[str, str], cookie: str) -> str:
-    """What a request shows; empty: nothing that could be a token. A proxy's header comes before the cookie."""
+    """Return the request's token, or "". A proxy's header takes precedence over the cookie."""
     kind, _, given = headers.get("Authorization", "").partition(" ")
     token = given.strip() if kind.lower() == "bearer" else cookie
     return token if is_token(token) else ""

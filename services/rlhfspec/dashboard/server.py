@@ -1,5 +1,5 @@
-"""The dashboard as an HTTP server: one page, its data as JSON, and what happens as server-sent events. Only GET, but
-for logging in and out; nothing here can change a job.
+"""HTTP server of the dashboard: one page, JSON data, and server-sent events.
+It takes only GET, but for login and logout; nothing can change a job.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ log = logging.getLogger("rlhfspec.dashboard")
 
 
 class Dashboard:
-    """`app()` is served by its maker; `close` ends the streams and the feeds."""
+    """The dashboard. The caller serves `app()`; `close` ends streams and feeds."""
 
     def __init__(self, source: JobSource, access: Access) -> None:
         self.feeds = Feeds(source)
@@ -110,8 +110,7 @@ class Dashboard:
         return response
 
     def _refuse_strangers(self, request: web.Request) -> None:
-        """Other sites may link here, and nothing else; on a laptop, no name but the machine's own is answered, so that
-        no other site can take it for its own."""
+        """Refuse requests from other sites but links, and on a laptop other host names, against DNS rebinding."""
         site = request.headers.get("Sec-Fetch-Site", "")
         is_link = request.method == "GET" and request.headers.get("Sec-Fetch-Mode") == "navigate"
         if site not in ("same-origin", "none", "") and not (is_link and not request.path.startswith("/api/")):
@@ -179,7 +178,7 @@ class Dashboard:
         return _plain(200, "ok")
 
     def _answer(self, request: web.Request, body: bytes, kind: str) -> web.Response:
-        """With an ETag: what the browser has is not sent again."""
+        """Return a response with an ETag, so that a cached body is not sent again."""
         tag = f'"{hashlib.sha256(body).hexdigest()[:20]}"'
         headers = {"ETag": tag, "Cache-Control": "private, no-cache", "Vary": "Cookie, Authorization"}
         if request.headers.get("If-None-Match") == tag:
@@ -202,7 +201,7 @@ class Dashboard:
         return [asdict(job) for job in sorted(jobs, key=_newest_first) if may[job.namespace]]
 
     async def _samples(self, request: web.Request) -> web.StreamResponse:
-        """Of one step, `?step=3&skip=100`; without, which steps there are."""
+        """Return the samples of a step (`?step=3&skip=100`), or without a step the list of steps."""
         _, key = await self._allowed(request, "texts")
         async with self.feeds.of(key) as feed:
             if feed.folder is None:
@@ -216,7 +215,7 @@ class Dashboard:
         return self._answer(request, encoded(found).encode(), "application/json")
 
     async def _sample(self, request: web.Request) -> web.StreamResponse:
-        """`?id=sums/3/7/1`: its text and trace, each where it is there."""
+        """Return text and trace of a sample (`?id=sums/3/7/1`), each if present."""
         _, key = await self._allowed(request, "texts")
         id = request.query.get("id", "")
         async with self.feeds.of(key) as feed:
@@ -229,7 +228,7 @@ class Dashboard:
         return self._answer(request, encoded(found).encode(), "application/json")
 
     async def _yaml(self, request: web.Request) -> web.StreamResponse:
-        """The job as the API server has it, for users who may get it there too."""
+        """Return the job's manifest, for users who may read it at the API server."""
         _, key = await self._allowed(request, "jobs")
         text = yaml.safe_dump(await self._source.manifest(key), sort_keys=False, width=120)
         return self._answer(request, text.encode(), "text/plain")
@@ -273,7 +272,7 @@ class Dashboard:
 
     @contextmanager
     def _place_for(self, visitor: Visitor) -> Iterator[None]:
-        """Of a stream. Each visitor has some, so that none takes those of the others."""
+        """Reserve one of the visitor's stream slots. Each visitor has its own, so none uses up those of others."""
         if self._streams[visitor.name] >= MOST_STREAMS_OF_ONE:
             problem = f"{visitor.name} has {MOST_STREAMS_OF_ONE} pages of this dashboard open already: close one"
             raise web.HTTPTooManyRequests(text=problem)
@@ -289,7 +288,7 @@ class Dashboard:
     async def _stream(
         self, request: web.Request, events: EventStream, reader: Reader, still: Callable[[], Awaitable[object]]
     ) -> web.StreamResponse:
-        """Until the browser goes, is too slow, or may no longer: that is asked again with every beat."""
+        """Stream events until the browser leaves or loses its right, which is checked at every heartbeat."""
         response = web.StreamResponse(
             headers={
                 **HEADERS,
@@ -311,7 +310,7 @@ class Dashboard:
     async def _write_on(
         self, response: web.StreamResponse, reader: Reader, still: Callable[[], Awaitable[object]]
     ) -> None:
-        """The beat comes though there is always something to tell."""
+        """Write events. The heartbeat is sent even when events never pause."""
         loop = asyncio.get_running_loop()
         data, beat_at = b"retry: 1000\n\n", loop.time() + KEEP_ALIVE_SECONDS
         while not reader.is_cut.is_set():
@@ -332,7 +331,7 @@ class Dashboard:
 async def serve(
     dashboard: Dashboard, host: str, port: int, *, tls: ssl.SSLContext | None = None, ready: Callable[[int], None]
 ) -> None:
-    """Serve until SIGINT or SIGTERM. `port` 0: any; `ready` is told which. InvalidRequest where it is taken."""
+    """Serve until SIGINT or SIGTERM. `port` 0: any; `ready` gets the port. Raise InvalidRequest if it is taken."""
     # A page that was closed gives its place back at once: without cancellation only the next beat would tell.
     app = dashboard.app()
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_END_SECONDS, handler_cancellation=True)
@@ -353,7 +352,7 @@ async def serve(
 
 
 def _cookie(request: web.Request) -> str:
-    """A cookie is sent to every port of its host: two dashboards on one machine have two."""
+    """Return the cookie's name. It contains the port, as browsers send cookies to every port of a host."""
     port = request.headers.get("Host", "").rpartition(":")[2]
     return f"rlhfspec-{port}" if port.isdecimal() else "rlhfspec"
 
@@ -370,6 +369,6 @@ def _number(request: web.Request, name: str) -> int:
 
 
 def _plain(status: int, text: str, location: str | None = None) -> web.Response:
-    """One line."""
+    """Return a response of one line of text."""
     headers = {} if location is None else {"Location": location}
     return web.Response(status=status, text=" ".join(text.split()) + "\n", headers=headers)

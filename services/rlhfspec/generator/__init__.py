@@ -1,1 +1,1 @@
-"""Samples every prompt, on the engine."""
+"""The generating stage: samples every prompt on the engine."""

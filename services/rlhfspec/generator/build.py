@@ -1,4 +1,4 @@
-"""Makes one worker of the generating stage of a job; of several processes this is rank 0, and the others follow it."""
+"""Builder of one worker of the generating stage. With several processes this is rank 0; the others follow it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def build(job: RLHFJob, context: GeneratorContext) -> GeneratorService:
 
 
 def follow(job: RLHFJob) -> None:
-    """A rank other than 0: holds its part of the model until rank 0 says stop."""
+    """Hold a part of the model on a rank other than 0 until rank 0 stops."""
     from rlhfspec.engine import from_job
 
     for number in (signal.SIGINT, signal.SIGTERM):

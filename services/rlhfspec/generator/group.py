@@ -1,7 +1,7 @@
-"""The processes of one generator, which hold a model together: rank 0 is the worker, and starts the others.
+"""Processes of one generator that share a model: rank 0 is the worker, and starts the others.
 
-To supervisor and Kubernetes a generator is one process, whatever it is made of. Where another of its processes ends,
-the worker ends in the same way; where the worker ends, the system kills the others.
+Supervisor and Kubernetes see one process. If another rank ends, the worker ends in the same way; if the worker ends,
+the system kills the other ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 @contextmanager
 def led(job: RLHFJob) -> Iterator[Ranks | None]:
-    """Start the other processes, and be their rank 0; None where there are none."""
+    """Start the other ranks and yield rank 0, or None for a single process."""
     count = job.spec.num_processes("generator")
     if count == 1:
         yield None
@@ -61,7 +61,7 @@ def led(job: RLHFJob) -> Iterator[Ranks | None]:
 
 @contextmanager
 def joined_by(job: RLHFJob) -> Iterator[Ranks]:
-    """The group that the environment tells of. Raises InvalidRequest where two would share a GPU."""
+    """Join the group that the environment names. Raise InvalidRequest if two ranks would share a GPU."""
     from rlhfspec.common.ranks.meeting import joined
     from rlhfspec.huggingface.devices import device_of
 
@@ -80,7 +80,7 @@ def joined_by(job: RLHFJob) -> Iterator[Ranks]:
 
 
 def refuse_shared(places: Sequence[tuple[str, str | None]]) -> None:
-    """Raise InvalidRequest where two processes compute on one GPU: device and CUDA_VISIBLE_DEVICES of each.
+    """Raise InvalidRequest if two processes use one GPU. Each place is a device and its CUDA_VISIBLE_DEVICES.
 
     >>> refuse_shared([("cuda:0", "3"), ("cuda:0", "4")]), refuse_shared([("cuda:0", None), ("cuda:1", None)])
     (None, None)
@@ -95,7 +95,7 @@ def refuse_shared(places: Sequence[tuple[str, str | None]]) -> None:
 
 
 def _keep(rank: int, environment: dict[str, str], leaving: Event) -> None:
-    """Start a process, and end as it ends. The system kills it when this thread is gone."""
+    """Start a rank and end as it ends. The system kills it when this thread ends."""
     told = os.environ | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     told.setdefault(STARTED, "generator")
     other = subprocess.Popen([sys.executable, "-m", "rlhfspec.generator", *sys.argv[1:]], env=told)

@@ -1,7 +1,7 @@
-"""Sharing of what drafters learn: between generators, and with later processes of the run by its folder.
+"""Sharing of learnt drafters between generators, and with later processes through the run's folder.
 
-Two rules, and no token depends on either: a drafter goes on from what was learnt from more tokens than its own; and it
-shares its own once that is from a quarter more tokens than anything announced, or from 32,768 more.
+A drafter takes over weights that learnt from more tokens than its own. It shares its own after a quarter more tokens
+than any announced, or 32,768 more. No token depends on it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ _MOST_BYTES = 1 << 30  # what is larger stays where it was learnt
 
 
 class LearntSharing:
-    """What one generator's drafter learnt, on its way to others, and what theirs learnt, on its way here.
-
-    `take` is for the engine's thread, all else for the event loop.
-    """
+    """Exchange of one generator's drafter with others. `take` is for the engine's thread, all else for the event
+    loop."""
 
     def __init__(
         self,
@@ -65,7 +63,7 @@ class LearntSharing:
     # -- what comes -----------------------------------------------------------------------------------------
 
     async def restore(self) -> None:
-        """Go on from what an earlier process of this run left."""
+        """Resume from the drafter that an earlier process of this run left."""
         try:
             found = await self._thread.in_thread(read_learnt, self._folder / LEARNT)
         except (RLHFSpecError, OSError) as error:
@@ -76,7 +74,7 @@ class LearntSharing:
             self._announced = found[0]
 
     async def fetch(self, records: Sequence[DraftWeights]) -> None:
-        """Fetch the newest of these if it is from more tokens than any before."""
+        """Fetch the newest of these if it learnt from more tokens than any before."""
         newest = max(records, key=lambda record: record.version)
         if newest.version <= max(self._announced, self.learner.report.version):
             return
@@ -89,7 +87,7 @@ class LearntSharing:
             self.arrived = Learnt(version=newest.version, tensors=tensors)
 
     def take(self) -> None:
-        """Let the drafter go on from what arrived."""
+        """Load the fetched drafter."""
         arrived, self.arrived = self.arrived, None
         if arrived is None:
             return
@@ -103,7 +101,7 @@ class LearntSharing:
 
     @property
     def is_due(self) -> bool:
-        """Return whether the drafter has learnt enough to hand that out, and is not doing so, nor has just done so."""
+        """Return whether the drafter learnt enough to be shared, and no sharing is under way or just done."""
         is_busy = self._handing_out is not None and not self._handing_out.done()
         if is_busy or time.monotonic() < self._not_before:
             return False
@@ -113,11 +111,11 @@ class LearntSharing:
 
     @property
     def has_more(self) -> bool:
-        """Return whether the drafter has learnt from more tokens than anything that was handed out."""
+        """Return whether the drafter learnt from more tokens than any shared one."""
         return self.learner.report.version > self._announced
 
     def begin_handing_out(self, learnt: Learnt) -> None:
-        """Hand it out beside what the engine does."""
+        """Start sharing in the background of the engine."""
         self._handing_out = asyncio.create_task(self._hand_out(learnt))
 
     async def handed_out(self) -> None:
@@ -132,7 +130,7 @@ class LearntSharing:
         self._thread.close()
 
     async def note_cost(self, *, is_last: bool = False) -> None:
-        """Write down what learning cost and brought under the last version of the policy's weights."""
+        """Record the cost and gain of learning under the last policy version."""
         version = self._noted_weights_version
         if version == self._engine.weights_version and not is_last:
             return
@@ -158,7 +156,7 @@ class LearntSharing:
             log.warning("what the drafter cost is not written down: %s", error)
 
     async def _hand_out(self, learnt: Learnt) -> None:
-        """Write it into the folder first, then to others. Where that fails, the next one may succeed."""
+        """Write the drafter into the folder, then publish it. A failure is not fatal: the next attempt may succeed."""
         began = time.monotonic()
         self._announced = learnt.version
         num_bytes = sum(tensor.nbytes for tensor in learnt.tensors.values())

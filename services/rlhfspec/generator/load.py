@@ -1,4 +1,4 @@
-"""What a generator says of itself: a record a few times a second for the eyes, and on each sample what it cost."""
+"""Load of a generator: a record a few times a second, and the cost on each sample."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ Experts = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class LoadMeter:
-    """Counts what the engine's steps report; `load` makes a record of it when one is due.
+    """Meter of the engine's steps; `load` returns a record when one is due.
 
-    `sequences`: of the engine, where others may take them over. `incarnation` is of the process: what is said under
-    another one holds no more. `is_leaving` is set by a worker that is.
-    """
+    `sequences`: of the engine, if they can be moved. `incarnation`: of the process; it voids earlier records.
+    `is_leaving`: set by a worker that stops."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class LoadMeter:
         self._learn(report)
 
     def _learn(self, report: EngineStep) -> None:
-        """What a token of each sequence costs: with drafts, a step's share."""
+        """Update the cost of a token per sequence; with drafts, a step's share."""
         tokens_each = report.num_committed / report.num_decoding if report.num_decoding else 0.0
         num_running, tokens_of_one = report.num_decoding / report.num_passes, tokens_each * report.num_passes
         if report.num_prefill_tokens:
@@ -82,21 +81,21 @@ class LoadMeter:
 
     @property
     def prefill_seconds(self) -> float:
-        """A token."""
+        """Return prefill seconds per token."""
         return self._curve.prefill_seconds
 
     def load(self) -> Load | None:
-        """When it is due: from time to time, and when the engine has run out of work."""
+        """Return the load if it is due: periodically, and when the engine runs out of work."""
         if not self._is_due(self._last) or not self._strategies:
             return None
         return self._record(self._strategies.most_common(1)[0][0])
 
     def now(self) -> Load:
-        """Due or not."""
+        """Return the load, due or not."""
         return self._record("")
 
     def idle(self) -> Load | None:
-        """Of an engine without work, from time to time: others may have work for it."""
+        """Return the load of an idle engine periodically, as others may have work for it."""
         if self._engine.has_work or self._now() - self._last < IDLE_EVERY_SECONDS:
             return None
         return self._record("")
@@ -140,10 +139,8 @@ class LoadMeter:
         return record
 
     def experts(self) -> Experts:
-        """Rows that each expert ran and no sample has told of; nothing when they were told a moment ago.
-
-        Every row is told once, the last ones with the last sample: then the engine has run dry.
-        """
+        """Return the rows per expert since the last report, or nothing right after one. The last sample takes the
+        rest."""
         if not self._is_due(self._experts_said):
             return ()
         self._experts_said = self._now()

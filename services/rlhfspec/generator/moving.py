@@ -1,4 +1,4 @@
-"""Samples that go on at another generator, and those that come from one, while the engine works."""
+"""Moves of samples to and from other generators while the engine runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST_ADVICE = 32  # followed at once; the rest of a flood is lost, as advice may
 
 @dataclass(frozen=True, slots=True)
 class MovedPrompt:
-    """What goes with a sample beside what its engine knows of it.
+    """Prompt data that moves with a sample, beside the engine's state.
 
     >>> MovedPrompt.read(MovedPrompt(b"record", {"traceparent": "00-ab-cd-01"}, 1.5).to_bytes())
     MovedPrompt(record=b'record', headers={'traceparent': '00-ab-cd-01'}, seconds=1.5)
@@ -47,7 +47,7 @@ class MovedPrompt:
 
     @classmethod
     def read(cls, data: bytes) -> MovedPrompt:
-        """Raises MalformedRecord."""
+        """Parse the data. Raise MalformedRecord if it is malformed."""
         try:
             moved = read(records_pb2.MovedPrompt.FromString(data), cls)
         except DecodeError as error:
@@ -58,7 +58,7 @@ class MovedPrompt:
 
 
 class PromptCustody:
-    """Implements `moves.migration.base.Custody` by the samples that run. `inbox`: where prompts come from."""
+    """Implementation of `moves.migration.base.Custody` for running samples. `inbox`: source of prompts."""
 
     def __init__(self, state: GeneratorState, inbox: Inbox[Prompt], meter: LoadMeter) -> None:
         self._state = state
@@ -91,7 +91,7 @@ class PromptCustody:
 
 
 class OwnMoves:
-    """Moves of samples from one generator, and what it knows of the others: what they say of themselves."""
+    """Moves of one generator's samples, and its knowledge of other generators from their records."""
 
     def __init__(self, bus: StageBus, mover: Mover, news: asyncio.Event, *, job: str) -> None:
         self.mover = mover
@@ -103,27 +103,28 @@ class OwnMoves:
         self._numbers = count()
 
     def meet(self, info: WorkerInfo) -> None:
-        """Know another generator by its latest process."""
+        """Record another generator by its latest process."""
         if info.stage == self._bus.stage.name and info.worker != self._bus.worker:
             name = f"{info.stage}-{info.worker}"
             self._peers[info.worker] = Peer(name=name, address=info.moves_address or info.id, incarnation=info.id)
 
     def follow(self, move: Move) -> None:
-        """Begin a move that the rebalancer advises, if it is from here."""
+        """Begin a move that the rebalancer advises, if this generator is the source."""
         is_ours = move.source == self._bus.worker and move.destination in self._peers
         if is_ours and len(self._moves) < MOST_ADVICE:
             self._begin(move)
 
     def settle(self) -> None:
-        """Forget the moves that are over. Raise what ended one and was not foreseen: it ends this worker."""
+        """Forget completed moves. Raise an unexpected error of a move, which ends this worker."""
         for task in [task for task in self._moves if task.done()]:
             self._moves.discard(task)
             if not task.cancelled():
                 task.result()
 
     async def leave(self) -> None:
-        """Move what has begun here to others, as far as they take it and the time lasts. One that leaves too, or says
-        nothing, is asked once: when a whole run ends no worker waits for another."""
+        """Move running samples to others while there is time. One that also leaves, or is silent, is asked only once:
+        at the
+        end of a run no worker waits for another."""
         await self.mover.refuse()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_SECONDS):
@@ -168,7 +169,7 @@ class OwnMoves:
 
 
 def assert_empty(engine: MovableByTokens) -> None:
-    """Raise AssertionError if, without what still runs, any row, block or lease of a move is left in an engine."""
+    """Raise AssertionError if rows, blocks or leases of moves remain in the idle engine."""
     for each in engine.sequences():
         engine.cancel(each.id)
     engine.check_integrity()

@@ -1,4 +1,4 @@
-"""Prompts as requests to an engine, and what it completes as samples."""
+"""Conversion of prompts to engine requests, and of completions to samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_PROMPTS = 4096
 
 
 class Histories:
-    """The newest `keep` responses of each of the prompts seen last. Drafts are made from them; they change no token.
+    """The newest `keep` responses of each recent prompt, for drafting. They change no token.
 
     >>> histories = Histories(keep=2)
     >>> for response in ((1,), (2,), (3,)):

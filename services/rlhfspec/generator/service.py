@@ -1,4 +1,4 @@
-"""The generating stage: the engine between an inbox of prompts and a subject of samples."""
+"""The generating stage: an engine between an inbox of prompts and a subject of samples."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ _R = TypeVar("_R", bound=Record)
 
 
 class GeneratorService(Service):
-    """Consumes Prompt, Weights; produces Sample, Load; waits for prompts, and room in the KV cache; unblocked by
-    prompts, trainer. A prompt is acknowledged once its sample is published, so a lost generator loses no sample.
+    """Generating stage. Consumes Prompt, Weights; produces Sample, Load; waits for prompts, and room in the KV cache;
+    unblocked by prompts, trainer.
 
-    What comes is put into `state`; `_work` is the loop that acts on it. Samples go to other generators and come from
-    them while they run. Asked to stop, it hands what runs to the others, and back what is left.
+    A prompt is acknowledged after its sample is published, so a lost generator loses no sample. Records arrive in
+    `state`,
+    and `_work` is the loop that acts on them. On stop, running samples move to other generators; the rest is returned.
     """
 
     def __init__(self, job: RLHFJob, context: GeneratorContext, engine: EngineProtocol) -> None:
@@ -99,7 +100,7 @@ class GeneratorService(Service):
     # -- the loop -------------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        """Take what came, step the engine, and hand out what it finished."""
+        """Run the loop: process arrivals, step the engine, publish completions."""
         while not self.stopping.is_set():
             self.state.news.clear()
             if self._moves is not None:
@@ -116,7 +117,7 @@ class GeneratorService(Service):
                 await self._wait()
 
     async def _load_weights(self) -> None:
-        """Load the newest version that was announced. What runs goes on under it, and says so token by token."""
+        """Load the newest announced version. Running samples continue under it; each token records its version."""
         newer = [record for record in self.state.wanted if record.version > self._engine.weights_version]
         self.state.wanted.clear()
         if newer:
@@ -128,7 +129,7 @@ class GeneratorService(Service):
         self._engine.load_weights(tensors, version=version)
 
     async def _exchange_learnt(self) -> None:
-        """Take what another generator's drafter learnt, and hand out what this one's did."""
+        """Load another generator's drafter if one arrived, and share this one's if due."""
         if (learnt := self._learnt) is None:
             return
         if learnt.arrived is not None:
@@ -138,7 +139,7 @@ class GeneratorService(Service):
         await learnt.note_cost()
 
     def _submit_ready(self) -> None:
-        """Give the engine the prompts that may be sampled now."""
+        """Submit the prompts that may be sampled now to the engine."""
         for delivery in self.state.take_ready(self._engine.weights_version, self._moving):
             prompt = delivery.record
             if prompt.id not in self.state.running:  # else a redelivery of what already runs here
@@ -155,7 +156,7 @@ class GeneratorService(Service):
         return finished
 
     def _burst(self) -> list[Completion]:
-        """Step until something is finished, so that scoring begins with the first sample, or something came."""
+        """Step until a completion or an arrival, so that scoring begins with the first sample."""
         end = time.monotonic() + BURST_SECONDS
         finished: list[Completion] = []
         self._calls.run()
@@ -171,13 +172,13 @@ class GeneratorService(Service):
         return finished
 
     async def _hand_out(self, finished: Sequence[Completion]) -> None:
-        """Publish what is finished while the engine goes on: never more than one burst is on its way."""
+        """Publish completions while the engine continues; at most one burst is in flight."""
         await self._published()
         made = [self._made(completion) for completion in finished]
         self._publishing = asyncio.create_task(self._publish(self._meter.load(), made))
 
     def _made(self, completion: Completion) -> tuple[Delivery[Prompt], Sample]:
-        """Return a finished sample, and the prompt that it answers. Its response is kept for later drafts."""
+        """Return a finished sample and its prompt. Its response is kept for later drafts."""
         delivery, seconds = self.state.end(completion.id)
         self._histories.add(completion.prompt_token_ids, completion.token_ids)
         experts = self._meter.experts()
@@ -209,7 +210,7 @@ class GeneratorService(Service):
             await self._score_or_learn()
 
     async def _score_or_learn(self) -> None:
-        """Score until there is news, where the plan says so, or learn; then wait. What is at hand is still done."""
+        """Score or learn, as planned, until there is news; then wait. Pending work is done first."""
         news = asyncio.create_task(self.state.news.wait())
         scoring, learnt = self._context.hosted_scoring, self._learnt
         try:
@@ -224,7 +225,7 @@ class GeneratorService(Service):
             news.cancel()
 
     async def _report_idle(self) -> None:
-        """Say so when there is nothing to do, so that others may move samples here."""
+        """Report idleness, so that others may move samples here."""
         while not self.stopping.is_set():
             if not self.state.running and (load := self._meter.idle()) is not None:
                 await self._bus.publish(load)
@@ -233,7 +234,7 @@ class GeneratorService(Service):
     # -- what comes, while the engine works -----------------------------------------------------------------
 
     async def _pull(self, inbox: Inbox[Prompt]) -> None:
-        """Pull prompts as long as there is room for them."""
+        """Pull prompts while there is room."""
         while not self.stopping.is_set():
             await self.state.has_room.wait()
             pulling = inbox.pull(max_records=self._job.spec.pulled_at_a_time, timeout_seconds=PULL_SECONDS)
@@ -267,7 +268,7 @@ class GeneratorService(Service):
         return self._moves.mover.moving if self._moves is not None else frozenset()
 
     async def _leave(self) -> None:
-        """Move what runs to others where it can go, hand back the rest, and hand out the last of what was learnt."""
+        """Move running samples away where possible, return the rest, and share the last learnt drafter."""
         num_running = len(self.state.running)
         if self._moves is not None:
             with self.vitals.working("handing over what runs", deadline_seconds=self._deadline):
@@ -287,7 +288,7 @@ class GeneratorService(Service):
                 await learnt.note_cost(is_last=True)
 
     async def _move_away(self, moves: OwnMoves) -> None:
-        """Make the engine's calls until all moves are over."""
+        """Make the engine's calls until all moves end."""
         leaving = asyncio.create_task(moves.leave())
         leaving.add_done_callback(lambda _: self.state.news.set())
         while not leaving.done():

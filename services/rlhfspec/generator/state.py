@@ -1,4 +1,4 @@
-"""All that one generator has in hand between two steps of its engine: plain queues, without engine, tasks or clock."""
+"""State of one generator between engine steps: plain queues without engine, tasks or clock."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from rlhfspec.stage.bus import Delivery, Held
 
 @dataclass(slots=True)
 class RunningSample:
-    """A prompt that the engine runs, kept in progress until its sample is published or goes elsewhere."""
+    """Prompt in the engine, kept in progress until its sample is published or moved."""
 
     delivery: Delivery[Prompt]
     before: float  # `GeneratorState` counted so many seconds when it came, less what it took of other engines
 
 
 class GeneratorState:
-    """What was pulled, what runs, which weights are wanted, and what the rebalancer's plan says.
+    """Queues of one generator: pulled prompts, running samples, wanted weights, and the rebalancer's plan.
 
-    The loop of the generator alone takes from it. What comes is put in line and sets `news`, which ends a wait and a
-    burst of steps. Prompts are pulled as the engine has room, and `prefetch` more, a `piece` at a time; all others stay
-    where the first generator with room takes them. The engine's seconds fall to all running samples in equal parts.
+    Only the generator's loop removes from it. An arrival sets `news`, which ends a wait and a burst. Prompts are pulled
+    as
+    the engine has room, and `prefetch` more, a `piece` at a time; the rest stays for other generators. The engine's
+    seconds are split evenly among running samples.
 
     >>> from types import SimpleNamespace as Fake
     >>> a, b = (Fake(record=Fake(id=id)) for id in "ab")
@@ -52,19 +53,19 @@ class GeneratorState:
     # -- what comes -----------------------------------------------------------------------------------------
 
     def pulled(self, arrived: Sequence[Delivery[Prompt]]) -> None:
-        """Queue prompts that were pulled."""
+        """Queue pulled prompts."""
         self.queued.extend(arrived)
         self._set_room(self._room - len(arrived))
         self.news.set()
 
     def announced(self, record: Weights) -> None:
-        """Want a version of the policy's weights."""
+        """Record the announced policy version as wanted."""
         if record.role == "policy":
             self.wanted.append(record)
             self.news.set()
 
     def planned(self, plan: Plan) -> None:
-        """Follow a plan; one that says something else than the last is news."""
+        """Follow a plan; set `news` if it differs from the last."""
         is_to_score = plan.dry.get(self._worker) == "score"
         if is_to_score != self.is_to_score:
             self.is_to_score = is_to_score
@@ -74,17 +75,17 @@ class GeneratorState:
 
     @property
     def waits_for(self) -> str:
-        """Return what a generator without work waits for."""
+        """Return what an idle generator waits for."""
         if not self.queued:
             return "prompts"
         return f"weights version {min(delivery.record.weights_version for delivery in self.queued)}"
 
     def look_for_room(self, stats: EngineStats) -> None:
-        """Pull as much as these statistics of the engine leave room for."""
+        """Request as many prompts as the engine's statistics leave room for."""
         self._set_room(stats.room + self._prefetch - stats.num_waiting - len(self.queued))
 
     def take_ready(self, version: int, moving: Collection[str]) -> list[Delivery[Prompt]]:
-        """Take the prompts that may be sampled under these weights. Samples that are moving wait."""
+        """Take the prompts that may be sampled under this version. Moving samples wait."""
         ready: list[Delivery[Prompt]] = []
         waiting: deque[Delivery[Prompt]] = deque()
         for delivery in self.queued:
@@ -103,26 +104,25 @@ class GeneratorState:
     # -- samples that run -----------------------------------------------------------------------------------
 
     def begin(self, delivery: Delivery[Prompt], so_far: float = 0.0) -> None:
-        """Count a sample as running; one that runs already goes on under its redelivery. `so_far`: seconds that it took
-        of other engines."""
+        """Count a sample as running. A redelivered one continues. `so_far`: seconds spent on other engines."""
         running = self.running.get(delivery.record.id)
         before = self._seconds_each - so_far if running is None else running.before
         self.running[delivery.record.id] = RunningSample(delivery, before)
 
     def worked(self, seconds: float) -> None:
-        """Share out the seconds of a burst of steps."""
+        """Split the seconds of a burst among running samples."""
         self._seconds_each += seconds / max(len(self.running), 1)
 
     def seconds_of(self, sample_id: str) -> float:
-        """Return the engine seconds that a running sample took so far."""
+        """Return the engine seconds of a running sample so far."""
         return self._seconds_each - self.running[sample_id].before
 
     def end(self, sample_id: str) -> tuple[Delivery[Prompt], float]:
-        """Return the prompt of a sample that runs here no more, and the seconds that it took."""
+        """Remove a sample; return its prompt and its engine seconds."""
         seconds = self.seconds_of(sample_id)
         return self.running.pop(sample_id).delivery, seconds
 
     def held(self) -> Iterator[Held]:
-        """Yield what a generator that exits hands back."""
+        """Yield the prompts that an exiting generator returns."""
         yield from (delivery.held for delivery in self.queued)
         yield from (running.delivery.held for running in self.running.values())

@@ -1,1 +1,1 @@
-"""Checks a job and makes its run folder, before anything else of it starts in a cluster."""
+"""Preparation of a run in a cluster: checks the job and makes its run folder before anything else starts."""

@@ -1,7 +1,6 @@
-"""`python -m rlhfspec.prepare --connections FILE`: checks a job, and makes its run folder (docs/control.md).
-
-The job lies beside the connections file, as job.json. Exit codes are those of every process (`service.exits`): 78, and
-one line that names the field, for what the job's author has to change.
+"""`python -m rlhfspec.prepare --connections FILE`: check a job and make its run folder (docs/control.md).
+The job lies beside the connections file, as job.json. Exit codes are those of `service.exits`: 78, and one line that
+names the field, for errors that the job's author has to fix.
 """
 
 from __future__ import annotations

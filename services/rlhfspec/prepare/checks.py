@@ -1,6 +1,5 @@
-"""What would end a run as soon as it loads, asked before: names of models, the data's rows, functions, packages.
-
-Beyond `job_file.read_job`, which reads no data and imports nothing of the user's.
+"""Early checks of what a run would fail on at load: model names, data rows, functions, packages.
+They go beyond `job_file.read_job`, which reads no data and imports no user code.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_made_here(job: RLHFJob, source: Path) -> None:
-    """Names of models and data that are made on this machine (`tiny:`) are looked up; nothing is made yet."""
+    """Check that `tiny:` names of models and data exist, without making them."""
     fields = {f"spec.model.{name}": getattr(job.spec.model, name) for name in MODEL_FIELDS}
     fields["spec.dataset.path"] = job.spec.dataset.path
     problems = []
@@ -44,7 +43,7 @@ def check_engine(job: RLHFJob) -> None:
 
 
 def checked_rows(job: RLHFJob) -> Rows | None:
-    """Those to train on; None: they are not on this machine yet."""
+    """Return the training rows, or None if the data is not on this machine yet."""
     from rlhfspec.training.data import load_rows
     from rlhfspec.training.data.prompts import check_rows
     from rlhfspec.training.data.rows import held_out_of
@@ -61,7 +60,7 @@ def checked_rows(job: RLHFJob) -> Rows | None:
 
 
 def check_as_run_does(job: RLHFJob, base: Path, columns: Mapping[str, str] | None) -> None:
-    """What `run` would refuse once it loads; torch is imported only for an optimizer or a schedule of the job's own."""
+    """Raise what `run` would raise at load. Imports torch only for the job's own optimizer or schedule."""
     from rlhfspec.runs.folder.trackers import check_packages
     from rlhfspec.training.scoring.rewards.sources import check_functions
 

@@ -1,4 +1,4 @@
-"""Makes what a job runs with: models and data that are made here, and its run folder, begun or gone on in."""
+"""Preparation of models, data and the run folder, new or resumed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """`num_steps`: that earlier runs of this folder trained."""
+    """Result of the preparation. `num_steps`: steps trained by earlier runs of this folder."""
 
     folder: Path
     num_steps: int
@@ -47,9 +47,9 @@ class Prepared:
 
 
 def prepare(connections: Connections, source: Path) -> Prepared:
-    """source: the job, as the cluster has it. May be done again at any moment, also where it was killed half-way.
+    """Prepare the job. source: the job as in the cluster. It may be repeated after a kill at any moment.
 
-    Raises InvalidRequest for what the job's author has to change, StorageError for what ails the storage."""
+    Raise InvalidRequest for errors of the job's author, StorageError for those of the storage."""
     mirror = mirrored(connections, PREPARE, 0)
     if mirror is not None:
         mirror.fetch_inputs(source)
@@ -91,7 +91,7 @@ def _begin(folder: RunFolder, written: RLHFJob) -> None:
 
 
 def _refuse_where_another_writes(folder: RunFolder) -> None:
-    """A pod of the run before this one, on a machine that was cut off: it may end yet."""
+    """Raise if a pod of an earlier run, on a machine that was cut off, still writes the folder."""
     try:
         if folder.path.is_dir():
             os.close(take_lock(folder.path / ".lock"))
@@ -101,7 +101,7 @@ def _refuse_where_another_writes(folder: RunFolder) -> None:
 
 @contextmanager
 def _needs_room(base: Path) -> Iterator[None]:
-    """Whatever failed: on a volume that is full, that is the reason."""
+    """Report any failure on a full volume as lack of space."""
     _refuse_full(base)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, fetched once to the cache that all pods read: only `prepare` reaches the hub."""
+"""Models of the Hugging Face hub, fetched once into the cache of all pods. Only `prepare` reaches the hub."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ OLDER = "*.bin"  # weights as older models have them alone, and others beside th
 
 
 def with_hub_models(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
-    """The same job with the folder of each model in place of its hub id; paths are resolved already.
+    """Return the job with the local folder of each model in place of its hub id; paths are resolved already.
 
-    Raises InvalidRequest for a model that the hub does not give, StorageError where the hub cannot be reached."""
+    Raise InvalidRequest if the hub refuses a model, StorageError if the hub cannot be reached."""
     model, rewards = job.spec.model, job.spec.rewards
     ids = [(name, value) for name in MODEL_FIELDS if _is_hub_id(value := getattr(model, name))]
     folders = {

@@ -1,4 +1,4 @@
-"""Where a job says `tiny:NAME`, the folder or file that is made on this machine for it."""
+"""Replacement of `tiny:NAME` in a job by the folder or file made on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LAST_SENT = "tokenizer_config.json"  # of a model that was made; a store that ha
 
 
 def fetch_made(job: RLHFJob, store: ObjectStore) -> None:
-    """The models that a job before this one had made, so that they need not be made again."""
+    """Fetch the models that an earlier job made, so that they are not made again."""
     from rlhfspec.tiny.paths import model_folder
 
     for path in filter(None, (getattr(job.spec.model, name) for name in MODEL_FIELDS)):
@@ -24,7 +24,7 @@ def fetch_made(job: RLHFJob, store: ObjectStore) -> None:
 
 
 def with_tiny_paths(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
-    """The same job with local paths in their place; what is not there yet is made, which takes a minute once."""
+    """Return the job with local paths. Missing models are made, once, in about a minute."""
     model, dataset = job.spec.model, job.spec.dataset
     evaluation = job.spec.evaluation
     if evaluation is not None and evaluation.path is not None:

@@ -1,4 +1,4 @@
-"""Makes the prompts stage of a job."""
+"""Builder of the prompts stage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build(job: RLHFJob, context: Context) -> PromptsService:
 
 
 def _check_room(job: RLHFJob, longest: int) -> None:
-    """The model has positions for the longest prompt and the longest response together."""
+    """Raise unless the model has positions for the longest prompt plus the longest response."""
     from rlhfspec.huggingface.structure.positions import num_positions
 
     limit, wanted = num_positions(job.spec.model.path), job.spec.generation.max_tokens

@@ -1,6 +1,5 @@
-"""How much work a prompt is: its own tokens, and as many more as its answers had the last time.
-
-Only the order in which prompts are published follows from it, never a token.
+"""Estimated work of a prompt: its tokens, plus the length of its recent answers.
+It decides the order of publication, never a token.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _NEWEST = 0.25  # weight of an answer against those before it: the policy's habi
 
 
 class PromptLengths:
-    """A running mean of the answers' lengths, for each of the prompts seen last.
+    """Running mean of answer lengths, for each recent prompt.
 
     >>> lengths = PromptLengths()
     >>> lengths.add_length((50, 43), 12); lengths.add_length((50, 43), 20)
@@ -41,10 +40,10 @@ class PromptLengths:
             self._sum -= self._means.popitem(last=False)[1]
 
     def work(self, prompt: tuple[int, ...]) -> float:
-        """In tokens; of a prompt never seen, the answer is taken to be of average length."""
+        """Return the work in tokens. The answer of an unknown prompt counts as average."""
         usual = self._sum / len(self._means) if self._means else 0.0
         return len(prompt) + self._means.get(hash(prompt), usual)
 
     def longest_first(self, prompts: Iterable[Prompt]) -> list[Prompt]:
-        """Replicas of a prompt stay together, in their order: they share its KV."""
+        """Return prompts by decreasing work. Replicas of a prompt stay together in order, as they share its KV."""
         return sorted(prompts, key=lambda prompt: -self.work(prompt.token_ids))

@@ -1,4 +1,4 @@
-"""The first stage: which prompts a step takes, published as soon as its weights may sample them."""
+"""The first stage: publishes the prompts of a step as soon as its weights may sample them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from rlhfspec.training.data import PromptRow, Prompts
 
 
 class PromptsService(Service):
-    """Consumes Weights, Demand; produces Prompt, DatasetInfo; waits for a weights version not older than the step
-    allows; unblocked by trainer.
+    """Prompts stage. Consumes Weights, Demand; produces Prompt, DatasetInfo; waits for a weights version not older than
+    the step allows; unblocked by trainer.
 
-    A step's prompts are published with those first that take longest: what begins last should end soon. Where prompts
-    come again (a second epoch, an evaluation), it watches how long their answers were."""
+    The longest prompts of a step come first, so that it ends early. Answer lengths are learnt if prompts repeat (a
+    second
+    epoch, an evaluation)."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class PromptsService(Service):
                 await delivery.ack()
 
     async def _publish_steps(self, version: int) -> None:
-        """Every step that version may sample: the next one, and as many more as staleness allows."""
+        """Publish every step that this version may sample: the next, and as many more as staleness allows."""
         if self.held_out and self._evaluation.is_due(version, self._last_step):
             await self._publish(f"the evaluation after step {version}", evaluation_prompts, self.held_out, version)
         newest = min(version + 1 + self._job.spec.training.max_staleness, self._last_step)
@@ -110,7 +111,7 @@ class PromptsService(Service):
 
 
 def prompts_of(job: RLHFJob, prompts: Prompts, step: int, round: int, count: int | None) -> list[Prompt]:
-    """Pure: the records of a step, or of one of its demands. The replicas of a prompt stand together."""
+    """Return the records of a step, or of one of its demands. Pure. Replicas of a prompt are adjacent."""
     name, training = job.metadata.name, job.spec.training
     version = max(step - 1 - training.max_staleness, 0)
     ids = [
@@ -125,7 +126,7 @@ def prompts_of(job: RLHFJob, prompts: Prompts, step: int, round: int, count: int
 
 
 def evaluation_prompts(job: RLHFJob, held_out: Prompts, step: int) -> list[Prompt]:
-    """Pure: the held-out prompts, for the policy after a step. Each has the same noise in every evaluation."""
+    """Return the held-out prompts for the policy after a step. Pure. Every evaluation uses the same noise."""
     name, evaluation = job.metadata.name, job.spec.evaluation
     assert evaluation is not None, "an evaluation is asked for where the job has one"
     return [

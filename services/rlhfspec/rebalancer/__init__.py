@@ -1,1 +1,1 @@
-"""Says which samples go on at another generator, from what generators say of themselves."""
+"""The rebalancing stage: advises moves of samples between generators, from their signals."""

@@ -1,4 +1,4 @@
-"""Makes the worker of the rebalancing stage of a job."""
+"""Builder of the rebalancing worker."""
 
 from __future__ import annotations
 

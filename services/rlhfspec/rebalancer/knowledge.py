@@ -1,8 +1,5 @@
-"""What the rebalancer knows, from signals alone: which generator has which samples, what steps cost, what moves under
-way.
-
-Pure but for its clock's readings, which are arguments. Nothing here outlives the process, and nothing has to: a second
-after its start it knows again what it needs.
+"""Knowledge of the rebalancer: samples per generator, step costs, and moves under way.
+Pure but for the clock readings passed in. It can be lost: a restarted process recovers it within a second.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ class _UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class SeenFleet:
-    """A fleet, and whose numbers are whose."""
+    """Fleet, with the generator of each row."""
 
     fleet: Fleet
     workers: tuple[int, ...]
@@ -67,9 +64,9 @@ class Advice:
 
 
 class StageWork:
-    """How much of a step is still to be generated: by generators that say so, and by the samples that none has yet.
+    """Samples of a step still to generate, reported by generators or not pulled yet.
 
-    samples_per_step: that a step begins with. rows: sequences that one generator runs at once."""
+    samples_per_step: initial number. rows: concurrent sequences of one generator."""
 
     def __init__(self, *, samples_per_step: int, max_tokens: int, rows: int) -> None:
         self.step = 0
@@ -84,18 +81,18 @@ class StageWork:
             self.step, self._finished, self._longest = load.step, set(), 0
 
     def finished(self, sample: Sample) -> None:
-        """A sample that is told of twice counts once."""
+        """Count a finished sample once, however often it is reported."""
         if sample.purpose == "training" and sample.step == self.step:
             self._finished.add(sample.id)
             self._longest = max(self._longest, len(sample.token_ids))
 
     def num_to_come(self, there: Iterable[str]) -> int:
-        """Samples of the step that no generator says that it has: prompts are pulled as there is room."""
+        """Return the number of samples that no generator has yet: prompts are pulled as there is room."""
         known = self._finished | {id for id in there if id.split("/")[1] == str(self.step)}
         return max(self._samples_per_step - len(known), 0)
 
     def outlook(self, fleet: Fleet, there: Iterable[str], usual_tokens: float) -> StageOutlook:
-        """usual_tokens: expected of a sample that has not begun."""
+        """Return the outlook. usual_tokens: expected length of a sample that has not begun."""
         num_to_come = self.num_to_come(there)
         begun = self._usual_longest - int(fleet.generated.min(initial=self._usual_longest))
         longest = max(float(fleet.remaining.max(initial=0.0)), float(self._usual_longest if num_to_come else begun))
@@ -110,8 +107,9 @@ class StageWork:
 
 
 class FleetKnowledge:
-    """`draw`: the id of a move by its number, never the same for two processes. `work`, `elastic`: where the number of
-    generators is not fixed. `learns`: their drafters do."""
+    """Knowledge of the fleet. `draw`: returns a unique move id by number. `work`, `elastic`: set for a variable number
+    of
+    generators. `learns`: their drafters learn."""
 
     def __init__(
         self,
@@ -203,7 +201,7 @@ class FleetKnowledge:
     # -- what follows -----------------------------------------------------------------------------------------
 
     def advise(self, now: float) -> Advice | None:
-        """None: it is too early, or no generator has anything to do."""
+        """Return advice, or None if it is too early or no generator has work."""
         for move in [id for id, move in self._under_way.items() if move.ends_at <= now]:
             del self._under_way[move]
         if now < self._plans_from or (seen := self._fleet(now)) is None:
@@ -286,7 +284,7 @@ class FleetKnowledge:
     def _curves(
         self, loads: list[Load], curves: dict[int, LearnedCurve], unknown: tuple[Floats, Floats] | None = None
     ) -> tuple[Floats, Floats]:
-        """What was learnt of each; of those that said nothing yet, what is known otherwise or the fleet's."""
+        """Return the cost curve of each generator; those without data take the known default or the fleet's."""
         told = [
             (load.step_seconds, load.sequence_seconds) for load in loads if load.step_seconds + load.sequence_seconds
         ]
@@ -305,7 +303,7 @@ class FleetKnowledge:
 
 
 def _without(seen: SeenFleet, heard: list[_KnownGenerator]) -> SeenFleet:
-    """What has finished since its generator said that it has it."""
+    """Return the fleet without samples that finished after their generator's report."""
     fleet = seen.fleet
     first = fleet.starts
     gone = np.array([first[index] + place for index, each in enumerate(heard) for place in each.gone], np.int64)

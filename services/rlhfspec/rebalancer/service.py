@@ -1,4 +1,4 @@
-"""The rebalancing stage: what generators say of themselves in, advice which samples go on elsewhere out."""
+"""The rebalancing stage: reads the load of generators and advises moves of samples."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ _MOST_NAMED = 64  # generators in a line
 
 
 class RebalancerService(Service):
-    """Watches Load, Moved, Sample; produces Move, Plan; waits for generators to say what they have; unblocked by
-    nothing: it needs nothing.
+    """Rebalancing stage. Watches Load, Moved, Sample; produces Move, Plan; waits for loads of generators;
+    unblocked by nothing: it needs nothing.
 
-    It knows only what signals say, so that it can die, be late or be wrong: that costs balance, never a token.
-    """
+    It knows only signals. If it dies, is late or wrong, balance suffers, never a token."""
 
     def __init__(self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, moves: MovesFile) -> None:
         super().__init__("rebalancer", worker, vitals)
@@ -60,7 +59,7 @@ class RebalancerService(Service):
                     await self._plan()
 
     async def _hear(self, loads: Inbox[Load], all_moved: Inbox[Moved], samples: Inbox[Sample]) -> bool:
-        """Whether there is news. Samples count for what is known and for nothing else."""
+        """Record the signals and return whether there is news. Samples update knowledge and are no news."""
         with self.vitals.waiting(f"generators to say what they have; {self.knowledge.num_moves} moves so far"):
             arrived = await self.unless_stopped(loads.pull(max_records=_AT_ONCE, timeout_seconds=self._interval))
         now = self._bus.clock.now()
@@ -100,7 +99,7 @@ class RebalancerService(Service):
 
 
 def elastic_of(spec: Spec) -> Elastic | None:
-    """None: the job says how many generators there are."""
+    """Return the limits of an elastic fleet, or None if the job fixes the number of generators."""
     replicas = spec.roles.generator.replicas
     return None if replicas is None else Elastic(least=replicas.min, most=replicas.max)
 
@@ -112,7 +111,7 @@ def work_of(spec: Spec) -> StageWork:
 
 
 def plan_of(advice: Advice, wanted: Wanted | None, *, id: str, job: str) -> Plan:
-    """Return the record that tells of an advice. Pure."""
+    """Return the record of an advice. Pure."""
     planned, seen = advice.planned, advice.seen
     ends = zip(seen.workers, planned.before, strict=True) if len(seen.workers) <= _MOST_NAMED else ()
     return Plan(

@@ -1,1 +1,1 @@
-"""How likely the policy as it began finds what the policy now says."""
+"""The reference stage: log-probs of samples under the initial policy."""

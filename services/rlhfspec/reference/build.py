@@ -1,4 +1,4 @@
-"""Makes one worker of the reference stage of a job."""
+"""Builder of one worker of the reference stage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build(job: RLHFJob, context: Context) -> ReferenceService:
 
 
 def _dtype(spec: Spec) -> str:
-    """The precision in which the trainer computes: the KL must not measure a difference of rounding."""
+    """Return the trainer's precision, so that the KL contains no rounding difference."""
     if spec.training.autocast == "bfloat16":
         return "bfloat16"
     return spec.generation.dtype if spec.training.exact_on_policy else spec.model.dtype

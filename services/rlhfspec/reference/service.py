@@ -1,4 +1,4 @@
-"""The reference stage: log-probs under the policy as it began, for the KL."""
+"""The reference stage: log-probs under the initial policy, for the KL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhfspec.training.scoring.log_probs import LogProbScorer
 
 
 class ReferenceService(TokenScoringService):
-    """Consumes Sample; produces Score; waits for finished samples; unblocked by generator."""
+    """Reference stage. Consumes Sample; produces Score; waits for finished samples; unblocked by generator."""
 
     def __init__(self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, scorer: LogProbScorer) -> None:
         deadline = job.spec.roles.reference.deadline_seconds

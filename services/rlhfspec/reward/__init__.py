@@ -1,1 +1,1 @@
-"""What a response is worth."""
+"""The rewarding stage: the reward of each response."""

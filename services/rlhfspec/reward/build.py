@@ -1,4 +1,4 @@
-"""Makes one worker of the rewarding stage of a job."""
+"""Builder of one worker of the rewarding stage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build(job: RLHFJob, context: Context) -> RewardService:
 
 
 def _device(job: RLHFJob) -> str:
-    """Without a reward model none is needed, nor torch to find it."""
+    """Return the device. Without a reward model it is the CPU, and torch is not imported."""
     if not any(isinstance(source, ModelReward) for source in job.spec.rewards.sources):
         return "cpu"
     from rlhfspec.huggingface.devices import device_of

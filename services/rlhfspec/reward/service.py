@@ -1,4 +1,4 @@
-"""The rewarding stage: samples in, rewards out, as many at a time as the sources allow."""
+"""The rewarding stage: scores as many samples at a time as the sources allow."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from rlhfspec.training.scoring.rewards.sources import RewardSources
 
 
 class RewardService(Service):
-    """Consumes Sample, DatasetInfo; produces Score; waits for finished samples; unblocked by prompts, generator.
-
-    Where a source wants whole prompt groups, samples are held until their group is complete.
-    """
+    """Rewarding stage. Consumes Sample, DatasetInfo; produces Score; waits for finished samples; unblocked by prompts,
+    generator. If a source scores whole prompt groups, samples wait until their group is complete."""
 
     def __init__(self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, sources: RewardSources) -> None:
         super().__init__("reward", worker, vitals)
@@ -59,7 +57,7 @@ class RewardService(Service):
             await self.sources.close()
 
     async def _check_columns(self) -> None:
-        """Before the first sample: what a function asks for is in the data, or the run ends naming it."""
+        """Raise, before the first sample, if the data lacks a column that a function asks for."""
         async with await self._bus.subscribe(DatasetInfo) as inbox:
             while not self.stopping.is_set():
                 with self.vitals.waiting("what the data's columns are"):
@@ -103,7 +101,7 @@ class RewardService(Service):
             await self._held.pop(name).ack()
 
     def _seconds_since_told(self) -> float:
-        """Groups are scored at the same time: all that this worker worked is told, and once."""
+        """Return the working seconds since the last report. Groups overlap, so each second is reported once."""
         worked, before = self.vitals.state().busy_seconds, self._told_seconds
         self._told_seconds = worked
         return worked - before

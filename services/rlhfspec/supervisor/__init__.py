@@ -1,1 +1,1 @@
-"""The supervisor of a run on one machine: starts its processes and servers, watches over them, and cleans up."""
+"""The supervisor of a run on one machine: starts, watches and cleans up its processes and servers."""

@@ -1,7 +1,5 @@
-"""One worker's process, over all its restarts: the system's side of it (`children` decides when).
-
-Its output goes to its log, a file that it writes itself: nothing is lost and no process waits when the supervisor is
-busy, or dead.
+"""One worker's process over all its restarts; `children` decides when.
+A worker writes its own log file, so no output is lost and no process blocks if the supervisor is busy or dead.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class Process(Protocol):
 
 
 class Starter(Protocol):
-    """Starts `python ARGUMENTS` in an environment, with STARTED=name in it, and what it prints added to `log`."""
+    """Starter of `python ARGUMENTS` in an environment with STARTED=name; output is appended to `log`."""
 
     @property
     def environment(self) -> Mapping[str, str]: ...
@@ -50,12 +48,12 @@ class Starter(Protocol):
     async def start(self, name: str, arguments: Sequence[str], log: Path) -> Process: ...
 
     async def begin(self) -> bool:
-        """Whether what it needs beside the workers had ended, and is started again."""
+        """Restart what the starter needs beside the workers; return whether it had ended."""
         ...
 
 
 class Child:
-    """`activity`: the file in which it notes what it is at."""
+    """Process of one worker. `activity`: the file in which it notes its current activity."""
 
     def __init__(
         self,
@@ -81,7 +79,7 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Of the running process."""
+        """Return the pid of the running process."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self) -> None:
@@ -111,7 +109,7 @@ class Child:
                 os.kill(self.pid, signal.SIGTERM)
 
     def abandon(self) -> None:
-        """Killed, and not started again. From any thread."""
+        """Kill the process for good. Callable from any thread."""
         self.is_abandoned = True
         self.kill()
 
@@ -123,18 +121,18 @@ class Child:
             self._kill_family()
 
     def is_held(self) -> bool:
-        """Return whether it is stopped, by SIGSTOP or in a debugger."""
+        """Return whether the process is stopped, by SIGSTOP or in a debugger."""
         with suppress(OSError):
             return self.pid is not None and state_and_parent(self.pid)[0] in "Tt"
         return False
 
     def news(self) -> list[str]:
-        """What it said since the last time that the person who started the run should see."""
+        """Return its messages since the last call that the user of the run should see."""
         lines = self._lines(self._read_to)
         return [str(line["message"]) for line in lines if line.get("said") or line.get("level") == "warning"]
 
     def _ended(self, code: int) -> Ended:
-        """Its own words where it has said how it ended; else the system's, and what it was at."""
+        """Return how it ended: by its own record, else by the exit status and its last activity."""
         if self._verdict:
             return Ended("error", f"{self._verdict}{self._while()}")
         lines = [*self._noted_end(), *self._lines(self._began_at)]  # of several ranks' words the log has the set's last
@@ -153,12 +151,12 @@ class Child:
         return Ended(exits.failure_of(code), f"{exits.said(code)}{self._for_memory(code)}{self._while()}{last}")
 
     def _for_memory(self, code: int) -> str:
-        """The system does not say which process it kills; nothing else is likely to kill a worker meanwhile."""
+        """Return a hint at the out-of-memory killer, which the system does not name."""
         ran_out = code == -signal.SIGKILL and exits.num_killed_for_memory() > self._num_killed_before
         return " as memory ran out" if ran_out else ""
 
     def _noted_end(self) -> list[dict[str, Any]]:
-        """What its log may have had no room for."""
+        """Return the recorded end, for which the log may have had no room."""
         if self._activity is None or not end_file(self._activity).exists():
             return []
         return [_parsed(end_file(self._activity).read_bytes())]
@@ -168,7 +166,7 @@ class Child:
         return f" while {what}" if what else ""
 
     def _lines(self, start: int) -> list[dict[str, Any]]:
-        """Whole lines of its log from there on; what is no line of ours counts as a message."""
+        """Return complete log lines from `start`. Foreign lines count as messages."""
         with suppress(OSError), self._log.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(start, size - _MOST_BYTES))
@@ -179,7 +177,7 @@ class Child:
         return []
 
     def _kill_family(self) -> None:
-        """All that carries this worker's mark, and that of the run."""
+        """Kill all processes that carry the mark of this worker and run."""
         marks = {f"{STARTED}={self._name}".encode(), f"{MARK}={self._starter.environment[MARK]}".encode()}
         kill(pid for pid in marked_with(marks) if pid != os.getpid())
 

@@ -1,8 +1,7 @@
-"""The processes of a run's workers: started, watched, started again when they fail, asked to leave at its end.
+"""Supervision of worker processes: start, watch, restart, and stop at the end.
 
-What `Supervisor` is to the services of one process, this is to processes: a worker that fails is named and started
-again, as the job's failure policy allows; work past its deadline is such a failure; when everybody waits for too long,
-the run ends, and every wait is named.
+A worker that fails, or passes its deadline, is named and restarted as the failure policy allows. When all workers wait
+for too long, the run ends and every wait is named.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ Say = Callable[[str], None]
 
 
 class Children(Service):
-    """consumes: Heartbeat, WorkerInfo, StepReport; produces: nothing; waits for: the end of a process; unblocked by:
-    every stage.
+    """Supervisor of worker processes.
 
-    `start` returns when every worker is ready, or has left. `run` returns when the trainer is done (`is_done` asks the
-    run's folder) and all have left, or after `stop`.
-    """
+    consumes: Heartbeat, WorkerInfo, StepReport; produces: nothing; waits for: the end of a process; unblocked by: every
+    stage. `start` returns when every worker is ready, or has left. `run` returns when the trainer is done (`is_done`
+    asks
+    the run's folder) and all have left, or after `stop`."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class Children(Service):
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Until all are ready for the first time, or have left. Raises what ends the run before."""
+        """Start all workers and wait until each is ready or has left. Raise what ends the run first."""
         inboxes = [
             await self._bus.of("view").subscribe(WorkerInfo),
             await self._bus.of("view").subscribe(Heartbeat),
@@ -102,7 +101,7 @@ class Children(Service):
             await self.end()
 
     async def end(self) -> None:
-        """No process is left."""
+        """End every process."""
         self._leaving.set()
         for task in self._tasks:
             task.cancel()
@@ -114,12 +113,12 @@ class Children(Service):
         self._gone.set()
 
     def abandon(self) -> None:
-        """Kill every process for good, from any thread."""
+        """Kill every process for good. Callable from any thread."""
         for child in self._children.values():
             child.abandon()
 
     async def _until(self, *events: asyncio.Event) -> None:
-        """One of these; what a task raises is raised here."""
+        """Wait for the first of these and raise its exception."""
         waits = [asyncio.create_task(event.wait()) for event in events]
         try:
             while not any(event.is_set() for event in events):
@@ -133,7 +132,7 @@ class Children(Service):
                 wait.cancel()
 
     async def _keep(self, child: Child) -> None:
-        """One worker, over all its processes."""
+        """Keep one worker running over all its processes."""
         while True:
             await child.start()
             self._num_starts[child.stage, child.worker] += 1
@@ -180,7 +179,7 @@ class Children(Service):
             await self._release(stage)
 
     async def _release(self, stage: str) -> None:
-        """What the dead one held is delivered at once; otherwise it would be after the ack wait."""
+        """Return the dead worker's deliveries at once, rather than after the ack wait."""
         try:
             await self._bus.release(stage)
         except RLHFSpecError as error:
@@ -262,7 +261,7 @@ class Children(Service):
             self._say(line if child.stage == "trainer" else f"{child.stage} {child.worker}: {line}")
 
     def _ask_those_started_by_hand(self) -> None:
-        """They would wait for servers that do not come back. Only those of this machine can be asked."""
+        """Ask hand-started workers of this machine to stop. They would wait for servers that are gone."""
         of_this_run = processes_of(self._bus.uid)  # a record may name any process
         for info in self.known.run.infos:
             if (info.stage, info.worker) not in self._children and info.pid in of_this_run:
@@ -270,8 +269,8 @@ class Children(Service):
                     os.kill(info.pid, signal.SIGTERM)
 
     async def _leave(self) -> None:
-        """All are asked at once; one that does not exit within the grace is killed, and named. One that has no process
-        yet, or none again, gets none any more."""
+        """Ask all workers to stop; kill and name those that exceed the grace. Workers without a process are not
+        restarted."""
         self._leaving.set()
         grace = _LEAVE_SECONDS if self._over.is_set() else GRACE_SECONDS
         for task, child in self._keeping.items():
@@ -291,7 +290,7 @@ class Children(Service):
 
 
 def joined(known: KnownRun, info: WorkerInfo) -> bool:
-    """Tell that a worker is ready; return whether it is new and was started by hand, from another shell."""
+    """Record a ready worker; return whether it is new and was started by hand, from another shell."""
     worker = known.run.workers.get((info.stage, info.worker))
     is_new = worker is None or worker.process is None or (worker.is_by_hand and worker.phase == "left")
     if is_new:
@@ -301,7 +300,7 @@ def joined(known: KnownRun, info: WorkerInfo) -> bool:
 
 
 def gone(known: KnownRun) -> list[str]:
-    """Tell, and return by name, which workers started by hand have left or are not heard any more; each once."""
+    """Return, once each, the hand-started workers that left or are silent."""
     now = known.clock.now()
     left = [each for each in known.run.there if each.is_by_hand and (each.has_stopped or each.is_silent(now))]
     known.tell(*(replace(each.process, phase="left") for each in left if each.process is not None))

@@ -1,4 +1,4 @@
-"""The commands of a run's workers: which module each process runs, with how many ranks, threads and which GPUs."""
+"""Commands of a run's workers: module, ranks, threads and GPUs of each process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhfspec.supervisor.place import ProcessPlace
 
 
 def make_children(job: RLHFJob, place: ProcessPlace, gpus: Dealt, starter: Starter) -> list[Child]:
-    """Return one child for each worker of the job, none of them started."""
+    """Return one unstarted child for each worker of the job."""
     return [
         Child(
             stage,
@@ -40,8 +40,9 @@ def arguments_of(job: RLHFJob, place: ProcessPlace, gpus: Dealt, stage: str, wor
 
 
 def _threads_of_a_generator(job: RLHFJob) -> int | None:
-    """Return how many threads each of several generators gets of the cores. All other processes compute with as many
-    threads as in one process, because the bits of the trainer's sums may depend on it."""
+    """Return the threads of each of several generators. Other processes keep the threads of a single process, as the
+    bits
+    of the trainer's sums may depend on them."""
     count = workers_of(job)["generator"] * job.spec.num_processes("generator")
     if count == 1:
         return None

@@ -1,4 +1,4 @@
-"""Deals the GPUs of a machine out to the processes of a run: one a process, shared only where the job says so."""
+"""Assignment of a machine's GPUs to processes: one each, shared only if the job says so."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ Dealt = dict[tuple[str, int], list[str]]  # (stage, worker) -> the GPUs of its p
 
 
 def deal(job: RLHFJob, gpus: Sequence[str]) -> Dealt:
-    """Return which GPUs are whose; nothing where the job uses none, or names the one of all.
+    """Return the GPUs of each process; empty if the job uses none or names one for all.
 
-    Raises InvalidRequest with the count where there are too few and the job does not let processes share.
-    """
+    Raise InvalidRequest with the count if there are too few and the job does not allow sharing."""
     spec = job.spec
     if not gpus or spec.device not in ("auto", "cuda") or spec.training.exact_on_policy:
         return {}
@@ -34,7 +33,7 @@ def deal(job: RLHFJob, gpus: Sequence[str]) -> Dealt:
 
 
 def _wanting(job: RLHFJob) -> Iterator[tuple[str, int]]:
-    """(stage, worker) of every process that runs a model: of a worker with ranks once a rank."""
+    """Yield (stage, worker) for every process that runs a model, once per rank."""
     workers, spec = workers_of(job), job.spec
     yield from [("trainer", 0)] * spec.num_processes("trainer")
     has_reward_model = any(isinstance(source, ModelReward) for source in spec.rewards.sources)

@@ -1,4 +1,4 @@
-"""A run of a job in its folder, in one process (`rlhfspec.cli.local`) or in many (`rlhfspec.supervisor.run`)."""
+"""Base of a run of a job in its folder, in one process (`rlhfspec.cli.local`) or many (`rlhfspec.supervisor.run`)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Models = dict[str, dict[str, Any]]  # by role: how each was found right when it 
 
 
 class JobRun(ABC):
-    """One run of a job in one folder: `build`, `begin`, `stages`, `finish`, `close`, in this order. All that is
-    asynchronous in it goes through its `runner`.
+    """One run of a job in one folder: call `build`, `begin`, `stages`, `finish`, `close`, in this order.
 
-    written: the job as the user has it; job: the same with its `tiny:` names resolved. base_folder: the job file's.
-    """
+    Its `runner` runs all coroutines. written: the user's job; job: the same with resolved `tiny:` names; base_folder:
+    the
+    job file's."""
 
     def __init__(
         self, written: RLHFJob, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View, *, resume: bool
@@ -49,31 +49,31 @@ class JobRun(ABC):
 
     @abstractmethod
     def build(self, say: Say) -> None:
-        """Load data, rewards and models. Raises InvalidRequest, which names the field to fix; then nothing is left."""
+        """Load data, rewards and models. Raise InvalidRequest, naming the field, and leave nothing behind."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Note in the run folder what was loaded."""
+        """Record the loaded models and data in the run folder."""
 
     @abstractmethod
     async def stages(self) -> None:
-        """Run until the last step, or until `stop` is set. Raises the StageError that ended it, if one did."""
+        """Run until the last step, or until `stop` is set. Raise the StageError that ended the run."""
 
     @property
     @abstractmethod
     def is_unfinished(self) -> bool: ...
 
     def finish(self, outcome: RunOutcome, reason: str, *, resume_command: str, console: Console) -> None:
-        """Draw the pictures, and keep and print the summary."""
+        """Draw the pictures, write and print the summary."""
         finish_folder(self.folder, self._job, outcome, reason, resume_command=resume_command).print(console)
 
     def leave_no_trace(self) -> None:
-        """Discard what was made, where the user leaves or the job is refused before anything began."""
+        """Delete the folder if the user leaves or the job is refused before anything began."""
         if self._is_new and not self.folder.steps():
             self.folder.discard()
 
     def close(self) -> None:
-        """Let others write the folder again."""
+        """Release the lock of the run folder."""
         self._leaving.close()
         self.folder.close()
         self.runner.close()

@@ -1,12 +1,10 @@
-"""Starts workers by forking a process that has imported all they need: each in tenths of a second, not in seconds.
+"""Fork server: starts a worker in tenths of a second by forking a process that has the imports done.
 
-    python -m rlhfspec.supervisor.launcher SUPERVISOR MODULE ...  # a JSON line in for each process, a line out: its pid
+    python -m rlhfspec.supervisor.launcher SUPERVISOR MODULE ...  # a JSON line in for each process, its pid out
 
-What it starts is like a process of its own in every respect: its own session, log, environment (also in /proc, by which
-the guardian finds it) and name, and a child of the supervisor, not of the launcher, which may be killed and started
-again without harm. It forks twice for that: an orphan is the nearest subreaper's child.
-
-A fork takes no threads along, so the launcher has none but those of numpy's BLAS, which starts its own anew.
+A started process has its own session, log, environment (also in /proc, where the guardian finds it) and name. It is a
+child of the supervisor, so the launcher may be killed and restarted. It forks twice for that: an orphan is the nearest
+subreaper's child. A fork copies no threads, so the launcher has none but those of numpy's BLAS, which restarts its own.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ STAGES_NEED = (
 
 
 class Launched:
-    """A process that a launcher started: what `asyncio.subprocess.Process` is to one that we start."""
+    """A forked process: the counterpart of `asyncio.subprocess.Process`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -83,7 +81,7 @@ class Launched:
 
 
 class Launcher:
-    """Starts processes that have the same environment but for their name. Linux only."""
+    """Fork server for processes that share an environment but for their name. Linux only."""
 
     def __init__(
         self,
@@ -105,7 +103,7 @@ class Launcher:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self, name: str, arguments: Sequence[str], log: Path) -> Launched:
-        """Runs `python ARGUMENTS` (they begin with -m). What it prints is added to `log`."""
+        """Run `python ARGUMENTS` (which begin with -m) and append its output to `log`."""
         request = json.dumps({"name": name, "arguments": list(arguments), "log": str(log)})
         async with self._one_at_a_time:
             for _ in range(MOST_KILLS):
@@ -138,7 +136,7 @@ class Launcher:
         return int(await replies.readline())
 
     async def begin(self) -> bool:
-        """So that it need not import first when a worker dies. False: it ran already."""
+        """Start the launcher early, so that a restart need not wait for imports. Return False if it runs already."""
         async with self._one_at_a_time:
             return await self._begin()
 
@@ -156,7 +154,7 @@ class Launcher:
         return True
 
     async def close(self) -> int:
-        """What it started goes on. Its exit code."""
+        """Close the launcher and return its exit code. Started processes continue."""
         self._kill()
         process, self._process = self._process, None
         return await process.wait() if process is not None else 0
@@ -193,7 +191,7 @@ def main() -> None:
 
 
 def _become(request: dict[str, Any], supervisor: int, replies: int) -> NoReturn:
-    """The process that was asked for."""
+    """Turn this fork into the requested process."""
     os.setsid()
     while os.getppid() != supervisor:
         time.sleep(0.001)
@@ -212,7 +210,7 @@ def _become(request: dict[str, Any], supervisor: int, replies: int) -> NoReturn:
 
 
 def _rename(name: str) -> None:
-    """In the environment, where it shows in /proc too: over the room that was left there."""
+    """Write the name into the environment block, at the reserved room, so that /proc shows it."""
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     place = libc.getenv(STARTED.encode())

@@ -1,4 +1,4 @@
-"""Where a run with processes has its files while it lasts: RUN/processes, and a folder in memory."""
+"""Files of a run with processes while it lasts: RUN/processes, and a folder in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhfspec.runs.folder.run_folder import RunFolder
 
 
 class ProcessPlace:
-    """The files of one start of a run, and the guardians that remove them if the supervisor dies."""
+    """Files of one start of a run, with guardians that remove them if the supervisor dies."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.uid = secrets.token_hex(4)
@@ -33,7 +33,7 @@ class ProcessPlace:
 
     @property
     def activity(self) -> Path:
-        """Return the folder in which each worker notes what it is at."""
+        """Return the folder in which each worker notes its current activity."""
         return self.memory / "activity"
 
     def make(self) -> None:
@@ -42,7 +42,7 @@ class ProcessPlace:
         self._scratch.make()
 
     def remove(self) -> None:
-        """End every process of the run, remove its files and release the guardians, whatever fails on the way."""
+        """End every process of the run, remove its files and release the guardians, despite errors on the way."""
         with ExitStack() as leaving:
             leaving.callback(self.guardians.release)
             leaving.callback(self._scratch.remove)

@@ -1,9 +1,8 @@
-"""When a worker that failed is started again, and when it is not: the job's `failurePolicy`.
+"""Restart policy of failed workers: the job's `failurePolicy`. Example:
 
-Example:
-    >>> restarts = Restarts(FailurePolicy(maxRestarts=1, backoffSeconds=2.0), random.Random(0))
-    >>> 1.0 <= restarts.delay_after("error") <= 2.0, restarts.delay_after("error")
-    (True, None)
+>>> restarts = Restarts(FailurePolicy(maxRestarts=1, backoffSeconds=2.0), random.Random(0))
+>>> 1.0 <= restarts.delay_after("error") <= 2.0, restarts.delay_after("error")
+(True, None)
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ MOST_UNCOUNTED = 20  # whatever the policy: a worker that dies over and over, an
 
 
 class Restarts:
-    """Of one worker. `num_counted`, `num_uncounted`: its failures since the last trained step."""
+    """Restarts of one worker. `num_counted`, `num_uncounted`: failures since the last trained step."""
 
     def __init__(
         self, policy: FailurePolicy, draw: random.Random, *, num_counted: int = 0, num_uncounted: int = 0
@@ -29,15 +28,15 @@ class Restarts:
 
     @property
     def num_failures(self) -> int:
-        """Since the last trained step."""
+        """Return the number of failures since the last trained step."""
         return self.num_counted + self.num_uncounted
 
     def counts(self, failure: Failure) -> bool:
         return failure in self._policy.counted
 
     def delay_after(self, failure: Failure, *, counts: bool | None = None) -> float | None:
-        """How long to wait before it is started again; None: not any more. Workers that failed together do not come
-        back together. `counts`: whatever the policy says of this kind."""
+        """Return the delay before a restart, or None to give up. Jitter separates workers that failed together.
+        `counts`: whether the policy counts this kind."""
         if counts is None:
             if failure == "permanent":
                 return None
@@ -51,10 +50,10 @@ class Restarts:
         return self.delay(self.num_failures)
 
     def delay(self, num_failures: int) -> float:
-        """After so many in a row."""
+        """Return the delay after consecutive failures."""
         doubled = self._policy.backoff_seconds * 2.0 ** min(num_failures - 1, 30)
         return min(doubled, self._policy.max_backoff_seconds) * self._draw.uniform(0.5, 1.0)
 
     def forget(self) -> None:
-        """There was progress since."""
+        """Reset the counts after progress."""
         self.num_counted = self.num_uncounted = 0

@@ -1,7 +1,8 @@
-"""A run with a process for each worker, and this process as their supervisor.
+"""A run with a process for each worker, supervised by this process.
 
-The same job and the same folder as in one process (`rlhfspec.cli.local`), and the same curve. Beside the folder's own
-files `processes/` holds, while the run lasts, what its processes need to find each other; `logs/` stays.
+Job, folder and curve are the same as in one process (`rlhfspec.cli.local`). `processes/` holds, during the run, what
+its
+processes need to find each other; `logs/` stays.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class ProcessRun(JobRun):
         return launcher
 
     async def _connect(self, connections: Connections) -> None:
-        """Open the run on the bus, and begin to listen to it and to write its live state."""
+        """Open the run on the bus, listen to it and write its live state."""
         assert connections.redis_url is not None
         self._live = LiveState(connections.redis_url, self._place.uid, credentials=connections.credentials)
         self._transport = await connect(
@@ -184,14 +185,14 @@ class ProcessRun(JobRun):
         return not self._is_complete
 
     async def _is_done(self) -> bool:
-        """Return whether every step is trained that there are prompts for."""
+        """Return whether every step with prompts is trained."""
         steps, ended = self.folder.steps(), await self._data_ended()
         last_step = ended.last_step if ended is not None else self._job.spec.training.steps
         self._is_complete = bool(steps) and steps[-1].step >= last_step
         return self._is_complete
 
     async def _data_ended(self) -> DataExhausted | None:
-        """Return where the data ends, if it ends before the job's steps do."""
+        """Return where the data ends, if before the job's last step."""
         watching = await self._transport.watch(self._bus.subject(DatasetInfo))
         try:
             for message in await watching.pull(1, _DATASET_SECONDS):
@@ -217,7 +218,7 @@ class ProcessRun(JobRun):
 
 
 async def _while_running(service: Service, work: Awaitable[None]) -> None:
-    """Run a service until the work is done; what either raises ends both."""
+    """Run a service until the work is done; an exception in either ends both."""
     running, working = asyncio.create_task(service.run()), asyncio.ensure_future(work)
     try:
         await asyncio.wait([running, working], return_when=asyncio.FIRST_COMPLETED)

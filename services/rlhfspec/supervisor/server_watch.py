@@ -1,5 +1,4 @@
-"""Starts the servers of a run again when they end: the same address, the same data. So it does with the guardian, which
-cleans up, and with the launcher, which starts processes."""
+"""Restart of a run's servers at the same address with the same data, and of the guardian and the launcher."""
 
 from __future__ import annotations
 
@@ -29,11 +28,13 @@ _STEADY_SECONDS = 10.0  # a server that ran for so long did not end over and ove
 
 
 class ServerWatch(Service):
-    """consumes: nothing; produces: nothing; waits for: the unasked end of a server; unblocked by: the
-    end of the run. It raises `ServerFailed` when one ends over and over, `StorageError` when the disk is full: NATS
-    leaves unanswered what it cannot store, and is not to be helped by room that comes later.
+    """Watch over servers.
 
-    `until`: no process needs the servers any more. One that exits still does, so being asked to stop is not enough."""
+    consumes: nothing; produces: nothing; waits for: the unasked end of a server; unblocked by: the end of the run.
+    Raises
+    `ServerFailed` when a server ends repeatedly, `StorageError` when the disk is full, as NATS does not recover from
+    that.
+    `until`: no process needs the servers any more; an exiting process still does."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class ServerWatch(Service):
             await server.start()
 
     async def _keep_guardians(self) -> None:
-        """At once: until there is one again, nothing would clean up after us."""
+        """Restart guardians at once: without one, nothing would clean up after this process."""
         while True:
             if len(pids := self._guardians.pids) == NUM_GUARDIANS:
                 await _end_of_one(pids)
@@ -112,7 +113,7 @@ class ServerWatch(Service):
 
 
 async def _end_of_one(pids: Sequence[int]) -> None:
-    """Of our own processes, which nothing else waits for."""
+    """Wait until one of these own processes ends. No other code reaps them."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     with ExitStack() as leaving:
         for pid in pids:

@@ -1,4 +1,4 @@
-"""The servers of a run with processes, and the file by which its processes find them."""
+"""The servers of a run with processes, and the connections file for its processes."""
 
 from __future__ import annotations
 

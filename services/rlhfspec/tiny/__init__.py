@@ -1,8 +1,7 @@
-"""Small models to test, measure and demonstrate with; made on this machine, kept in its cache.
+"""Small models for tests, benchmarks and demos, made on this machine and cached.
 
-`ensure()` gives folders of trained ones; `random_model(kind)` gives untrained ones of many families,
-`large_kv_model()` one whose KV is as large as that of a model of billions of parameters; `resolve(path)`
-makes what a job calls `tiny:NAME`; `sums` is a task to train on.
+`ensure()` gives folders of trained ones; `random_model(kind)` untrained ones of many families, `large_kv_model()` one
+with the KV size of a billion-parameter model; `resolve(path)` makes a job's `tiny:NAME`; `sums` is a task to train on.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Endless templated English: regular enough to learn in a minute, varied enough to have real entropy.
+"""Endless templated English: learnt in a minute, with real entropy (about .35 nats a byte after training).
 
-Documents of one to eight sentences: small arithmetic, word problems with names, prose, questions and answers, copying,
-records with fields. Numbers, names and words are drawn at random, which leaves a trained model about .35 nats a byte.
+Documents of one to eight sentences: arithmetic, word problems, prose, questions and answers, copying, records with
+fields. Numbers, names and words are random. Example:
 
-Example:
     >>> documents(2, seed=3) == documents(2, seed=3)
     True
     >>> prompt = prompts(1, seed=3)[0]  # the beginning of a document, as token ids
@@ -113,7 +112,7 @@ def documents(count: int, *, seed: int) -> list[str]:
 
 
 def token_stream(num_tokens: int, *, seed: int) -> list[int]:
-    """Return documents as token ids, each between BOS and EOS, one after the other."""
+    """Return documents as token ids, each between BOS and EOS."""
     return tokens_of(_endless(seed), num_tokens)
 
 
@@ -125,7 +124,7 @@ def tokens_of(documents: Iterator[str], num_tokens: int) -> list[int]:
 
 
 def text(num_bytes: int, *, seed: int) -> str:
-    """Documents one after the other, cut there: as many tokens as bytes.
+    """Return documents cut to `num_bytes`: one token a byte.
 
     >>> len(text(500, seed=1)), text(500, seed=1).isascii()
     (500, True)
@@ -139,7 +138,7 @@ def text(num_bytes: int, *, seed: int) -> str:
 
 
 def prompts(count: int, *, seed: int, shortest: int = 24, longest: int = 96) -> list[list[int]]:
-    """Beginnings of documents of varying length, BOS first, cut after a space so that a word comes next."""
+    """Return beginnings of documents of varying length, with BOS, cut after a space so that a word comes next."""
     rng = random.Random(seed)
     chosen: list[list[int]] = []
     for document in _endless(seed):

@@ -1,10 +1,8 @@
-"""Real text that every machine has: the sources and documentation strings of Python's standard library.
+"""Real text on every machine: sources and docstrings of Python's standard library.
 
-A document is a top-level piece of a module, such as a function with its docstring. Every tenth module is kept out of
-training; prompts are beginnings of its documents. Models learn this far less well than templated English, so a small
-draft agrees with its target much less often: the benchmark's harder pair.
+A document is a top-level piece of a module. Every tenth module is held out; prompts are beginnings of its documents.
+Models learn it less well than templated English, so a draft agrees less often: the harder benchmark. Example:
 
-Example:
     >>> prompts(2, seed=3) == prompts(2, seed=3)
     True
     >>> set(documents(50, seed=1)).isdisjoint(documents(50, seed=1, held_out=True))
@@ -33,13 +31,13 @@ def documents(count: int, *, seed: int, held_out: bool = False) -> list[str]:
 
 
 def token_stream(num_tokens: int, *, seed: int) -> list[int]:
-    """Return documents of the training modules as token ids, each between BOS and EOS, as often as is needed."""
+    """Return documents of the training modules as token ids, each between BOS and EOS, repeated as needed."""
     endless = itertools.chain.from_iterable(_shuffled(each, held_out=False) for each in itertools.count(seed))
     return tokens_of(endless, num_tokens)
 
 
 def prompts(count: int, *, seed: int, shortest: int = 24, longest: int = 96) -> list[list[int]]:
-    """Beginnings of documents that training never saw, of varying length, BOS first, cut after a space."""
+    """Return beginnings of held-out documents of varying length, with BOS, cut after a space."""
     rng = random.Random(seed)
     chosen: list[list[int]] = []
     for document in _shuffled(seed, held_out=True):
@@ -60,7 +58,7 @@ def _shuffled(seed: int, *, held_out: bool) -> Iterator[str]:
 
 @functools.cache
 def _documents(*, held_out: bool) -> tuple[str, ...]:
-    """All of them, by the names of the modules; the same on every machine with this version of Python."""
+    """Return all documents in order of module names, the same on every machine with this Python version."""
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     chosen = [path for i, path in enumerate(modules) if (i % _HELD_OUT_EVERY == 0) is held_out]
     texts = (path.read_text(encoding="utf-8", errors="replace") for path in chosen)

@@ -41,7 +41,7 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyModels:
-    """Folders of the models; one that was not asked for need not exist yet."""
+    """Folders of the models. A model that was not requested may not exist yet."""
 
     target: Path
     draft: Path
@@ -54,7 +54,7 @@ class TinyModels:
 
 
 def ensure(*names: str, report: Report = print) -> TinyModels:
-    """Make what is missing of the named models (all when none is named) and say where everything lies."""
+    """Make the missing ones of the named models (all by default) and return their folders."""
     for name in names or tuple(RECIPES):
         ensure_recipe(RECIPES[name], report)
     folders = {name.replace("-", "_"): cache_folder() / recipe.folder_name for name, recipe in RECIPES.items()}
@@ -73,11 +73,11 @@ def ensure_recipe(recipe: Recipe, report: Report = print) -> Path:
 
 
 def widened(model: LlamaForCausalLM, intermediate_size: int, *, seed: int) -> LlamaForCausalLM:
-    """The same function with wider FFNs: extra gate and up columns are random, extra down columns zero.
+    """Return the same function with wider FFNs: extra gate and up columns are random, extra down columns zero.
 
-    The extra products are exact zeros, so logits differ at most by the order in which a sum is taken;
-    where that order is by ascending column, not by a single bit.
-    """
+    The extra products are exact zeros, so logits differ at most by the summation order; in ascending column order, by
+    no
+    bit."""
     generator = torch.Generator().manual_seed(seed)
     wide = copy.deepcopy(model)
     wide.config.intermediate_size = intermediate_size
@@ -97,7 +97,7 @@ def widened(model: LlamaForCausalLM, intermediate_size: int, *, seed: int) -> Ll
 
 
 def perturbed(model: AnyModule, scale: float, *, seed: int = 0) -> AnyModule:
-    """A copy with noise of `scale` standard deviations added to every weight matrix: a draft that agrees partly."""
+    """Return a copy with noise of `scale` standard deviations on every weight matrix: a draft that partly agrees."""
     generator = torch.Generator().manual_seed(seed)
     changed = copy.deepcopy(model)
     with torch.no_grad():

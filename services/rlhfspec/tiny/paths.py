@@ -27,21 +27,21 @@ DATA = {TRAINING: (2000, 11), HELD_OUT: (64, 12)}  # rows and seed
 
 
 def check(path: str) -> None:
-    """Raises InvalidRequest when nothing of that name can be made."""
+    """Raise InvalidRequest if no model or data has that name."""
     known = sorted([*RECIPES, *DATA])
     if path.removeprefix(TINY_PREFIX) not in known or not path.startswith(TINY_PREFIX):
         raise InvalidRequest("path", path, f"must be {TINY_PREFIX} and one of {', '.join(known)}")
 
 
 def resolve(path: str, report: Callable[[str], None] = print) -> str:
-    """Where it lies; made first if it is not there yet."""
+    """Return the path of the model or data; make it first if absent."""
     check(path)
     name = path.removeprefix(TINY_PREFIX)
     return str(_data(name) if name in DATA else _model(name, report))
 
 
 def model_folder(path: str) -> Path | None:
-    """Where the model of this name lies, made or not; None: it names no model."""
+    """Return the model's folder, made or not, or None if the name is no model."""
     recipe = RECIPES.get(path.removeprefix(TINY_PREFIX)) if path.startswith(TINY_PREFIX) else None
     return None if recipe is None else cache_folder() / recipe.folder_name
 
@@ -56,7 +56,7 @@ def _model(name: str, report: Callable[[str], None]) -> Path:
 
 
 def _data(name: str) -> Path:
-    """Written again each time, by renaming: small, always of this version, and never seen half."""
+    """Write the data again by renaming, so that it matches this version and is never partial."""
     count, seed = DATA[name]
     file = cache_folder().parent / "data" / name
     make_in_cache(file.parent)

@@ -1,9 +1,8 @@
-"""Tiny models with random weights, one for each attention family that tests go through.
+"""Tiny models with random weights, one for each attention family under test. Example:
 
-Example:
-    >>> model = random_model("qwen3", seed=1)
-    >>> model.config.vocab_size, next(model.parameters()).dtype
-    (97, torch.float32)
+>>> model = random_model("qwen3", seed=1)
+>>> model.config.vocab_size, next(model.parameters()).dtype
+(97, torch.float32)
 """
 
 from __future__ import annotations
@@ -67,11 +66,10 @@ def random_model(
     logit_scale: float = 3.0,
     head_dim: int | None = None,
 ) -> PreTrainedModel:
-    """A float32 model in evaluation mode whose logits have a standard deviation of about `logit_scale`.
+    """Return a float32 model in evaluation mode, with logits of standard deviation about `logit_scale`.
 
-    Freshly initialised models give nearly uniform distributions, which hide mistakes; so the head is rescaled.
-    head_dim: another width of attention's heads, and of the model with it, for engines that have not every one.
-    """
+    Fresh models are nearly uniform, which hides mistakes, so the head is rescaled. head_dim: another width of attention
+    heads, and of the model, for engines that support only some."""
     config = CONFIGS[kind]()
     config.vocab_size = vocab_size
     if head_dim is not None:
@@ -84,7 +82,7 @@ def random_model(
 
 
 def large_kv_model(*, seed: int = 1, vocab_size: int = SHAPE["vocab_size"]) -> PreTrainedModel:
-    """A narrow model with the KV of a large one, 65,536 bytes a token in bfloat16: for moves, which it makes dear."""
+    """Return a narrow model with large KV, 65,536 bytes a token in bfloat16, which makes moves expensive."""
     config = LlamaConfig(
         **SHAPE
         | {"vocab_size": vocab_size, "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 16}

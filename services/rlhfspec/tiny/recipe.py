@@ -1,11 +1,10 @@
-"""What a tiny model is made of. Torch-free; the hash of a recipe names its folder in the cache.
+"""Recipe of a tiny model. Torch-free; the hash of a recipe names its cache folder. Example:
 
-Example:
-    >>> DRAFT.folder_name.startswith("draft-")
-    True
-    >>> from dataclasses import replace
-    >>> replace(DRAFT, seed=2).folder_name == DRAFT.folder_name
-    False
+>>> DRAFT.folder_name.startswith("draft-")
+True
+>>> from dataclasses import replace
+>>> replace(DRAFT, seed=2).folder_name == DRAFT.folder_name
+False
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A byte-level Llama and how it is trained.
+    """A byte-level Llama and its training.
 
-    batch_shapes: (sequences, tokens a sequence), taken in turn. Short windows teach the language; a long one now
-    and then makes the model hold up over the contexts that generation reaches.
-    widened_from_intermediate: when set, the model is not trained but widened from a trained one of that FFN width.
-    task: english and library learn their text; sums learns the lessons of `rlhfspec.tiny.sums`, batch by batch.
-    """
+    batch_shapes: (sequences, tokens a sequence), taken in turn. Short windows teach the language, occasional long ones
+    the
+    contexts of generation. widened_from_intermediate: when set, the model is widened from a trained one of that FFN
+    width.
+    task: english and library learn their text; sums learns the lessons of `rlhfspec.tiny.sums`, batch by batch."""
 
     name: str
     num_layers: int
@@ -48,7 +47,7 @@ class Recipe:
 
     @property
     def folder_name(self) -> str:
-        """Changes with any field and with the text that the corpus gives, so a cached model is never a stale one."""
+        """Return a name that changes with any field and the corpus, so that no cached model is stale."""
         fields = asdict(self)
         fields.pop("task")  # its text says it
         text_of = {"english": corpus.documents, "library": library.documents, "sums": sums.lesson_texts}
@@ -113,7 +112,7 @@ RECIPES = {
 
 
 def cache_folder() -> Path:
-    """Where made models lie: `$RLHFSPEC_CACHE/models`, by default `~/.cache/rlhfspec/models`."""
+    """Return the cache of made models: `$RLHFSPEC_CACHE/models`, by default `~/.cache/rlhfspec/models`."""
     try:
         return Path(os.environ.get("RLHFSPEC_CACHE", "~/.cache/rlhfspec")).expanduser() / "models"
     except RuntimeError:  # neither HOME nor an entry of this user

@@ -1,8 +1,7 @@
-"""Bytes as tokens. Ids 0-255 are the bytes themselves, then BOS, EOS, PAD and one unused id: 260, a multiple of 4.
+"""Bytes as tokens: ids 0-255 are bytes, then BOS, EOS, PAD and one unused id: 260, a multiple of 4.
 
-The same mapping twice: three functions without dependencies, and a Hugging Face tokenizer saved beside each model.
+The mapping exists twice: as three plain functions, and as a Hugging Face tokenizer saved beside each model. Example:
 
-Example:
     >>> decode([BOS, *encode("Grüße"), EOS])
     'Grüße'
 """
@@ -26,12 +25,12 @@ def encode(text: str) -> list[int]:
 
 
 def decode(token_ids: Iterable[int]) -> str:
-    """Special tokens are dropped; a byte sequence that is not UTF-8 becomes replacement characters."""
+    """Return text without special tokens; invalid UTF-8 becomes replacement characters."""
     return bytes(token for token in token_ids if token < 256).decode(errors="replace")
 
 
 def hugging_face_tokenizer() -> PreTrainedTokenizerFast:
-    """What `AutoTokenizer.from_pretrained(folder)` gives for the tiny models; it puts BOS first, as in training."""
+    """Return the tokenizer that `AutoTokenizer.from_pretrained(folder)` loads for tiny models; it prepends BOS."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -48,7 +47,7 @@ def hugging_face_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (as GPT-2 defined it)."""
+    """Return the printable character of each byte in byte-level vocabularies, as defined by GPT-2."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     characters, num_moved = [], 0
     for byte in range(256):

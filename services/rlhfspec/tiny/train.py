@@ -1,4 +1,4 @@
-"""Train a tiny model on text, or on sums: one plain loop, a minute or two on two cores."""
+"""Training of a tiny model on text or sums: one plain loop, a minute or two on two cores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _IGNORED = -100
 
 
 def build(recipe: Recipe, *, seed: int) -> LlamaForCausalLM:
-    """The model of a recipe with random weights, float32."""
+    """Return the recipe's model with random float32 weights."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -40,12 +40,10 @@ def build(recipe: Recipe, *, seed: int) -> LlamaForCausalLM:
 
 
 def train(recipe: Recipe, report: Report) -> LlamaForCausalLM:
-    """A trained model whose weights are exact in bfloat16, so that every dtype holds the same function.
+    """Return a trained model with weights exact in bfloat16, so that every dtype has the same function.
 
-    Bfloat16 autocast on the corpus (on sums its casts cost more than they save, and on a CPU without AVX-512 it takes
-    many times as long); Muon for the matrices of the layers
-    (half the steps that AdamW needs), AdamW for the rest. Everything is seeded: one machine makes the same model twice.
-    """
+    Bfloat16 autocast on the corpus only; Muon for the matrices of the layers, AdamW for the rest. All is seeded: one
+    machine makes the same model twice."""
     model = build(recipe, seed=recipe.seed)
     batches = _lessons(recipe) if recipe.task == "sums" else _windows(recipe)
     optimizers = _optimizers(model, recipe.learning_rate)
@@ -76,14 +74,14 @@ def _optimizers(model: LlamaForCausalLM, learning_rate: float) -> tuple[torch.op
 
 
 def _loss(model: LlamaForCausalLM, tokens: Tensor, targets: Tensor, *, autocast: bool) -> Tensor:
-    """Mean cross entropy of `targets` after `tokens`, both [sequences, length]; `_IGNORED` does not count."""
+    """Return the mean cross entropy of `targets` after `tokens`, both [sequences, length], without `_IGNORED`."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logits = model(input_ids=tokens, use_cache=False).logits  # [sequences, length, vocab]
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=_IGNORED)
 
 
 def _windows(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows [sequences, tokens] at random places of the corpus, and what follows each token."""
+    """Yield random windows [sequences, tokens] of the corpus, with the next token of each position."""
     text = library if recipe.task == "library" else corpus
     stream = torch.tensor(text.token_stream(recipe.corpus_tokens, seed=recipe.seed))
     generator = torch.Generator().manual_seed(recipe.seed)
@@ -94,7 +92,7 @@ def _windows(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _lessons(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
-    """Padded batches of sums that begin where prompts begin when they are generated from; responses are learnt."""
+    """Yield padded batches of sums that begin as prompts do in generation. Only responses are learnt."""
     for batch in sums.lessons(seed=recipe.seed):
         encoded = [([BOS, *encode(prompt)], [*encode(response), *_end(response)]) for prompt, response in batch]
         length = max(len(prompt) + len(response) for prompt, response in encoded)
@@ -108,7 +106,7 @@ def _lessons(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _end(response: str) -> list[int]:
-    """A guess is not taught to its end."""
+    """Return the targets of a response. A guess is not taught to its end."""
     return [] if response == sums.GUESS else [EOS]
 
 

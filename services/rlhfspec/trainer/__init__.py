@@ -1,1 +1,1 @@
-"""Learns from a step's samples as soon as the last of them is scored."""
+"""The training stage: learns from a step's samples once all are scored."""

@@ -27,7 +27,7 @@ _QUANTISE = {"quantization", "quantization_config", "kv_cache_dtype"}  # argumen
 
 
 def precision_of(spec: Spec) -> str:
-    """Return which row of the table above a job is in."""
+    """Return the job's row in the table above."""
     spec = settled(spec, device_of(spec))
     if _QUANTISE & spec.generation.engine.arguments.keys():
         return "quantised"
@@ -38,19 +38,19 @@ def precision_of(spec: Spec) -> str:
 
 
 class Agreement:
-    """What a job's engine and precisions allow; made once, as settling a job may log."""
+    """Limits of a job's engine and precisions. Made once, as settling a job may log."""
 
     def __init__(self, spec: Spec) -> None:
         self._engine = spec.generation.engine.name
         self._precision = precision_of(spec)
 
     def allow_for_a_restart(self) -> None:
-        """Let an exact job round: another machine may have trained the versions that samples were generated with."""
+        """Allow rounding in an exact job: another machine may have trained the versions of its samples."""
         if self._precision == "exact":
             self._precision = "float32"
 
     def check(self, step: int, rollouts: Rollouts, report: LearnReport) -> None:
-        """Raise LogProbMismatch if the step's difference is more than the precisions explain."""
+        """Raise LogProbMismatch if the step's difference exceeds what the precisions explain."""
         is_current = rollouts.weights_versions == step - 1
         if not is_current.any():
             return

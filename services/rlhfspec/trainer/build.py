@@ -1,4 +1,4 @@
-"""Makes the training stage of a job. Launched by torchrun, this is rank 0, and the other ranks follow it."""
+"""Builder of the training stage. Under torchrun this is rank 0, and the other ranks follow it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _kept(job: RLHFJob, context: Context, folder: RunFolder) -> KeptFolder | Non
 
 
 def follow(job: RLHFJob) -> None:
-    """A rank other than 0: trains along until rank 0 says stop."""
+    """Train on a rank other than 0 until rank 0 stops."""
     from rlhfspec.common.ranks.meeting import joined
     from rlhfspec.huggingface.devices import device_of
     from rlhfspec.training import leading
@@ -118,7 +118,7 @@ def follow(job: RLHFJob) -> None:
 
 
 def _meeting(job: RLHFJob) -> dict[str, Any]:
-    """How ranks meet. Rank 0 is silent for as long as the other stages take for a step."""
+    """Return the arguments of the process group. Rank 0 is silent while other stages work on a step."""
     roles = job.spec.roles
     deadline = roles.trainer.deadline_seconds
     return {

@@ -1,6 +1,7 @@
-"""What has arrived of one step, what is still missing, and what is trained on. Pure; arrival order leaves no trace.
+"""Collection of one step: what has arrived, what is missing, what is trained on. Pure; arrival order has no effect.
 
 Example: two prompts with two samples each; the second prompt's rewards are all equal, so a third prompt is demanded.
+
     >>> shape = StepShape(job="sums", step=1, num_prompts=2, samples_per_prompt=2, stages=("reward",), max_demands=1)
     >>> collector = Collector(shape)
     >>> collector.waits_for()
@@ -27,7 +28,7 @@ from rlhfspec.messages.records import Demand, Purpose, Sample, Score, ScoringSta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """What a step is made of. `max_demands` 0: every prompt is used, whatever its rewards (no dynamic sampling)."""
+    """Contents of a step. `max_demands` 0: every prompt is used, whatever its rewards (no dynamic sampling)."""
 
     job: str
     step: int
@@ -43,7 +44,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """What a step is trained on, in id order, and everything that was generated for it."""
+    """Training samples of a step, in id order, and everything generated for it."""
 
     samples: tuple[Sample, ...]
     scores: tuple[Score, ...]
@@ -53,13 +54,16 @@ class Chosen:
 
     @property
     def rewards(self) -> dict[str, Score]:
-        """Of all, by sample id."""
+        """Return the rewards of all samples by id."""
         return {score.sample_id: score for score in self.all_scores if score.stage == "reward"}
 
 
 class Collector:
-    """Fed with whatever arrives for its step. Samples of a demand that this trainer has not made yet (an earlier one,
-    before it died, had) are kept and count once it has made it: so a step repeats itself, whatever is there already."""
+    """Collector of one step's records.
+
+    Samples of a demand that an earlier process of this trainer made are kept, and count once it is made again. So a
+    step
+    repeats itself exactly."""
 
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
@@ -69,7 +73,7 @@ class Collector:
         self._num_arrived: Counter[str] = Counter()  # of what was asked for
 
     def add_sample(self, sample: Sample) -> None:
-        """The first that arrives counts; a second that one and the same version sampled has the same tokens."""
+        """Add a sample. Duplicates of one version have the same tokens, so the first counts."""
         if sample.finish_reason == "error":
             raise NumericalError(f"sample {sample.id} was not generated: {sample.error}")
         first = self._samples.setdefault(sample.id, sample)
@@ -95,7 +99,7 @@ class Collector:
         return f"{' and '.join(parts) or 'nothing'} of {self.shape}"
 
     def demand(self) -> Demand | None:
-        """More prompts, if this complete step has too few whose rewards differ and may still ask."""
+        """Return a demand for prompts if this complete step has too few groups of differing rewards and may ask."""
         assert self.is_complete
         shape, missing = self.shape, self.shape.num_prompts - len(self._informative())
         round = len(self._asked)
@@ -107,14 +111,14 @@ class Collector:
         return Demand(id=name, job=shape.job, step=shape.step, round=round, num_prompts=missing)
 
     def collected(self) -> Chosen:
-        """Everything, used or not."""
+        """Return everything, used or not."""
         assert self.is_complete
         every = tuple(self._ordered())
         scores = tuple(self._scores_of(every))
         return Chosen(samples=every, scores=scores, num_dropped=0, all_samples=every, all_scores=scores)
 
     def chosen(self) -> Chosen:
-        """The first groups in id order: with dynamic sampling those whose rewards differ, as long as there are any."""
+        """Return the first groups in id order; with dynamic sampling those with differing rewards, if any."""
         assert self.is_complete
         groups = self._usable_groups()
         wanted = self._informative() or list(groups) if self.shape.max_demands else list(groups)
@@ -142,7 +146,7 @@ class Collector:
         return sorted(asked_for, key=lambda sample: sample.sort_key)
 
     def _is_asked_for(self, sample_id: str) -> bool:
-        """Each round has places of its own (`data.order`)."""
+        """Return whether a sample belongs to a round asked for. Each round has its own places (`data.order`)."""
         round, offset = divmod(int(sample_id.split("/")[-2]), self.shape.num_prompts)
         return round < len(self._asked) and offset < self._asked[round]
 
@@ -158,7 +162,7 @@ class Collector:
         return {name: count for name, count in missing.items() if count > 0}
 
     def _usable_groups(self) -> dict[str, list[Sample]]:
-        """Samples that have their scores, by prompt, in id order."""
+        """Return fully scored samples by prompt, in id order."""
         groups: dict[str, list[Sample]] = {}
         for sample in self._ordered():
             if not any(self._scores[sample.id, stage].error for stage in self.shape.stages):
@@ -166,7 +170,7 @@ class Collector:
         return groups
 
     def _informative(self) -> list[str]:
-        """Groups that teach something: their rewards differ."""
+        """Return the groups whose rewards differ."""
         return [
             name
             for name, samples in self._usable_groups().items()
@@ -175,7 +179,7 @@ class Collector:
 
 
 def example_sample(prompt: int, replica: int, *, step: int = 1, job: str = "sums") -> Sample:
-    """For examples and tests."""
+    """Return a sample for examples and tests."""
     return Sample(
         id=sample_id(job, step=step, prompt=prompt, replica=replica),
         job=job,
@@ -195,7 +199,7 @@ def example_sample(prompt: int, replica: int, *, step: int = 1, job: str = "sums
 
 
 def example_score(prompt: int, replica: int, reward: float, *, step: int = 1, error: str = "") -> Score:
-    """For examples and tests."""
+    """Return a score for examples and tests."""
     of = sample_id("sums", step=step, prompt=prompt, replica=replica)
     values = () if error else (reward,)
     return Score(id=f"{of}/reward", sample_id=of, job="sums", step=step, stage="reward", values=values, error=error)

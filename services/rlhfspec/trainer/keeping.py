@@ -1,5 +1,4 @@
-"""The run's folder where no supervisor keeps it: the trainer's process holds its lock, notes how all models were found
-when they were loaded, and leaves it as `rlhfspec run` does."""
+"""The run folder without a supervisor: the trainer's process locks it, records the loaded models, and finishes it."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class LoadedModels(Service):
-    """consumes WorkerInfo; produces nothing but the manifest's models; waits for: a worker that says what it loaded;
-    unblocked by: every stage."""
+    """Recorder of loaded models. Consumes WorkerInfo; produces nothing but the manifest's models; waits for: a worker's
+    load report; unblocked by: every stage."""
 
     def __init__(self, bus: StageBus, folder: RunFolder) -> None:
         super().__init__("folder", 0, Vitals())  # no process has to hear of it
@@ -48,7 +47,7 @@ class LoadedModels(Service):
 
 
 class KeptFolder:
-    """From before the trainer touches it until its process ends; told then what ended it."""
+    """Run folder held from before the trainer's first write until its process ends, with the reason."""
 
     def __init__(self, job: RLHFJob, folder: RunFolder, bus: StageBus, mirror: Mirror | None = None) -> None:
         self._job = job
@@ -65,8 +64,9 @@ class KeptFolder:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """What may pass is not the run's end: the trainer is started again, and the run goes on. Where the end cannot
-        be written, what ended it is still said."""
+        """Finish the folder. A temporary error does not end the run, as the trainer restarts. Log the error even if the
+        end
+        cannot be written."""
         try:
             if error is None:
                 self._finish(*self._ended())

@@ -1,4 +1,4 @@
-"""Writes down what was trained: the run folder's lines, the trackers, the checkpoints, the policy at the end."""
+"""Records of training: run folder lines, trackers, checkpoints, and the final policy."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ Export = Callable[[dict[str, Any]], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Of the trainer, from the end of one step to the end of the next. Writing a step down, checkpoint and all,
-    counts for the next."""
+    """The trainer's time from one step's end to the next. Writing a step, with its checkpoint, counts for the next."""
 
     began_unix: float
     passed: float
@@ -40,7 +39,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """One step, as it was trained."""
+    """One trained step."""
 
     step: int
     chosen: Chosen
@@ -51,10 +50,9 @@ class Trained:
 
 
 class RunRecorder:
-    """What a run writes down of its steps. Called from the trainer's thread, in the order of the steps.
+    """Recorder of a run's steps, called from the trainer's thread in step order.
 
-    `export` writes the policy where others can load it, `verify` is that of `CheckpointStore`.
-    """
+    `export` writes the policy for other programs; `verify` is that of `CheckpointStore`."""
 
     def __init__(
         self,
@@ -77,7 +75,7 @@ class RunRecorder:
         self._evaluations: list[Evaluation] = []
 
     def restore(self) -> dict[str, Any] | None:
-        """Return the state of the last checkpoint, if there is one, and drop what was written of later steps."""
+        """Return the state of the last checkpoint, if any, and drop lines of later steps."""
         self._checkpoints = CheckpointStore(
             self._folder.checkpoints, keep=self._job.spec.checkpoint.keep, verify=self._verify
         )
@@ -94,7 +92,7 @@ class RunRecorder:
         return state
 
     def record(self, trained: Trained) -> StepMetrics:
-        """Write the step's lines, and return that of `steps.jsonl`."""
+        """Write the step's lines and return that of `steps.jsonl`."""
         assert self._trackers is not None, "restore comes first"
         self._folder.append_samples(trained.chosen.all_samples, trained.chosen.rewards)
         metrics = step_metrics(self._job, trained)
@@ -103,7 +101,7 @@ class RunRecorder:
         return metrics
 
     def evaluate(self, collected: Collector, seconds: float) -> Evaluation:
-        """Write the line of an evaluation, and return it."""
+        """Write the line of an evaluation and return it."""
         assert self._trackers is not None, "restore comes first"
         chosen, step = collected.collected(), collected.shape.step
         evaluation = evaluation_of(
@@ -125,14 +123,14 @@ class RunRecorder:
         return any(evaluation.step == step for evaluation in self._evaluations)
 
     def checkpoint(self, step: int, state: dict[str, Any] | Writes) -> None:
-        """Write a checkpoint; it is on disk when this returns."""
+        """Write a checkpoint; it is on disk on return."""
         assert self._checkpoints is not None, "restore comes first"
         kept = best(self._evaluations).step if self._evaluations else None
         self._checkpoints.save(step, {LEARNER: state}, best=kept)
         self._send()
 
     def _send(self) -> None:
-        """What is acknowledged after this cannot be made again."""
+        """Flush everything, as acknowledged records cannot be made again."""
         if self._mirror is not None:
             self._mirror.send()
 
@@ -141,7 +139,7 @@ class RunRecorder:
             self._export(policy_state)
 
     def close(self) -> None:
-        """Others may write the checkpoints again."""
+        """Release the checkpoints for other writers."""
         if self._trackers is not None:
             self._trackers.close()
         if self._checkpoints is not None:
@@ -149,7 +147,7 @@ class RunRecorder:
 
 
 def step_metrics(job: RLHFJob, trained: Trained) -> StepMetrics:
-    """Pure: a step's line from what was trained. All but the trainer's own time is a function of its records."""
+    """Return a step's line. Pure: all but the trainer's own time is a function of its records."""
     chosen, samples = trained.chosen, trained.chosen.samples
     seconds = _seconds(trained.time, chosen.all_samples, chosen.all_scores)
     num_generated = sum(len(sample.token_ids) for sample in chosen.all_samples)
@@ -202,7 +200,7 @@ def _accepted(samples: Sequence[Sample]) -> float | None:
 
 
 def _strategies(samples: Iterable[Sample]) -> dict[str, int]:
-    """In how many of their steps the samples were made under each."""
+    """Count the steps of the samples under each strategy."""
     counts: Counter[str] = Counter()
     for sample in samples:
         counts.update(dict(sample.strategies))

@@ -1,8 +1,7 @@
-"""The training stage: collect a step, learn from it, hand out new weights.
+"""The training stage: collect a step, learn from it, publish new weights.
 
-What a step was trained on is acknowledged once a checkpoint covers it. So a trainer that dies finds, when it comes
-back at its last checkpoint, everything it needs to train the same steps again to the same bits, and no other
-worker goes back.
+A step's records are acknowledged once a checkpoint covers them. A restarted trainer finds everything to train the same
+steps again to the same bits, and no other worker goes back.
 """
 
 from __future__ import annotations
@@ -35,8 +34,10 @@ _LATE_SECONDS = 0.5  # a sample may come after its last score
 
 
 class TrainerService(Service):
-    """Consumes Sample, Score, DatasetInfo; produces Weights, Demand, StepReport, EvaluationReport; waits for every
-    sample of the step and every score of a sample; unblocked by prompts, generator, reward, reference, critic."""
+    """Training stage. Consumes Sample, Score, DatasetInfo; produces Weights, Demand, StepReport, EvaluationReport;
+    waits
+    for every sample of the step and every score of a sample; unblocked by prompts, generator, reward, reference,
+    critic."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class TrainerService(Service):
             await self._work("writing the policy", self._finish)
 
     async def _train_all(self) -> None:
-        """Until the last step, or until asked to stop."""
+        """Train until the last step, or until asked to stop."""
         while await self._evaluated() and not self.is_done:
             step = self._learner.version + 1
             chosen = await self._collected(step)
@@ -113,7 +114,7 @@ class TrainerService(Service):
         self._saved_at = self._learner.version
 
     async def _hear_of_the_data(self, infos: Inbox[DatasetInfo]) -> bool:
-        """How many steps there are prompts for. False: asked to stop before that was known."""
+        """Wait for the number of steps with prompts. Return False if asked to stop first."""
         while not self.stopping.is_set():
             with self.vitals.waiting("how many steps the data lasts"):
                 arrived = await self.unless_stopped(infos.pull(max_records=1, timeout_seconds=PULL_SECONDS))
@@ -127,7 +128,7 @@ class TrainerService(Service):
         return False
 
     async def _collected(self, step: int) -> Chosen | None:
-        """Everything the step needs, however long its demands take; None when the run is to stop."""
+        """Return all records of the step, demands included, or None if the run is to stop."""
         collector = self._collector("training", step)
         while await self._complete(collector):
             demand = collector.demand()
@@ -137,7 +138,7 @@ class TrainerService(Service):
         return None
 
     async def _evaluated(self) -> bool:
-        """Where an evaluation is due, it is made before these weights are trained further. False: asked to stop."""
+        """Evaluate, if due, before these weights are trained further. Return False if asked to stop first."""
         step = self._learner.version
         if not self._is_evaluation_due(step) or self._recorder.is_evaluated(step):
             return True
@@ -155,7 +156,7 @@ class TrainerService(Service):
         return True
 
     async def _complete(self, collector: Collector) -> bool:
-        """Takes in what arrives, of whatever step, until this is whole; False: asked to stop before."""
+        """Add records of any step until this one is complete. Return False if asked to stop first."""
         pace = Pace(_LATE_SECONDS, PULL_SECONDS)
         while not collector.is_complete:
             if self.stopping.is_set():
@@ -174,7 +175,7 @@ class TrainerService(Service):
         return True
 
     async def _is_wanted(self, delivery: Delivery[Sample] | Delivery[Score]) -> bool:
-        """Held until a checkpoint covers it, also when it comes again after it was used."""
+        """Return whether to hold the delivery until a checkpoint covers it. Redeliveries of used records count too."""
         purpose, step = delivery.record.purpose, delivery.record.step
         if self._is_saved(purpose, step):
             await delivery.ack()
@@ -183,7 +184,7 @@ class TrainerService(Service):
         return step > self._learner.version if purpose == "training" else not self._recorder.is_evaluated(step)
 
     def _is_saved(self, purpose: Purpose, step: int) -> bool:
-        """No trainer that comes back will ask for it."""
+        """Return whether a checkpoint covers the step, so that no restarted trainer asks for it."""
         return step <= self._saved_at and (purpose == "training" or self._recorder.is_evaluated(step))
 
     async def _acknowledge_what_is_saved(self) -> None:
@@ -236,7 +237,7 @@ class TrainerService(Service):
             await self._save()
 
     def _is_checkpoint_due(self, step: int) -> bool:
-        """Also where the policy is evaluated: the best one is kept."""
+        """Return whether a checkpoint is due. Evaluated policies are saved too, as the best one is kept."""
         due = step % self._job.spec.checkpoint.every_steps == 0 or step == self._last_step
         return due or self._is_evaluation_due(step)
 
@@ -245,7 +246,7 @@ class TrainerService(Service):
         return evaluation is not None and evaluation.is_due(step, self._last_step)
 
     def _put_weights(self) -> list[Weights]:
-        """The critic first: when a sample of this version comes to be scored, the critic's version is there."""
+        """Store the weights, critic first: it must be there when a sample of this version is scored."""
         name, version = self._job.metadata.name, self._learner.version
         records = []
         if "critic" in self._stages:
@@ -253,8 +254,9 @@ class TrainerService(Service):
         return [*records, self._weights.put(name, "policy", version, self._learner.policy_state())]
 
     async def _publish_weights(self, records: Sequence[Weights]) -> None:
-        """Under ids of this start. A trainer that was killed hands out earlier versions again; were a later one then
-        taken for a copy of what is known, an earlier one would stay the latest for every worker that comes."""
+        """Publish under ids of this process. A restarted trainer publishes versions again; deduplication of a later one
+        would
+        leave an earlier one as the latest for new workers."""
         for record in records:
             await self._bus.publish(replace(record, id=f"{record.id}/{self._start}"))
 
@@ -263,7 +265,7 @@ class TrainerService(Service):
         await self._bus.publish(StepReport(id=f"{name}/{metrics.step}/report", job=name, metrics=metrics))
 
     async def _save(self) -> None:
-        """What the checkpoint covers is done with."""
+        """Save a checkpoint and acknowledge what it covers."""
         step = self._learner.version
         with self._lap.checkpoint():
             await self._work(f"writing the checkpoint of step {step}", self._checkpoint, step)
@@ -282,7 +284,7 @@ class TrainerService(Service):
 
 
 class _Lap:
-    """How long the trainer worked since the last step's end."""
+    """Stopwatch of the trainer's work since the last step's end."""
 
     def __init__(self, vitals: WorkerVitals, clock: Clock) -> None:
         self._vitals = vitals
@@ -295,7 +297,7 @@ class _Lap:
         self._checkpoint_seconds = 0.0
 
     def end(self) -> StepTime:
-        """Of this lap; the next begins."""
+        """Return the time of this lap and begin the next."""
         ended = StepTime(
             began_unix=self._began_unix,
             passed=self._clock.now() - self._began,

@@ -1,1 +1,1 @@
-"""A module for each command of `rlhfspec`."""
+"""One module for each command of `rlhfspec`."""

@@ -1,4 +1,4 @@
-"""`rlhfspec compare`: several runs beside each other."""
+"""`rlhfspec compare`: compare several runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def compare(runs: Runs, plot: Plot = None) -> None:
 
 
 def _name(path: Path, taken: Container[str]) -> str:
-    """The folder's, or its path where two folders share one."""
+    """Return the folder's name, or its path if the name is taken."""
     return path.name if path.name not in taken else str(path)
 
 

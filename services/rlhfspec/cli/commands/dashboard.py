@@ -1,4 +1,4 @@
-"""`rlhfspec dashboard`: runs on this machine, in a browser on this machine."""
+"""`rlhfspec dashboard`: show runs of this machine in a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rlhfspec drafter`: make one before a run, look at what one learnt in a run, take it out of the run's folder."""
+"""`rlhfspec drafter`: make a drafter, inspect what it learnt in a run, or export it from the run's folder."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _prompts(model: str, data: Iterable[str], column: str) -> list[tuple[int, ..
 
 
 def _refuse_taken(out: Path) -> None:
-    """Before anything is computed."""
+    """Raise if the output exists. Call this before any computation."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise InvalidRequest("--out", str(out), "is there already; name another folder")
     try:
@@ -183,7 +183,7 @@ def _rates(report: Any) -> str:
 
 
 def _table(lines: list[LearntLine]) -> Table:
-    """By version of the policy's weights, all generators together; of many, some."""
+    """Return a table with a row per policy version, summed over generators. Long tables are thinned."""
     table = Table()
     for title in ("policy", "learnt from", "seconds", "saved", "tokens a verification", *map(str, _DEPTHS)):
         table.add_column(f"accepted at {title}" if title == "1" else title, justify="right")
@@ -202,7 +202,7 @@ def _table(lines: list[LearntLine]) -> Table:
 
 
 def _acceptance(counts: list[tuple[int, ...]]) -> list[str]:
-    """Tokens a verification, and the share of verifications in which so many drafted tokens were accepted, or more.
+    """Return tokens per verification, and the share of verifications that accepted at least each number of drafts.
 
     >>> _acceptance([(1, 1), (0, 1, 1)])
     ['2.00', '75%', '25%', '0%', '0%', '0%', '0%']

@@ -1,4 +1,4 @@
-"""`rlhfspec explain-moves RUN`: what the rebalancer planned, why, and what came of it."""
+"""`rlhfspec explain-moves RUN`: what the rebalancer planned, why, and the result of each move."""
 
 from __future__ import annotations
 

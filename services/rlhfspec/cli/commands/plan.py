@@ -1,4 +1,4 @@
-"""`rlhfspec plan`: what a job takes of its GPUs, before any of them is there."""
+"""`rlhfspec plan`: the GPUs and memory that a job needs, computed before any GPU is there."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def plan(
 
 
 def _shapes(spec: Spec) -> dict[str, ModelShape]:
-    """By the fields of spec.model; what is left out is the policy's, and a drafter made of it is not counted."""
+    """Return model shapes by field of spec.model. Omitted models share the policy's; a drafter made of it is not
+    counted."""
     from rlhfspec.training.planning.shape import shape_at
 
     named = {name: getattr(spec.model, name) for name in ("path", "drafter", "reference", "critic")}
@@ -66,7 +67,7 @@ def _shapes(spec: Spec) -> dict[str, ModelShape]:
 
 
 def _too_full(job: RLHFJob, needs: list[Needs], gpus: int | None, size: int) -> list[str]:
-    """What does not fit, with its sum: of a process, or of all processes that share a GPU."""
+    """Return a message for each process or shared GPU whose memory need exceeds its size, with the sum."""
     from rlhfspec.training.planning.needs import sum_of
 
     by_role = {each.role: each for each in needs}

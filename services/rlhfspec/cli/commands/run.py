@@ -1,4 +1,4 @@
-"""`rlhfspec run JOB`: trains, watched, into one folder; goes on with --resume."""
+"""`rlhfspec run JOB`: train in one supervised run folder, or resume with --resume."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """The command as the user gave it."""
+    """The `rlhfspec run` command as the user gave it."""
 
     job: Path
     overrides: list[str]
@@ -115,7 +115,7 @@ def _run(job: RLHFJob, command: _Command, console: Console) -> RunOutcome:
 
 
 def _prepared(job: RLHFJob, command: _Command, console: Console, status: StatusLine) -> JobRun:
-    """With --processes nothing heavy is imported here: the stages' own processes do."""
+    """Prepare the run. With --processes this imports nothing heavy: the stages' own processes do."""
     kind = _process_run() if command.processes else _local_run(status)
     from rlhfspec.messages.servers.scratch import end_dead_runs
     from rlhfspec.prepare.tiny_paths import with_tiny_paths
@@ -155,7 +155,7 @@ def _leave_before_it_began(run: JobRun) -> None:
 
 
 def _follow(job: RLHFJob) -> None:
-    """Ranks other than 0 train along until rank 0 says stop."""
+    """Train on a rank other than 0 until rank 0 stops."""
     from rlhfspec.prepare.tiny_paths import with_tiny_paths
     from rlhfspec.trainer.build import follow
 
@@ -163,7 +163,7 @@ def _follow(job: RLHFJob) -> None:
 
 
 def _outcome_of(run: JobRun) -> tuple[RunOutcome, str]:
-    """Runs the stages; how they ended."""
+    """Run the stages and return their outcome and its reason."""
     try:
         run.runner.run(_stages(run))
     except DataExhausted as ended:
@@ -182,7 +182,7 @@ async def _stages(run: JobRun) -> None:
 
 
 def _stop(run: JobRun) -> None:
-    """The first time: an orderly end. The second time: now; the last checkpoint stands."""
+    """Stop the run: orderly at the first call, at once at the second. The last checkpoint remains."""
     if run.stop.is_set():
         leave_at_once("stopped at once; the last checkpoint stands")
     run.stop.set()

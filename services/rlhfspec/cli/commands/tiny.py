@@ -1,4 +1,4 @@
-"""`rlhfspec tiny`: the models that benchmark, demo and tests use."""
+"""`rlhfspec tiny`: models for benchmark, demo and tests."""
 
 from __future__ import annotations
 

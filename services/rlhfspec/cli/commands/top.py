@@ -1,4 +1,4 @@
-"""`rlhfspec top`: where each worker runs, and what it does right now."""
+"""`rlhfspec top`: where each worker runs, and its current activity."""
 
 from __future__ import annotations
 

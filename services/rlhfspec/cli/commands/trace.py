@@ -1,4 +1,4 @@
-"""`rlhfspec trace RUN SAMPLE`: one sample's life, from its prompt to its training."""
+"""`rlhfspec trace RUN SAMPLE`: the life of one sample, from prompt to training."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ def _found(run: Path, sample: str | None, slowest: int | None, step: int | None)
 
 
 def _content(life: Life) -> dict[str, Any]:
-    """The spans with the ids that other tools know them by."""
+    """Return the spans as JSON, with the ids that other tracing tools use."""
     spans = [asdict(span) | {"trace": span.trace, "id": span.id} for span in life.spans]
     return {"sample": life.sample, "began": life.began, "ended": life.ended, "spans": spans}

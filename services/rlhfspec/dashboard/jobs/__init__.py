@@ -1,1 +1,1 @@
-"""Where the dashboard's jobs come from: folders of runs, or the API server."""
+"""Sources of the dashboard's jobs: run folders or the API server."""

@@ -1,4 +1,4 @@
-"""Jobs as the API server has them. It is asked only while somebody looks, and each list once in a while for all."""
+"""Jobs from the API server. Lists are fetched only while a visitor looks, and shared for a while."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ SPEAKING = ("Starting", "Running", "Suspending")  # phases in which a run has so
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Servers:
-    """Of the release. `storage`: where the claim `storage_claim` of namespace `storage_namespace` is mounted, which
-    jobs without a claim of their own use; None: run folders cannot be read."""
+    """Servers of the release. `storage`: mount of claim `storage_claim` of `storage_namespace`, for jobs without a
+    claim
+    of their own; None: run folders cannot be read."""
 
     nats_url: str | None = None
     redis_url: str | None = None
@@ -36,7 +37,7 @@ class Servers:
 
 
 class ClusterSource:
-    """Source of jobs that the API server knows; its maker closes `api`. `namespaces` none: of the whole cluster."""
+    """Source of jobs from the API server. The caller closes `api`. `namespaces` empty: the whole cluster."""
 
     def __init__(self, api: Api, servers: Servers, *, namespaces: Sequence[str] = ()) -> None:
         self._api = api
@@ -61,7 +62,7 @@ class ClusterSource:
         )
 
     async def manifest(self, key: JobKey) -> dict[str, Any]:
-        """Without the API server's own notes on the writer of each field, as kubectl shows it."""
+        """Return the manifest without managed fields, as kubectl shows it."""
         job = await self._found(key)
         return job | {"metadata": {name: said for name, said in job["metadata"].items() if name != "managedFields"}}
 
@@ -112,8 +113,8 @@ class ClusterSource:
         )
 
     def _folder(self, key: JobKey, job: dict[str, Any]) -> Path | None:
-        """Of a job on the claim that is mounted here, and of no other: a path of another claim would be another job's
-        folder on this one."""
+        """Return the run folder of a job on the mounted claim, or None: the same path on another claim is another
+        job's."""
         storage, wanted = self._servers.storage, _at(job, "spec", "storage")
         claim = wanted.get("claim")
         if storage is None or wanted.get("uri") is not None or key.namespace != self._servers.storage_namespace:
@@ -130,7 +131,7 @@ class ClusterSource:
 
 
 def head_of(job: Mapping[str, Any]) -> JobHead:
-    """A row of the list; what the operator has not said yet is left open.
+    """Return a row of the list. Fields that the operator has not set are empty.
 
     >>> job = {"metadata": {"namespace": "a", "name": "sums"}, "spec": {"algorithm": {"name": "grpo"}},
     ...        "status": {"phase": "Running", "progress": {"step": 3, "totalSteps": 9, "reward": 0.5}, "gpus": 4}}
@@ -196,7 +197,7 @@ def pod_of(pod: Mapping[str, Any]) -> Pod:
 
 
 def _state(container: Mapping[str, Any]) -> str:
-    """What Kubernetes says of it, and nothing that a process wrote."""
+    """Return the container state from Kubernetes alone, without text that a process wrote."""
     waiting, ended = _at(container, "state", "waiting"), _at(container, "state", "terminated")
     if ended:
         return f"{ended.get('reason') or 'Ended'}, exit code {ended.get('exitCode')}"
@@ -204,7 +205,7 @@ def _state(container: Mapping[str, Any]) -> str:
 
 
 def last_words_of(pod: Mapping[str, Any]) -> str:
-    """What its processes wrote when they ended, the end of it: the kubelet takes that from their logs."""
+    """Return the termination messages of the pod's processes, which the kubelet takes from their logs."""
     return " ".join(" ".join(dict.fromkeys(_last_words(pod))).split())[-_MOST_CHARACTERS:]
 
 
@@ -233,7 +234,7 @@ def _list(found: Any) -> list[Mapping[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    """The API server has no floats in conditions and status that are not also whole or text, such as "0.25"."""
+    """Return a number. The API server writes floats as text, such as "0.25"."""
     try:
         return None if value is None else float(value)
     except (TypeError, ValueError):

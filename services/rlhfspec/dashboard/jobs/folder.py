@@ -1,9 +1,8 @@
-"""Reads a run's folder while the run goes on: the curves, moves, samples and traces. Nothing is locked or written.
+"""Reader of a run's folder during the run: curves, moves, samples and traces. It neither locks nor writes. Example:
 
-Example:
-    >>> from rlhfspec.messages.records.metrics import example_step
-    >>> row_of(example_step(step=3).to_line())[:4]
-    [3, 1700000015.8, 0.5, 0.176777]
+>>> from rlhfspec.messages.records.metrics import example_step
+>>> row_of(example_step(step=3).to_line())[:4]
+[3, 1700000015.8, 0.5, 0.176777]
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ PLACE_OF = {name: place for place, name in enumerate(COLUMNS)}
 
 
 def row_of(line: str | bytes) -> Row | None:
-    """None for what is no line of steps.jsonl: a damaged one is left out."""
+    """Return the row of a line of steps.jsonl, or None if the line is damaged."""
     try:
         content = json.loads(line)
     except ValueError:
@@ -72,7 +71,7 @@ def _number(content: Any, path: tuple[str, ...]) -> float | None:
 
 
 class NewLines:
-    """Whole lines that came since the last look. A file that was cut or replaced meanwhile is read anew."""
+    """Reader of complete lines appended since the last call. A truncated or replaced file is read from the start."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,7 +80,7 @@ class NewLines:
         self._before = b""  # the last bytes that were read: still there, or this is another file
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """Each line, and where it begins."""
+        """Yield each line and its offset."""
         try:
             with plain_file(self.path) as file:
                 if not self._goes_on(file):
@@ -103,8 +102,8 @@ class NewLines:
 
 
 def plain_file(path: Path) -> BinaryIO:
-    """A job's pods write in its folder, and may put there what leads elsewhere or blocks its reader. StorageError
-    for that; FileNotFoundError where nothing is."""
+    """Open a regular file. A job's pods may plant links or pipes: raise StorageError for these, FileNotFoundError if
+    absent."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -128,7 +127,7 @@ class _IndexedStep:
 
 
 class Samples:
-    """Of samples.jsonl: which step is where. Lines come in order of their steps."""
+    """Index of samples.jsonl by step. Lines are ordered by step."""
 
     def __init__(self, run: Path) -> None:
         self._lines = NewLines(run / "samples.jsonl")
@@ -136,12 +135,12 @@ class Samples:
         self._restarts = 0
 
     def steps(self) -> list[tuple[int, int]]:
-        """Each step, and how many samples it has; the newest first."""
+        """Return each step and its number of samples, newest first."""
         self._look()
         return [(step, where.num_samples) for step, where in sorted(self._steps.items(), reverse=True)]
 
     def of_step(self, step: int, *, skip: int = 0) -> list[dict[str, Any]]:
-        """Some of them, their texts cut."""
+        """Return a page of the step's samples, with texts cut."""
         found = []
         for place, line in enumerate(self._read(step)):
             if place >= skip and (sample := _sample_of(line, HEAD_CHARACTERS)) is not None:
@@ -151,7 +150,7 @@ class Samples:
         return found
 
     def sample(self, id: str) -> dict[str, Any]:
-        """Raises InvalidRequest where it is not (yet) in the file."""
+        """Return a sample. Raise InvalidRequest if it is not in the file."""
         parts = id.split("/")
         if len(parts) == 4 and re.fullmatch(r"\d{1,9}", parts[1]):
             for line in self._read(int(parts[1])):
@@ -204,7 +203,7 @@ def _sample_of(line: bytes, most: int) -> dict[str, Any] | None:
 
 
 def shown(text: str, most: int) -> str:
-    """What a model wrote is only data: what could turn or hide other text is made visible, and the rest is cut.
+    """Return text with control characters made visible, cut to `most`. The text of a model is untrusted.
 
     >>> shown("a\\x00b\\u202ec", 3)
     'a␀b…'
@@ -214,7 +213,7 @@ def shown(text: str, most: int) -> str:
 
 @dataclass(slots=True)
 class Changes:
-    """Since the last look. `anew`: what was told before no longer holds (a run was resumed from a checkpoint)."""
+    """Changes since the last call. `anew`: earlier data is void, as a run was resumed from a checkpoint."""
 
     rows: list[Row] = field(default_factory=list)
     moves: list[dict[str, Any]] = field(default_factory=list)
@@ -222,7 +221,7 @@ class Changes:
 
 
 class RunReader:
-    """Of one folder; used in one thread at a time."""
+    """Reader of one run folder, for one thread at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -245,7 +244,7 @@ class RunReader:
             self._moves_offset = 0
 
     def everything_of(self, sample: str) -> dict[str, Any]:
-        """Text and trace; `missing` says why one of them is not there."""
+        """Return the text and trace of a sample; `missing` names the reason if one is absent."""
         found: dict[str, Any] = {"missing": []}
         for name, look in (("sample", self.samples.sample), ("trace", self.life)):
             try:
@@ -255,12 +254,12 @@ class RunReader:
         return found
 
     def life(self, sample: str) -> dict[str, Any]:
-        """A sample's trace, ready to be drawn. Raises InvalidRequest where there is none."""
+        """Return a sample's trace for drawing. Raise InvalidRequest if there is none."""
         return life_content(life_of(self.path, sample))
 
 
 def life_content(life: Life) -> dict[str, Any]:
-    """Times in seconds since it began. A piece: how it is drawn, from when, to when."""
+    """Return the trace in seconds since its start. A piece is its style, begin and end."""
     return {
         "sample": life.sample,
         "began": life.began,
@@ -280,5 +279,5 @@ def life_content(life: Life) -> dict[str, Any]:
 
 
 def move_content(moved: Any, at: float) -> dict[str, Any]:
-    """A `Moved` record as a line of moves.jsonl has it."""
+    """Return a `Moved` record as a line of moves.jsonl."""
     return {"kind": "moved", "at": round(at, 3), **asdict(moved)}

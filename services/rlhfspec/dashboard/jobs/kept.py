@@ -1,15 +1,14 @@
-"""What costs to ask is asked once, and its answer kept for a moment, however many ask for it at the same time.
+"""Cache that makes one expensive request for all concurrent callers and keeps the answer briefly. Example:
 
-Example:
-    >>> async def main() -> list[int]:
-    ...     asked = []
-    ...     async def ask() -> int:
-    ...         asked.append(1)
-    ...         return len(asked)
-    ...     kept = Kept(seconds=60.0)
-    ...     return [await kept.get("a", ask), await kept.get("a", ask), await kept.get("b", ask)]
-    >>> asyncio.run(main())
-    [1, 1, 2]
+>>> async def main() -> list[int]:
+...     asked = []
+...     async def ask() -> int:
+...         asked.append(1)
+...         return len(asked)
+...     kept = Kept(seconds=60.0)
+...     return [await kept.get("a", ask), await kept.get("a", ask), await kept.get("b", ask)]
+>>> asyncio.run(main())
+[1, 1, 2]
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ V = TypeVar("V")
 
 
 class Kept(Generic[V]):
-    """Of more than `most` answers the oldest go. An error is told to all that wait for it, and not kept."""
+    """Cache of at most `most` answers; the oldest are evicted. An error reaches all waiters and is not cached."""
 
     def __init__(self, *, seconds: float, most: int = 2000, clock: Clock | None = None) -> None:
         self._seconds = seconds

@@ -1,7 +1,5 @@
-"""Jobs that are folders on this machine: one a run, wherever it was started, running or over.
-
-The phase is the manifest's. A run that was killed cannot write that it ended; what it leaves is said so.
-"""
+"""Jobs from run folders on this machine, running or completed. The phase is from the manifest; a killed run is
+marked."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ _PHASES = {"running": "Running", "completed": "Succeeded", "stopped": "Suspended
 
 
 class LaptopSource:
-    """`folders` of runs; they need not be there yet."""
+    """Source of jobs in `folders`, which need not exist yet."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._runs = {name: _Run(name, folder) for name, folder in _named(folders).items()}
@@ -69,7 +67,7 @@ def _named(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 class _Run:
-    """Read in one thread."""
+    """One run folder, read in one thread."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._name = name
@@ -162,7 +160,7 @@ class _Run:
 
 
 def _conditions(head: JobHead, manifest: dict[str, Any]) -> tuple[Condition, ...]:
-    """As a cluster would say it, so that the page has one way to show it."""
+    """Return conditions as a cluster reports them, so that the page shows both alike."""
     running = head.phase == "Running"
     found = [Condition(type="Running", status=str(running), since=head.started)]
     if head.ended is not None:

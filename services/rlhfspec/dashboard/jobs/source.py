@@ -1,9 +1,7 @@
-"""Where the dashboard's jobs come from: `laptop` (folders of runs) or `cluster` (the API server). Both only read.
+"""Sources of the dashboard's jobs: `laptop` (run folders) or `cluster` (the API server). Both only read.
 
-A source says which jobs there are and where a job's run can be looked at; what a run says itself (its folder, Redis,
-NATS) is the same in both, and read by `feed`.
+A source lists the jobs and where each run can be observed. `feed` reads the run itself. Example:
 
-Example:
     >>> key = JobKey(namespace="team-a", name="sums")
     >>> str(key)
     'team-a/sums'
@@ -28,7 +26,7 @@ class JobKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobHead:
-    """A row of the list. Times are Unix seconds; None: not known (yet)."""
+    """A row of the list. Times are Unix seconds; None: not known yet."""
 
     namespace: str
     name: str
@@ -79,8 +77,8 @@ class Pod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolderInfo:
-    """Where it lies: on this machine, on a claim, or in an object store, whose `place` is a URI. `fetch`: the command
-    that brings it here."""
+    """Location of a run folder: on this machine, a claim, or an object store, whose `place` is a URI.
+    `fetch`: the command that downloads it."""
 
     path: str = ""
     place: str = ""
@@ -89,7 +87,7 @@ class RunFolderInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobDetail:
-    """`last_words`: of pods, by name, what their processes said last. That is the end of a log, and not for all."""
+    """Details of a job. `last_words`: the end of the log of terminated processes, by pod; not for every user."""
 
     head: JobHead
     run: str = ""  # uid of the run that goes on, or was the last
@@ -101,7 +99,7 @@ class JobDetail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a run that goes on can be listened to. `role`: whose credentials lie in the folder."""
+    """Address of a run's live signals. `role`: whose credentials lie in the folder."""
 
     job: str
     uid: str
@@ -113,23 +111,22 @@ class Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlace:
-    """What there is to look at of a job's run: its folder, if it can be reached from here; the address of what speaks
-    of it now."""
+    """What can be observed of a run: its folder, if reachable from here, and the address of its live signals."""
 
     folder: Path | None = None
     address: Address | None = None
 
 
 class JobSource(Protocol):
-    """Cheap to ask every second: what costs is kept for a moment. `errors.InvalidRequest` for a job that is not
-    there, ClusterUnavailable where the API server does not answer."""
+    """Source of jobs, cheap enough to ask every second. Raises `errors.InvalidRequest` for an unknown job, and
+    ClusterUnavailable if the API server does not answer."""
 
     async def jobs(self) -> Sequence[JobHead]: ...
 
     async def job(self, key: JobKey) -> JobDetail: ...
 
     async def manifest(self, key: JobKey) -> dict[str, Any]:
-        """The whole job, as its user wrote it and as it is."""
+        """Return the whole job, with its spec and status."""
         ...
 
     async def place(self, key: JobKey) -> RunPlace: ...

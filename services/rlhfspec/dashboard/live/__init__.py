@@ -1,1 +1,1 @@
-"""What a run does right now, as events for browsers."""
+"""Live state of a run, as events for browsers."""

@@ -70,7 +70,7 @@ class Feed:
         self._of_the_run: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Raises what the source raises: a job that is not there has no feed."""
+        """Start the feed. Raise the source's error, as for an unknown job."""
         await self._ask_source()
         await self._read_folder()
         if self._place.address is not None and self._place.address.redis_url is not None:
@@ -87,7 +87,7 @@ class Feed:
         self.texts.close()
 
     def reader(self, last_id: str, hidden: Sequence[str] = ()) -> Reader:
-        """`hidden`: events that this browser's user may not see."""
+        """Return a reader. `hidden`: events that its user may not see."""
         return self.events.reader(self._whole, last_id, hidden)
 
     # --- gathering -----------------------------------------------------------------------------------------------
@@ -114,14 +114,14 @@ class Feed:
         self._place = place
 
     def _forget(self) -> None:
-        """Another job of the same name."""
+        """Reset the state for another job of the same name."""
         for told in (self._rows, self._new_rows, self._moves, self._new_moves, self._told_moves, self._heads):
             told.clear()
         self.folder = None
         self.events.anew(self._whole)
 
     async def _listen_at(self, address: Address | None) -> None:
-        """Another run, or the end of one: what was live is over."""
+        """Listen at another address, and drop the live state of the last run."""
         await ended(*self._of_the_run)
         self._of_the_run, self._hearing, self.live, self._address = [], None, Live(), address
         self._problems.pop("redis", None)
@@ -247,7 +247,7 @@ class _Used:
 
 
 class Feeds:
-    """The feeds of all jobs that somebody looks at: one a job, however many browsers."""
+    """Feeds of all observed jobs: one per job, for all browsers."""
 
     def __init__(self, source: JobSource, *, linger_seconds: float = LINGER_SECONDS) -> None:
         self._source = source
@@ -261,7 +261,7 @@ class Feeds:
 
     @asynccontextmanager
     async def of(self, key: JobKey) -> AsyncIterator[Feed]:
-        """Raises what the source says of a job that is not there."""
+        """Yield the feed of a job. Raise the source's error for an unknown job."""
         used = self._feeds.get(key)
         if used is None:
             used = self._feeds[key] = _Used(asyncio.create_task(self._started(key)))
@@ -312,7 +312,7 @@ class Feeds:
 
 
 def thinned(rows: dict[int, Row]) -> list[Row]:
-    """In order, at most MOST_POINTS and the last: every n-th.
+    """Return every n-th row in order, at most MOST_POINTS, and the last.
 
     >>> [len(thinned({step: [step] for step in range(count)})) for count in (10, 600, 601, 10_000)]
     [10, 600, 301, 590]

@@ -1,6 +1,5 @@
-"""What a run says on NATS, by core subscriptions alone: no request is sent, so credentials that may only listen do.
-
-Signals may be lost; what the page needs in full it has from the run folder or from Redis.
+"""Listener to a run on NATS by core subscriptions alone, for credentials that may only listen.
+Signals may be lost; complete data comes from the run folder or Redis.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _AGAIN_SECONDS = 2.0
 
 
 class Hearing:
-    """`run` until it is cancelled; `problem` says why nothing is heard, empty while all is well."""
+    """Listener that runs until cancelled. `problem` names why nothing is heard; empty while all is well."""
 
     def __init__(self, address: Address, heard: Callable[[Record], None]) -> None:
         self.problem = "connecting"

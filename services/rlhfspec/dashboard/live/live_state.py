@@ -1,4 +1,4 @@
-"""What generators and workers do right now, as Redis has it."""
+"""Current activity of generators and workers, from Redis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhfspec.runs.view.roster import ProcessState, process_states
 
 
 class Live:
-    """Draws a run's state for the page. Times are the clock's."""
+    """Live state of a run for the page. Times are the clock's."""
 
     def __init__(self) -> None:
         self._run = LiveView().run
@@ -24,12 +24,12 @@ class Live:
         self._run = view.run
 
     def owner(self, sample: str) -> str:
-        """Return which worker makes it now; empty: none says so."""
+        """Return the worker that generates the sample now, or ""."""
         key = self._run.owners.get(sample)
         return f"{key[0]}-{key[1]}" if key else ""
 
     def content(self, now: float) -> dict[str, Any]:
-        """For the page. A worker that has been silent for long is gone."""
+        """Return the state for the page. Workers that are silent for long are left out."""
         self._run = without_gone(self._run, now=now)
         return {
             "generators": [_generator(worker, now) for worker in self._run.generators],

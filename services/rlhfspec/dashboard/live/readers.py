@@ -1,9 +1,7 @@
-"""One stream of events for many browsers: each resumes where it was, and one that is too slow is cut off and comes
-again.
+"""One stream of events for many browsers. A reader resumes where it was; one that is too slow is disconnected.
 
-What is *kept* is sent again to readers that missed it; what is *latest* only matters until there is a newer one.
+*Kept* events are sent again to readers that missed them; of *latest* events only the newest is sent. Example:
 
-Example:
     >>> async def main() -> list[str]:
     ...     events = EventStream()
     ...     events.keep("moves", [1])
@@ -67,7 +65,7 @@ class EventStream:
         self._send(event)
 
     def latest(self, name: str, data: Any) -> None:
-        """Sent if it is news."""
+        """Send an event if its data changed."""
         text = encoded(data)
         if self._latest_data.get(name) != text:
             self._latest_data[name] = text
@@ -75,13 +73,13 @@ class EventStream:
             self._send(event)
 
     def anew(self, whole: Callable[[], Any]) -> None:
-        """What was kept holds no longer: all are told all."""
+        """Discard kept events and send everything to all readers."""
         self._number += 1
         self._kept.clear()
         self._send(self._event("whole", encoded(whole())))
 
     def reader(self, whole: Callable[[], Any], last_id: str = "", hidden: Sequence[str] = ()) -> Reader:
-        """Begins with what it missed after `last_id`; where that is not known (any more), with everything."""
+        """Return a reader that begins after `last_id`, or with everything if that id is unknown."""
         reader = Reader(hidden=hidden)
         missed = self._missed(last_id)
         if missed is None:
@@ -124,5 +122,5 @@ class EventStream:
 
 
 def encoded(data: Any) -> str:
-    """On one line; half characters stay escaped, numbers that JSON has not would be an error of ours."""
+    """Return JSON on one line. Lone surrogates stay escaped; raise for NaN and infinity."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
