@@ -1,10 +1,10 @@
-"""A learner of several ranks: rank 0 runs the job, the others follow its commands, which are these and no others.
+"""A learner of several ranks: rank 0 runs the job, the others follow its commands.
 
 learn         train a step on the rollouts that come with it
-policy_state  gather the policy's weights on rank 0, and so critic_state
-load_state    go on from a state; tensors in files are read by each rank for itself
-write         write what each rank has of the state into files of a folder
-verify        read a checkpoint's files, each rank its own
+policy_state  gather the policy's weights on rank 0; critic_state the critic's
+load_state    resume from a state; each rank reads its part of files
+write         write each rank's part of the state into a folder
+verify        check a checkpoint's files, each rank its own
 send          send each rank's share of the policy to generators
 """
 
@@ -31,7 +31,7 @@ from rlhfspec.training.weights.group.shares import Told
 
 _STORED = "stored tensor"
 
-# Sends what one rank has of the policy to others, and returns digests of it. RuntimeError when that cannot be.
+# Sends one rank's share of the policy and returns its digests; raises RuntimeError if it cannot.
 Send = Callable[[Told, dict[str, Tensor], int], list[str]]
 
 
@@ -46,7 +46,7 @@ class Command(StrEnum):
 
 
 class Leader:
-    """The learner on rank 0: calls each method on all ranks. `close` lets the others go."""
+    """The learner on rank 0, which runs each method on all ranks; `close` ends the others."""
 
     def __init__(self, learner: Learner, ranks: Ranks) -> None:
         self._learner = learner
@@ -65,7 +65,7 @@ class Leader:
         return self._learner.critic_state()
 
     def state(self) -> dict[str, Any] | Writes:
-        """Return the state of one rank; several write theirs themselves into the folder that is given."""
+        """Return the state of a single rank, or a function by which all ranks write theirs into a folder."""
         return self._learner.state() if self._ranks.num_ranks == 1 else self._write
 
     def _write(self, folder: Path) -> list[Written]:
@@ -73,14 +73,13 @@ class Leader:
         return _written(self._learner, self._ranks, folder)
 
     def send(self, send: Send, told: Told) -> list[list[str]]:
-        """Have each rank send its share of the policy; return digests by rank. RuntimeError when one could not."""
+        """Have each rank send its share of the policy; return digests by rank. Raise RuntimeError if one failed."""
         self._ranks.command(Command.SEND, told=told.fields())
         return _sent(self._learner, self._ranks, send, told)
 
     @property
     def num_sharing(self) -> int:
-        """Return how many ranks send a share of the policy's weights each; 1: this one sends them whole, also where
-        ranks hold parts of a layer."""
+        """Return how many ranks send a share of the policy each; 1: rank 0 sends all, also with tensor parallelism."""
         shared = any(isinstance(tensor, DTensor) for tensor in self._learner.own_policy().values())
         return self._ranks.num_ranks if shared else 1
 
@@ -89,7 +88,7 @@ class Leader:
         self._learner.load_state(state)
 
     def verify(self, folder: Path) -> None:
-        """Have each rank read its share of a checkpoint. StorageError names the first rank that found a fault."""
+        """Have each rank check its share of a checkpoint. StorageError names the first rank that found a fault."""
         self._ranks.command(Command.VERIFY, folder=str(folder))
         _verified(self._ranks, folder)
 
@@ -102,10 +101,8 @@ class Leader:
 
 
 def follow(learner: Learner, ranks: Ranks, send: Send | None = None) -> None:
-    """Run the commands of rank 0 until it says stop. StageStalled when it says nothing for too long.
-
-    What one rank could not do with a folder or a network is rank 0's to raise.
-    """
+    """Run rank 0's commands until it says stop; raise StageStalled when none comes for too long. A rank's failure with
+    a folder or network is raised on rank 0."""
 
     def write(folder: str) -> None:
         with suppress(StorageError):
@@ -133,7 +130,7 @@ def follow(learner: Learner, ranks: Ranks, send: Send | None = None) -> None:
 
 
 def _written(learner: Learner, ranks: Ranks, folder: Path) -> list[Written]:
-    """Write this rank's part of the state; return what each rank wrote, by rank."""
+    """Write this rank's part of the state; return each rank's record, by rank."""
 
     def write() -> Any:
         written = write_part(folder, LEARNER, learner.state(), ranks=ranks, leads=learner.leads)
@@ -148,7 +145,7 @@ def _verified(ranks: Ranks, folder: Path) -> None:
 
 
 def _of_each(ranks: Ranks, folder: Path, work: Callable[[], Any]) -> list[Any]:
-    """Return what this work with a folder returns on each rank. StorageError on all when it failed on one."""
+    """Run `work` on a folder on each rank and return the results. Raise StorageError on all ranks if one failed."""
     found, problem = None, ""
     try:
         found = work()
@@ -177,7 +174,7 @@ def _sent(learner: Learner, ranks: Ranks, send: Send, told: Told) -> list[list[s
 
 
 def _told(state: Any) -> Any:
-    """Return a state as a message can say it: of a tensor in files, where it lies."""
+    """Return a state with each stored tensor replaced by its location, for a message."""
     if isinstance(state, StoredTensor):
         pieces = [[str(piece.path), piece.start, piece.shape] for piece in state.pieces]
         return {_STORED: [state.name, state.shape, pieces]}

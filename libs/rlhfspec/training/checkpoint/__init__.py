@@ -1,4 +1,4 @@
-"""What a run can be continued from, and the policy for others to load (docs/checkpoints.md)."""
+"""Checkpoints to resume a run from, and the export of the policy for others to load (docs/checkpoints.md)."""
 
 from rlhfspec.training.checkpoint.export import export_hf
 from rlhfspec.training.checkpoint.store import CheckpointStore

@@ -1,4 +1,4 @@
-"""The policy as a Hugging Face folder, which transformers, vLLM and others load."""
+"""Export of the policy as a Hugging Face folder, which transformers, vLLM and others load."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ def export_hf(
     tokenizer: Any = None,
     generation_config: Any = None,
 ) -> Path:
-    """Configuration, weights in safetensors and tokenizer; an earlier export in `folder` is replaced as a whole.
-
-    state_dict: as the model of `config` names its weights (a low-rank update merged into them).
+    """Write configuration, safetensors weights and tokenizer, replacing an earlier export as a whole. state_dict: under
+    the names of `config`'s model, with low-rank updates merged.
 
     Example:
         >>> export_hf(out / "export", learner.policy_state(), config, tokenizer=tokenizer)    # doctest: +SKIP
@@ -51,7 +50,7 @@ def export_hf(
 
 
 def _model(state_dict: Mapping[str, torch.Tensor], config: Any) -> Any:
-    """The state's own tensors inside a model: nothing is initialised or copied."""
+    """Build a model around the state's own tensors, without initialising or copying."""
     from transformers import AutoModelForCausalLM
 
     dtype = next(tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point())

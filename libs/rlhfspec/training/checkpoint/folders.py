@@ -22,12 +22,11 @@ MANIFEST = "manifest.json"
 STRUCTURE = "state.json"
 
 
-Writes = Callable[[Path], Sequence[Written]]  # each rank its own files into a folder; what they say, by rank
+Writes = Callable[[Path], Sequence[Written]]  # each rank writes its files into a folder; returns the records by rank
 
 
 def write_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> None:
-    """Everything is on the disk when this returns. A part of the state with tensors gets a file of its own; a part that
-    several ranks share is given as a function, `Writes`."""
+    """Write a checkpoint down to the disk, a file per part with tensors; a part of several ranks is a `Writes`."""
     document: dict[str, Any] = {}
     files: dict[str, Any] = {}
     for part, value in state.items():
@@ -42,7 +41,7 @@ def write_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> None:
 
 
 def open_checkpoint(folder: Path, *, is_verified: bool = False) -> Any:
-    """The state, after every digest has been checked; each tensor is a `StoredTensor`, read when it is needed."""
+    """Return the state with each tensor as a `StoredTensor`, after checking every digest if `is_verified`."""
     if not is_verified:
         verify(folder)
     names = [name for name in manifest_of(folder)["files"] if name.endswith(".safetensors")]
@@ -51,7 +50,7 @@ def open_checkpoint(folder: Path, *, is_verified: bool = False) -> Any:
 
 
 def read_checkpoint(folder: Path) -> Any:
-    """The same with all tensors read; those that shared memory do so again."""
+    """Return the state with all tensors read; tensors that shared memory do so again."""
     read: dict[int, torch.Tensor] = {}
 
     def whole(value: Any) -> Any:
@@ -67,8 +66,7 @@ def read_checkpoint(folder: Path) -> Any:
 
 
 def verify(folder: Path, ranks: Ranks | None = None) -> None:
-    """StorageError when a file of the checkpoint is missing, or not as it was written. Of several ranks each reads its
-    own share, where as many ranks wrote it, and all of them every file once."""
+    """Raise StorageError if a file is missing or differs from its digest; ranks divide the files among them."""
     ranks, files = ranks or Ranks(), manifest_of(folder)["files"]
     for name in sorted(files)[ranks.rank :: ranks.num_ranks]:  # shares come first, by rank
         path, expected = folder / name, files[name]

@@ -1,4 +1,4 @@
-"""What a drafter has learnt, in one file: beside the checkpoints and no part of them, since no token depends on it."""
+"""The drafter's learnt weights in one file, kept outside the checkpoints since no token depends on it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from rlhfspec.training.modeling.digest import digest
 from rlhfspec.training.modeling.tensor_files import read_noted, sync, write_tensors
 
 LEARNT_FILE = "learnt.safetensors"
-_VERSION, _DIGEST = "version", "digest"  # notes in it
+_VERSION, _DIGEST = "version", "digest"  # names of notes
 
 
 def write_learnt(folder: Path, version: int, tensors: Mapping[str, torch.Tensor], *, by: str) -> None:
-    """Put the file in place with one rename, wherever this ends. `by`: the writer; of several that write at once the
-    last one's stays.
+    """Write the file and put it in place with one rename; `by` names the writer, and the last of several wins.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp()) / "drafter"
@@ -33,7 +32,7 @@ def write_learnt(folder: Path, version: int, tensors: Mapping[str, torch.Tensor]
 
 
 def read_learnt(folder: Path) -> tuple[int, dict[str, torch.Tensor]] | None:
-    """Return version and tensors; None: there are none. Raise StorageError where the file is damaged."""
+    """Return version and tensors, or None without a file. Raise StorageError where it is damaged."""
     path = folder / LEARNT_FILE
     if not path.exists():
         return None

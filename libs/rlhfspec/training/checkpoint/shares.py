@@ -1,10 +1,9 @@
-"""A part of a checkpoint in files: of one rank in one file, of several in one each, which any number can read again.
+"""A part of a checkpoint in files, one per rank, which any number of ranks can read again.
 
-    learner.safetensors                  what one rank alone has, and what all have alike
+    learner.safetensors                  of a single rank, with the replicated values
     learner-00001-of-00004.safetensors   the shares of rank 1 of 4
 
-Nothing is gathered: each rank writes what it holds, and notes in its file where in the whole that lies. Who reads
-gets each tensor as a `StoredTensor`, of which it takes what it needs.
+Nothing is gathered: each rank writes its shares and notes their place in the whole. Readers get a `StoredTensor`.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from rlhfspec.training.modeling.stored import PartOf, Piece, StoredTensor, is_sh
 from rlhfspec.training.modeling.tensor_files import SAME_AS, write_tensors
 
 LEARNER = "learner"  # the part of a checkpoint that is the learner's state
-_SHARES = "shares"  # the note: a JSON object, name -> where it begins in the whole, and the whole's shape
+_SHARES = "shares"  # the note: a JSON object, name -> start in the whole, and the whole's shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What one rank wrote of a part: the document that names its tensors, and its files with the digest of each."""
+    """One rank's record of a written part: the document that names its tensors, and its files with digests."""
 
     document: Any
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def write_part(folder: Path, part: str, state: Any, *, ranks: Ranks | None = None, leads: bool = True) -> Written:
-    """Everything is on the disk when this returns. leads: writes what all ranks have alike too.
+    """Write this rank's share of a part, down to the disk. leads: also writes the replicated values.
 
     Example:
         >>> import tempfile
@@ -76,7 +75,7 @@ def write_part(folder: Path, part: str, state: Any, *, ranks: Ranks | None = Non
 
 
 def merged(documents: Sequence[Any]) -> Any:
-    """What each rank has of one dictionary, as one.
+    """Merge the ranks' parts of one dictionary.
 
     >>> merged([{"version": 1, "policy": {}}, {"version": 1, "critic": {}}])
     {'version': 1, 'policy': {}, 'critic': {}}
@@ -89,7 +88,7 @@ def merged(documents: Sequence[Any]) -> Any:
 
 
 def stored_tensors(paths: Sequence[Path]) -> dict[str, torch.Tensor | StoredTensor]:
-    """All that files hold, by name; what is a single number is read at once. StorageError where a share is missing."""
+    """Return all tensors of the files by name; scalars are read at once. Raise StorageError if a share is missing."""
     result: dict[str, torch.Tensor | StoredTensor] = {}
     for path in paths:
         try:
@@ -122,6 +121,6 @@ def _look_into(path: Path, result: dict[str, torch.Tensor | StoredTensor]) -> No
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """What the manifest says of a file."""
+    """Return a file's entry in the manifest."""
     with path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "num_bytes": path.stat().st_size}

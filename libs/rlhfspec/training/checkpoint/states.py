@@ -1,7 +1,7 @@
-"""Any nested state as one JSON document plus named tensors, and back, unchanged.
+"""Conversion of a nested state to one JSON document plus named tensors, and back, unchanged.
 
-Dictionaries (with keys of text or numbers), lists, tuples, text, numbers, None, bytes and tensors. JSON itself would
-turn tuples into lists and keys into text, which optimizers and random generators do not survive.
+It takes dictionaries (keys may be numbers), lists, tuples, text, numbers, None, bytes and tensors; plain JSON loses
+tuples and keys that are numbers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Packer:
         return {"$items": [list(pair) for pair in packed]}
 
     def _named(self, path: str, tensor: torch.Tensor | PartOf) -> str:
-        """The path, unless two paths read the same (a key may hold a dot)."""
+        """Name the tensor by its path, made unique as a key may hold a dot."""
         name, number = path or "value", 2
         while name in self.tensors:
             name, number = f"{path}#{number}", number + 1
@@ -59,7 +59,8 @@ class _Packer:
 
 
 def pack(state: Any) -> tuple[Any, Tensors]:
-    """
+    """Split a state into a JSON document and tensors by name.
+
     Example:
         >>> document, tensors = pack({"step": 3, "policy": {"weight": torch.ones(2)}, "betas": (0.9, 0.99)})
         >>> document
@@ -73,7 +74,7 @@ def pack(state: Any) -> tuple[Any, Tensors]:
 
 
 def unpack(document: Any, tensors: Mapping[str, Any]) -> Any:
-    """What `pack` was given, with these for its tensors."""
+    """Rebuild the state given to `pack`, with these tensors."""
     if isinstance(document, list):
         return [unpack(item, tensors) for item in document]
     if not isinstance(document, dict):

@@ -1,7 +1,6 @@
-"""Checkpoints of one run: each wholly there or not at all, the newest that is sound is found again.
+"""Checkpoints of one run. A crash never damages earlier ones, and the newest intact one is found again.
 
-A checkpoint is written under a name that begins with a dot, down to the disk, and only then renamed to `step-00000012`.
-Whatever ends the process in between (a full disk, a kill, a power cut) leaves the earlier ones as they were.
+A checkpoint is written and synced under a name that begins with a dot, then renamed to `step-00000012`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ LOCK = ".lock"
 
 
 class CheckpointStore:
-    """Holds the folder's lock until it is closed or the process ends, however it ends.
+    """Store of checkpoints; it holds the folder's lock until it is closed or the process ends.
 
     Example:
         >>> import tempfile
@@ -44,7 +43,7 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path, *, keep: int, verify: Callable[[Path], None] = verify) -> None:
-        """verify: how `latest` looks at a checkpoint; several ranks share its files (`folders.verify`)."""
+        """Lock the folder. verify: check that `latest` uses, so that ranks can divide the files (`folders.verify`)."""
         assert keep >= 1
         self._folder = folder.absolute()
         self._keep = keep
@@ -60,11 +59,8 @@ class CheckpointStore:
             raise StorageError(folder, f"cannot keep checkpoints here: {error}") from error
 
     def save(self, step: int, state: Mapping[str, Any], *, best: int | None = None) -> Path:
-        """`state`: parts by name, each a nested state (`states.pack`), or a function by which several ranks write it
-        (`folders.Writes`). Earlier ones go once this one is there.
-
-        best: the step of one that stays however old it is, the best by evaluation.
-        """
+        """Save a checkpoint, then delete the oldest ones. `state`: parts by name, each a nested state or a
+        `folders.Writes`. best: the step of the best evaluation, which is kept however old it is."""
         writing = self._folder / f".writing-{_PREFIX}{step:08d}"
         try:
             _remove(writing)
@@ -83,16 +79,12 @@ class CheckpointStore:
         return self._path(step)
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that are there, sound or not."""
+        """Return the steps that have a checkpoint, intact or not."""
         names = (path.name.removeprefix(_PREFIX) for path in self._folder.glob(f"{_PREFIX}*"))
         return sorted(int(name) for name in names if name.isdecimal())
 
     def latest(self) -> int | None:
-        """The newest whose every digest is right; damaged ones are passed over with a warning.
-
-        None when there never was one. StorageError when there are some and all are damaged: starting anew without
-        a word would be worse.
-        """
+        """Return the newest intact step, or None if there never was one; raise StorageError if all are damaged."""
         steps = self.steps()
         for step in reversed(steps):
             try:
@@ -108,17 +100,16 @@ class CheckpointStore:
         return None
 
     def load(self, step: int) -> Any:
-        """The state as saved. StorageError when it is not there or damaged."""
+        """Return the state as saved. Raise StorageError if it is missing or damaged."""
         return read_checkpoint(self._path(step))
 
     def open(self, step: int) -> Any:
-        """The same with each tensor a `StoredTensor`, which any rank reads for itself as far as it needs it. What
-        `latest` has just found is not looked at again."""
+        """Return the state with each tensor a `StoredTensor`. A step that `latest` verified is not checked again."""
         verified, self._verified = self._verified, None
         return open_checkpoint(self._path(step), is_verified=step == verified)
 
     def discard_after(self, step: int) -> list[int]:
-        """On resuming at `step`: later checkpoints (damaged, or of another continuation) make way. Which they were."""
+        """Remove checkpoints later than the resumed step, and return their steps."""
         later = [other for other in self.steps() if other > step]
         for other in later:
             self._discard(other)
@@ -141,7 +132,7 @@ class CheckpointStore:
         return self._folder / f"{_PREFIX}{step:08d}"
 
     def _put_in_place(self, writing: Path, step: int) -> None:
-        """One rename; where the step's folder is there already, it first steps aside and comes back if this fails."""
+        """Rename into place; an existing folder of the step steps aside and returns if this fails."""
         aside = self._folder / f".replaced-{_PREFIX}{step:08d}"
         if self._path(step).exists():
             _remove(aside)
@@ -153,7 +144,7 @@ class CheckpointStore:
             self._settle(aside)
 
     def _settle(self, aside: Path) -> None:
-        """What stepped aside comes back unless its place is taken."""
+        """Restore a folder that stepped aside unless its place is taken."""
         home = self._folder / aside.name.removeprefix(".replaced-")
         if home.exists():
             _remove(aside)
@@ -161,7 +152,7 @@ class CheckpointStore:
             aside.rename(home)
 
     def _retire(self, best: int | None) -> None:
-        """The newest `keep` that look complete stay, and so do what is newer than they are and the best."""
+        """Delete old checkpoints, but not the newest `keep` that look complete, any newer, or the best."""
         complete = [step for step in self.steps() if self._looks_complete(step)]
         oldest = complete[-self._keep :][0]
         for step in self.steps():
@@ -169,7 +160,7 @@ class CheckpointStore:
                 self._discard(step)
 
     def _looks_complete(self, step: int) -> bool:
-        """All files are there in their sizes; reading every byte at every save would cost too much."""
+        """Return whether all files exist with their sizes; digests would be too slow at every save."""
         try:
             files = manifest_of(self._path(step))["files"]
             return all((self._path(step) / n).stat().st_size == expected["num_bytes"] for n, expected in files.items())
@@ -177,14 +168,14 @@ class CheckpointStore:
             return False
 
     def _discard(self, step: int) -> None:
-        """Renamed first: half removed, it must not be taken for a damaged checkpoint."""
+        """Rename before removing, so that a half-removed folder is not taken for a damaged checkpoint."""
         removing = self._folder / f".removing-{_PREFIX}{step:08d}"
         _remove(removing)
         self._path(step).rename(removing)
         _remove(removing)
 
     def _recover(self) -> None:
-        """What a process that died left behind: put back what had stepped aside, remove the rest."""
+        """Clean up after a process that died: restore folders that stepped aside, remove the rest."""
         for path in self._folder.glob(f".replaced-{_PREFIX}*"):
             self._settle(path)
         for pattern in (f".writing-{_PREFIX}*", f".removing-{_PREFIX}*"):

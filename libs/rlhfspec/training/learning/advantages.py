@@ -1,4 +1,4 @@
-"""From rewards to advantages. Everything over samples is `[n]`, everything over tokens `[T]`, sample after sample.
+"""From rewards to advantages. Numbers of samples are `[n]`, of tokens `[T]`, sample after sample.
 
 Example:
     >>> import torch
@@ -20,7 +20,7 @@ WHITEN_EPSILON = 1e-8  # added to a variance
 
 
 def token_rewards(rewards: Tensor, lengths: Tensor, kl: Tensor | None, kl_coefficient: float) -> Tensor:
-    """The sample's reward at its last token, less `kl_coefficient` times the KL at every token: [n] -> [T].
+    """Put the reward at the sample's last token, less `kl_coefficient` times the KL at every token: [n] -> [T].
 
     >>> token_rewards(torch.tensor([1.0]), torch.tensor([2]), torch.tensor([0.5, 0.25]), 0.1)
     tensor([-0.0500,  0.9750])
@@ -31,7 +31,7 @@ def token_rewards(rewards: Tensor, lengths: Tensor, kl: Tensor | None, kl_coeffi
 
 
 def overlong_penalties(lengths: Tensor, *, max_tokens: int, buffer: int, penalty: float) -> Tensor:
-    """DAPO's length penalty: 0 up to max_tokens - buffer, then linear down to -penalty at max_tokens: [n].
+    """Return DAPO's length penalty [n]: 0 up to max_tokens - buffer, then linear down to -penalty at max_tokens.
 
     >>> overlong_penalties(torch.tensor([4, 8, 10]), max_tokens=10, buffer=4, penalty=1.0).tolist()
     [0.0, -0.5, -1.0]
@@ -43,10 +43,8 @@ def overlong_penalties(lengths: Tensor, *, max_tokens: int, buffer: int, penalty
 def group_advantages(
     rewards: Tensor, group_index: Tensor, *, normalize_by_std: bool, epsilon: float = GROUP_EPSILON
 ) -> Tensor:
-    """GRPO: (r - mean(group)) / (std(group) + epsilon); without the division Dr.GRPO: [n].
-
-    The deviation is the sample's (n - 1). A group of one, or one whose rewards are all equal, has advantage exactly 0.
-    """
+    """Return GRPO's (r - mean(group)) / (std(group) + epsilon), or without the division Dr.GRPO's: [n]. The deviation
+    is the sample's (n - 1). A group of one, or with equal rewards, has advantage exactly 0."""
     sizes, means = _group_means(rewards, group_index)
     centred = (rewards - means[group_index]).masked_fill(~informative_groups(rewards, group_index), 0)
     if not normalize_by_std:
@@ -57,7 +55,7 @@ def group_advantages(
 
 
 def leave_one_out_advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
-    """RLOO: r minus the mean reward of the *other* samples of its group: [n]. A group of one has advantage 0."""
+    """Return RLOO's r minus the mean reward of the *other* samples of its group: [n]. A group of one gets 0."""
     sizes, means = _group_means(rewards, group_index)
     factor = sizes / (sizes - 1).clamp(min=1)  # r - mean(others) = n / (n - 1) * (r - mean(all))
     centred = (rewards - means[group_index]).masked_fill(~informative_groups(rewards, group_index), 0)
@@ -65,7 +63,7 @@ def leave_one_out_advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
 
 
 def informative_groups(rewards: Tensor, group_index: Tensor) -> Tensor:
-    """Which samples are in a group whose rewards differ: [n] bool. The others have advantage 0 in their group."""
+    """Return [n] bool: the sample's group has differing rewards. The other samples have advantage 0 in their group."""
     num_groups = int(group_index.max()) + 1 if len(group_index) else 0
     highest = rewards.new_full((num_groups,), -torch.inf).scatter_reduce(0, group_index, rewards, "amax")
     lowest = rewards.new_full((num_groups,), torch.inf).scatter_reduce(0, group_index, rewards, "amin")
@@ -73,7 +71,7 @@ def informative_groups(rewards: Tensor, group_index: Tensor) -> Tensor:
 
 
 def discounted_sums(numbers: Tensor, lengths: Tensor, discount: float) -> Tensor:
-    """s[t] = x[t] + discount * s[t + 1] within each sample: [T] -> [T]. REINFORCE++'s return, and GAE's recursion.
+    """Return s[t] = x[t] + discount * s[t + 1] within each sample: [T] -> [T], as in REINFORCE++ and GAE.
 
     >>> discounted_sums(torch.tensor([1.0, 1.0, 4.0]), torch.tensor([2, 1]), 0.5)
     tensor([1.5000, 1.0000, 4.0000])
@@ -87,11 +85,9 @@ def discounted_sums(numbers: Tensor, lengths: Tensor, discount: float) -> Tensor
 
 
 def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (Schulman 2016): advantages and returns, [T] each.
-
-    delta[t] = r[t] + gamma V[t + 1] - V[t], A[t] = sum over k of (gamma lambda)^k delta[t + k], return = A + V.
-    Behind the last token the value is 0, whether the response stopped by itself or was cut.
-    """
+    """Return advantages and returns [T] by generalized advantage estimation (Schulman 2016). delta[t] = r[t] + gamma
+    V[t + 1] - V[t], A[t] = sum over k of (gamma lambda)^k delta[t + k], return = A + V. Behind the last token the value
+    is 0, also of a response that was cut."""
     next_values = values.roll(-1)
     next_values[lengths.cumsum(0) - 1] = 0
     advantages = discounted_sums(rewards + gamma * next_values - values, lengths, gamma * gae_lambda)
@@ -99,7 +95,7 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_l
 
 
 def whiten(numbers: Tensor) -> Tensor:
-    """Mean 0 and deviation 1 (of the sample, n - 1) over the whole step: [T] -> [T]. A single number becomes 0."""
+    """Normalize to mean 0 and deviation 1 (n - 1) over the whole step: [T] -> [T]. A single number becomes 0."""
     centred = numbers - numbers.mean()
     variance = centred.square().sum() / max(len(numbers) - 1, 1)
     return centred * torch.rsqrt(variance + WHITEN_EPSILON)

@@ -1,6 +1,4 @@
-"""How T token losses become one number: a weight a token, fixed over the whole mini-batch before it is split.
-
-The loss is sum(weights * token_loss), so micro-batches, packings and ranks only decide the order of a sum.
+"""Token weights, fixed over the whole mini-batch before it is split: the loss is sum(weights * token_loss).
 
 Example:
     >>> import torch
@@ -21,10 +19,8 @@ LossAggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-su
 
 
 def token_weights(lengths: Tensor, aggregation: LossAggregation, constant: int) -> Tensor:
-    """`lengths` [n] of a mini-batch -> [T] float64. `constant` (maxTokens) divides in sequence-sum-constant only.
-
-    token-mean: 1 / T. sequence-mean-token-mean: 1 / (n |y|). sequence-sum-constant: 1 / (n constant).
-    """
+    """Return the weights [T] float64 of a mini-batch's tokens from its `lengths` [n]. token-mean: 1 / T.
+    sequence-mean-token-mean: 1 / (n |y|). sequence-sum-constant: 1 / (n constant), with constant maxTokens."""
     num_samples, num_tokens = len(lengths), int(lengths.sum())
     if aggregation == "token-mean":
         return torch.full((num_tokens,), 1.0 / num_tokens, dtype=torch.float64)
@@ -49,7 +45,7 @@ def sample_sums(per_token_numbers: Tensor, lengths: Tensor) -> Tensor:
 
 
 def token_indices(lengths: Tensor, samples: Tensor) -> Tensor:
-    """Where the tokens of these samples are in the flat tensors, sample after sample.
+    """Return the places of these samples' tokens in the flat tensors, sample after sample.
 
     >>> token_indices(torch.tensor([2, 1, 3]), torch.tensor([2, 0]))
     tensor([3, 4, 5, 0, 1])

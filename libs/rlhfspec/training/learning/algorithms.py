@@ -1,8 +1,6 @@
 """A job's algorithm applied to a step: targets before the first update, losses of each micro-batch.
 
-The fields of `job.Algorithm` decide; its name decides only how rewards become advantages (`estimators`). Every number
-a token is computed for the whole step or mini-batch first; micro-batches pick theirs, so their losses add up to the
-mini-batch's.
+Token weights are computed for the whole mini-batch, so the losses of its micro-batches add up.
 
 Example:
     >>> from rlhfspec.job import Algorithm
@@ -49,7 +47,7 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """The targets of some samples' tokens; T is the number of these tokens."""
+    """Targets of some samples' T tokens."""
 
     lengths: Tensor  # [n] int64
     weights: Tensor  # [T] of each token's loss, fixed by the mini-batch
@@ -60,7 +58,7 @@ class Targets:
     old_values: Tensor | None  # [T] what it said
 
     def select(self, samples: Sequence[int]) -> Targets:
-        """A micro-batch: these samples in this order, their weights as they are."""
+        """Return the targets of these samples in this order, with their weights unchanged."""
         chosen = torch.tensor(list(samples), dtype=torch.int64)
         tokens = token_indices(self.lengths, chosen)
         return Targets(
@@ -74,7 +72,7 @@ class Targets:
         )
 
     def mini_batch(self, algorithm: Algorithm, samples: Sequence[int], *, max_tokens: int) -> Targets:
-        """These samples as the whole of one optimizer step: their weights are counted anew."""
+        """Return the targets of these samples as one whole optimizer step, with weights computed anew."""
         chosen = self.select(samples)
         weights = token_weights(chosen.lengths, algorithm.loss_aggregation, max_tokens)
         return replace(chosen, weights=weights.to(self.weights.dtype))
@@ -93,7 +91,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTerms:
-    """A micro-batch's share of a mini-batch. All three add up over its micro-batches."""
+    """A micro-batch's share of a mini-batch; each field adds up over the micro-batches."""
 
     loss: Tensor  # scalar, to call backward on
     losses: Metrics  # its parts, weighted as in the loss but without their coefficients
@@ -101,17 +99,15 @@ class TokenTerms:
 
 
 def needs_policy_log_probs(algorithm: Algorithm) -> bool:
-    """Whether `prepare` needs the trainer's own log-probs, because the KL is part of the reward."""
+    """Return whether `prepare` needs the trainer's own log-probs, because the KL is part of the reward."""
     return algorithm.kl_coefficient > 0 and algorithm.kl_placement == "reward"
 
 
 def prepare(
     algorithm: Algorithm, rollouts: Rollouts, *, policy_log_probs: Tensor | None, max_tokens: int
 ) -> tuple[Targets, Metrics]:
-    """The step's targets, as one mini-batch, and its metrics before training.
-
-    `policy_log_probs` [T] are the trainer's before the first update, at the temperature of sampling.
-    """
+    """Return the step's targets, as one mini-batch, and its metrics before training. `policy_log_probs` [T] are the
+    trainer's before the first update, at the sampling temperature."""
     assert rollouts.num_samples > 0, "a step without samples"
     _check_scores(algorithm, rollouts)
     rewards, metrics = shaped_rewards(algorithm, rollouts, max_tokens=max_tokens)
@@ -135,7 +131,7 @@ def prepare(
 
 
 def shaped_rewards(algorithm: Algorithm, rollouts: Rollouts, *, max_tokens: int) -> tuple[Tensor, Metrics]:
-    """Rewards [n] minus the penalty for length, if the job has one."""
+    """Return rewards [n] minus the job's length penalty, if any."""
     if algorithm.overlong_buffer == 0:
         return rollouts.rewards, {}
     penalties = overlong_penalties(
@@ -148,10 +144,8 @@ def shaped_rewards(algorithm: Algorithm, rollouts: Rollouts, *, max_tokens: int)
 
 
 def metrics_before_updates(algorithm: Algorithm, rollouts: Rollouts, log_probs: Tensor, entropy: Tensor) -> Metrics:
-    """Of the policy that sampled: `log_probs` and `entropy` [T] are the trainer's before the step's first update.
-
-    The KL to the reference is given by the job's estimator, and by k3, which is never negative.
-    """
+    """Return metrics of the sampling policy; `log_probs` and `entropy` [T] are the trainer's before the first update.
+    The KL to the reference is given by the job's estimator and by k3, which is never negative."""
     metrics = {"entropy": float(entropy.double().mean())}
     if rollouts.reference_log_probs is not None:
         policy, reference = log_probs.double(), rollouts.reference_log_probs.double()
@@ -164,11 +158,9 @@ def metrics_before_updates(algorithm: Algorithm, rollouts: Rollouts, log_probs: 
 def policy_terms(
     algorithm: Algorithm, log_probs: Tensor, old_log_probs: Tensor, targets: Targets, entropy: Tensor | None
 ) -> TokenTerms:
-    """The policy's loss over a micro-batch of whole samples.
-
-    `log_probs` [t] carry the gradient; `old_log_probs` [t] are the trainer's before the step's first update;
-    `entropy` [t] is needed where `entropy_coefficient` is above 0.
-    """
+    """Return the policy's loss over a micro-batch of whole samples. `log_probs` [t] carry the gradient; `old_log_probs`
+    [t] are the trainer's before the step's first update; `entropy` [t] is needed where `entropy_coefficient` is above
+    0."""
     ratio = _ratio(algorithm, log_probs, old_log_probs, targets.lengths)
     clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     policy = clipped_policy_loss(ratio, targets.advantages, **clip)
@@ -193,7 +185,7 @@ def policy_terms(
 
 
 def value_terms(algorithm: Algorithm, values: Tensor, targets: Targets) -> TokenTerms:
-    """The critic's loss over a micro-batch: `values` [t] carry the gradient."""
+    """Return the critic's loss over a micro-batch: `values` [t] carry the gradient."""
     assert targets.returns is not None, "the algorithm trains no critic"
     assert targets.old_values is not None
     loss = clipped_value_loss(values, targets.old_values, targets.returns, clip=algorithm.value_clip)
@@ -250,7 +242,7 @@ def _step_metrics(rollouts: Rollouts, advantages: Tensor, returns: Tensor | None
 
 
 def _explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - var(R - V) / var(R); 0 where returns do not vary, as there is nothing to explain."""
+    """Return 1 - var(R - V) / var(R), or 0 where returns do not vary."""
     variance = float(returns.var(correction=0))
     return 1.0 - float((returns - values).var(correction=0)) / variance if variance > 0 else 0.0
 
@@ -261,7 +253,7 @@ def _token_terms(
     loss = (torch.stack(terms).sum(0) * weights).sum()
     numbers = [(part.detach().double() * weights).sum() for part in losses.values()]
     numbers += [part.detach().double().sum() for part in sums.values()]
-    said = torch.stack(numbers).tolist()  # one wait for the device, not one a number
+    said = torch.stack(numbers).tolist()  # one wait for the device
     return TokenTerms(
         loss=loss, losses=dict(zip(losses, said, strict=False)), sums=dict(zip(sums, said[len(losses) :], strict=True))
     )

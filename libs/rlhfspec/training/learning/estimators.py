@@ -1,4 +1,4 @@
-"""How each algorithm makes advantages of rewards: the functions that `rlhfspec.job.choices.algorithms` names."""
+"""Functions from rewards to advantages, one per algorithm, as named by `rlhfspec.job.choices.algorithms`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rlhfspec.training.learning.advantages import discounted_sums, gae, group_ad
 from rlhfspec.training.learning.aggregation import per_token, sample_sums
 from rlhfspec.training.learning.rollouts import Rollouts
 
-# Rewards [T], float64, each sample's at its last token and its KL, where that is in the reward, at every token ->
-# advantages [T], and with a critic what its values should have been, [T].
+# Rewards [T], float64: each sample's at its last token, with the KL at every token where it is part of the reward ->
+# advantages [T], and with a critic its target values [T].
 Estimator = Callable[[Algorithm, Rollouts, Tensor], tuple[Tensor, Tensor | None]]
 
 

@@ -1,15 +1,12 @@
-"""The learner: a step's rollouts in, new weights out. Everything is a function of the sorted step and the state.
+"""The learner: a step's rollouts in, new weights out, as a function of the sorted step and the state.
 
     targets  = what each token is trained towards (algorithms.prepare)
     for each epoch, for each mini-batch (samples in id order):
         for each micro-batch (packing): forward, loss, backward; gradients add up to the mini-batch's
         clip, optimizer step, schedule step
 
-Old log-probs are those of the trainer's own forward before the first update. With a single update a step, nothing has
-moved when they are needed, so that the update's own forward gives them.
-
-Once the targets are known, the critic's updates need nothing of the policy's. Both are made by turns, or by a rank each
-(`training.fuse`), with the same bits. These depend on the number of threads, which is fixed when the learner is made.
+Old log-probs come from the trainer's own forward before the first update. Policy and critic update in turn, or on a
+rank each (`training.fuse`), with the same bits, which depend on the number of threads.
 
 Example:
     >>> learner = Learner.from_spec(spec)                     # doctest: +SKIP
@@ -61,12 +58,12 @@ from rlhfspec.training.modeling.log_probs import PolicyForward, TorchForward
 from rlhfspec.training.modeling.packed import PackedRow, pack_sequences
 
 log = logging.getLogger("rlhfspec.training.learning")
-_MODELS = ("policy", "critic")  # where each has a rank of its own, by rank
+_MODELS = ("policy", "critic")  # trained by ranks 0 and 1 where each has a rank of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnReport:
-    """One trained step. Metrics are Python floats, a function of the step and the state."""
+    """Result of one trained step; metrics are a function of the step and the state."""
 
     version: int  # of the weights after it
     metrics: dict[str, float]
@@ -77,10 +74,10 @@ class LearnReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """The samples of one optimizer step, and how this rank's forwards share them."""
+    """Samples of one optimizer step, and their packing into this rank's forwards."""
 
     samples: range
-    micro_batches: list[list[int]]  # of indices into the step; empty ones keep ranks in step
+    micro_batches: list[list[int]]  # indices into the step; empty ones keep ranks in step
 
 
 class Learner:
@@ -95,14 +92,13 @@ class Learner:
         device: str = "cpu",
         stored: bool = False,
     ) -> None:
-        """`policy` and `critic` as `load_policy` and `load_critic` make them; they are trained in place. What another
-        rank trains is left alone and may be None. stored: as those were told."""
+        """Train models of `load_policy` and `load_critic` in place, with their `stored`. Other ranks' may be None."""
         self.version = 0
         self._spec = spec = settled(spec, device)
         self._num_threads = num_threads or torch.get_num_threads()
         self._device = torch.device(device)
-        self._widens = stored and spec.model.dtype == "float32"  # what is still in bfloat16, on the device
-        self._all = ranks or Ranks()  # that train a step together
+        self._widens = stored and spec.model.dtype == "float32"  # bfloat16 weights become float32 on the device
+        self._all = ranks or Ranks()  # train a step together
         models, self._ranks = share_of(spec, self._all)
         self._policy = policy
         training = spec.training
@@ -123,7 +119,7 @@ class Learner:
     def from_spec(
         cls, spec: job.Spec, *, ranks: Ranks | None = None, num_threads: int | None = None, device: str = "cpu"
     ) -> Learner:
-        """Load what this rank trains. What goes to a device, or is shared by ranks, is widened there."""
+        """Load the models that this rank trains; weights are widened when they reach a device or are sharded."""
         models, sharing = share_of(spec, ranks or Ranks())
         stored = device != "cpu" or sharing.num_ranks > 1
         how: dict[str, Any] = {"max_context": spec.max_context, "ranks": sharing, "stored": stored}
@@ -132,7 +128,6 @@ class Learner:
         return cls(spec, policy, critic, ranks=ranks, num_threads=num_threads, device=device, stored=stored)
 
     def _network(self, model: str, module: Any) -> Network:
-        """Bring a model to the device, shared out where ranks share it."""
         training = self._spec.training
         self._unshared(module)
         if model == "policy":
@@ -143,7 +138,7 @@ class Learner:
         return Network(module, training.critic_optimizer, training, field=field, ranks=self._ranks)
 
     def _unshared(self, module: Any) -> None:
-        """Bring a module to the device; where ranks share it, `shard` does so block by block."""
+        """Bring an unsharded module to the device; `shard` does so block by block."""
         if self._ranks.sharing.num_ranks > 1:
             return
         module.to(self._device)
@@ -171,14 +166,14 @@ class Learner:
 
     @property
     def policy(self) -> Any:
-        """The model that is trained; where each rank trains one of two, rank 0 has it."""
+        """Return the policy model; where each rank trains one of two models, rank 0 has it."""
         return self._policy
 
     # -- a step ---------------------------------------------------------------------------------------------
 
     def learn(self, rollouts: Rollouts) -> LearnReport:
-        """Train one step. NumericalError leaves the weights as the last good update made them."""
-        torch.set_num_threads(self._num_threads)  # threads of a process do not inherit it from each other
+        """Train one step. After NumericalError the weights are those of the last good update."""
+        torch.set_num_threads(self._num_threads)  # torch keeps it per thread
         algorithm, epochs = self._spec.algorithm, self._spec.training.epochs
         tally = Tally(rollouts.num_tokens)
         minis = self._mini_batches(rollouts)
@@ -221,13 +216,13 @@ class Learner:
 
     @torch.no_grad()
     def _keep_old_log_probs(self, rollouts: Rollouts, minis: Sequence[MiniBatch], tally: Tally) -> None:
-        """Run a forward of everything before anything moves, in the packing of the updates."""
+        """Run a forward of all samples before the first update, in the packing of the updates."""
         for mini in minis if "policy" in self._networks else ():
             for micro in mini.micro_batches:
                 with self._autocast():
                     out = self._forward(self._packed(rollouts, micro or [mini.samples[0]]))
                 if micro:
-                    _watch(tally, rollouts, micro, out.log_probs, "log-probs")  # they are in the targets of others
+                    _watch(tally, rollouts, micro, out.log_probs, "log-probs")  # other samples' targets depend on them
                     tally.keep(_tokens(rollouts, micro), out)
         tally.share(self._all)
 
@@ -248,7 +243,7 @@ class Learner:
         return value_terms(self._spec.algorithm, values, targets)
 
     def _step(self, model: str, rollouts: Rollouts, targets: Targets, mini: MiniBatch, tally: Tally) -> None:
-        """Gather the mini-batch's gradients, look at them, and only then let the optimizer have them."""
+        """Accumulate the mini-batch's gradients, and step the optimizer only if they are finite."""
         network = self._networks[model]
         terms_of = self._policy_terms if model == "policy" else self._critic_terms
 
@@ -261,13 +256,13 @@ class Learner:
         for micro in mini.micro_batches:
             if micro:
                 tally.add(backward(micro))
-            else:  # shares of weights are exchanged in every forward: a rank without work runs one for nothing
+            else:  # weights are gathered in every forward, so a rank without work runs one too
                 self._idle(model, rollouts)
         norm = network.grad_norm()
         found, problem = f"{model}: {tally.problem}" if tally.problem else None, None
         if found is None and not math.isfinite(norm):
             problem = f"{model}: {self._blame(network, backward, rollouts, mini)}"
-        told = self._all.gather([found, problem])  # no rank makes an update that another one does not
+        told = self._all.gather([found, problem])  # all ranks make the update, or none
         for said in (*(found for found, _ in told), *(problem for _, problem in told)):
             if said is not None:
                 network.forget_gradients()
@@ -285,7 +280,7 @@ class Learner:
     def _blame(
         self, network: Network, backward: Callable[[list[int]], TokenTerms], rollouts: Rollouts, mini: MiniBatch
     ) -> str:
-        """Return whose gradient is not finite: tried one by one, where no other rank has to keep in step."""
+        """Name the sample with a non-finite gradient, by trying one by one where no other rank has to keep in step."""
         for sample in mini.samples if self._ranks.num_ranks == 1 else ():
             network.forget_gradients()
             backward([sample])
@@ -313,7 +308,7 @@ class Learner:
 
     @contextmanager
     def _dropout(self, sample: int) -> Iterator[None]:
-        """The update's own dropout, while it is trained only; drawn from the seed, so that no state has to be kept."""
+        """Enable the update's dropout, drawn from the seed so that no random state has to be kept."""
         if not self._lora_dropout:
             yield
             return
@@ -329,7 +324,7 @@ class Learner:
     # -- weights and state ----------------------------------------------------------------------------------
 
     def policy_state(self) -> dict[str, Tensor]:
-        """The policy under plain Hugging Face names, LoRA merged; nothing on a rank that trains the critic alone.
+        """Return the policy under plain Hugging Face names, LoRA merged; {} on a rank that trains the critic alone.
         Shares memory: copy it to keep it past `learn`."""
         if "policy" not in self._networks:
             return {}
@@ -338,15 +333,14 @@ class Learner:
         return weights if update is None else lora.merged_state(weights, update.alpha / update.rank)
 
     def own_policy(self) -> dict[str, Tensor]:
-        """The same as this rank keeps it: where ranks share the weights, its own; {} where they are not what the policy
-        is (LoRA) or are parts of its layers."""
+        """Return this rank's shares of the policy; {} with LoRA or tensor parallelism."""
         of_policy = self._networks.get("policy")
         own = of_policy.own_weights() if of_policy is not None and self._spec.model.lora is None else {}
         whole_layers = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor)}
         return whole_layers if len(whole_layers) == len(own) else {}
 
     def critic_state(self) -> dict[str, Tensor]:
-        """The critic under the names of `modeling.critic.Critic`. Shares memory likewise."""
+        """Return the critic under the names of `modeling.critic.Critic`. Shares memory."""
         if not self._trains_critic:
             raise InvalidRequest("algorithm.name", self._spec.algorithm.name, "trains no critic")
         own = self._networks["critic"].weights() if "critic" in self._networks else {}
@@ -354,9 +348,8 @@ class Learner:
         return self._all.broadcast(own, source=_MODELS.index("critic")) if is_apart else own
 
     def state(self) -> State:
-        """All of this rank that the next step depends on: nested dictionaries of tensors and numbers. Where ranks share
-        a model these are its own shares, and what all have alike; of a model that another trains, nothing. Shares
-        memory likewise."""
+        """Return everything of this rank that the next step depends on, as nested dictionaries. Shares memory. Where
+        ranks share a model these are its own shares, and the replicated values."""
         state: State = {"version": self.version}
         for model, network in self._networks.items():
             state |= {model: network.own_weights(), f"{model}_optimizer": network.optimizer_state()}
@@ -366,12 +359,11 @@ class Learner:
 
     @property
     def leads(self) -> bool:
-        """Whether it is this rank's to keep what all that share a model have alike."""
+        """Return whether this rank writes the values that all sharing ranks have alike."""
         return self._ranks.rank == 0
 
     def load_state(self, state: State) -> None:
-        """Go on from here: what follows is bit for bit what would have followed. A `StoredTensor` is read as far as
-        this rank needs it."""
+        """Resume from a state, bit for bit. Only this rank's part of a `StoredTensor` is read."""
         if ("critic" in state) != self._trains_critic:
             raise StorageError("checkpoint", "it has a critic and the job none, or the other way round")
         self.version = int(state["version"])
@@ -383,12 +375,11 @@ class Learner:
 
     @property
     def _trains_critic(self) -> bool:
-        """Here, or on the other rank."""
         return "critic" in scoring_stages(self._spec.algorithm)
 
 
 def share_of(spec: job.Spec, ranks: Ranks) -> tuple[Sequence[str], Ranks]:
-    """Return which models a rank trains, and the ranks with which it shares them."""
+    """Return the models that a rank trains, and the ranks with which it shares them."""
     if "critic" not in scoring_stages(spec.algorithm):
         return _MODELS[:1], ranks
     if spec.training.fuse == "auto" and ranks.num_ranks == len(_MODELS) and ranks.tensor is None:

@@ -1,6 +1,4 @@
-"""What a loss is made of at single tokens, before aggregation: ratios of probabilities, KL, clipped losses.
-
-Lower is better; advantages carry no gradient.
+"""Losses at single tokens, before aggregation: probability ratios, KL, clipped losses. Lower is better.
 
 Example:
     >>> import torch
@@ -19,7 +17,7 @@ from torch import Tensor
 from rlhfspec.training.learning.aggregation import per_token, sample_sums
 
 KlEstimator = Literal["k1", "k2", "k3"]
-_LOG_RATIO_BOUND = 20.0  # exp of more is a runaway, not a ratio; bounded, it cannot turn 0 advantage into NaN
+_LOG_RATIO_BOUND = 20.0  # larger log-ratios are runaways; the bound keeps exp(...) * 0 from being NaN
 
 
 def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEstimator) -> Tensor:
@@ -27,11 +25,10 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEst
 
     With d = log policy - log reference at a token drawn from the policy:
         k1 = d                    unbiased, noisy, may be negative
-        k2 = d^2 / 2              biased, low variance; *its gradient is the KL's own*, without bias
+        k2 = d^2 / 2              biased, low variance; its gradient is the KL's own, unbiased
         k3 = exp(-d) - 1 + d      unbiased, low variance, never negative; its gradient is biased, right for small d
 
-    In the loss it is the gradient that counts: k1's is the score function, whose mean is zero, so k1 there is noise and
-    no pull towards the reference; it belongs into the reward.
+    As a loss, k1 is only noise: its gradient has mean zero. Use it in the reward.
 
     >>> policy, reference = torch.tensor([-1.0]), torch.tensor([-1.5])
     >>> [round(kl_estimate(policy, reference, name).item(), 4) for name in ("k1", "k2", "k3")]
@@ -47,11 +44,10 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEst
 
 
 def truncated_importance_weights(log_probs: Tensor, generator_log_probs: Tensor, cap: float) -> Tensor:
-    """min(trainer / generator, cap) at each token, without gradient: [t], [t] -> [t].
+    """Return min(trainer / generator, cap) at each token, without gradient: [t], [t] -> [t].
 
-    `log_probs` are the trainer's before the step's first update. What the generator's lag (staleness) or its arithmetic
-    made different is weighed back; the cap bounds the variance at the price of some bias (Ionides 2008, "Truncated
-    importance sampling").
+    It corrects for the generator's staleness and arithmetic; `log_probs` are the trainer's before the first update. The
+    cap bounds the variance at the price of bias (Ionides 2008, "Truncated importance sampling").
 
     >>> truncated_importance_weights(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -4.0]), cap=2.0)
     tensor([1., 2.])
@@ -61,16 +57,13 @@ def truncated_importance_weights(log_probs: Tensor, generator_log_probs: Tensor,
 
 
 def token_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """policy / old policy at each token: [t], [t] -> [t]."""
+    """Return policy / old policy at each token: [t], [t] -> [t]."""
     return torch.exp(torch.clamp(log_probs - old_log_probs, -_LOG_RATIO_BOUND, _LOG_RATIO_BOUND))
 
 
 def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, lengths: Tensor) -> Tensor:
-    """GSPO: (policy / old policy of the whole response) ** (1 / |y|), repeated for its tokens: [t] -> [t].
-
-    A token's gradient goes through its own log-prob only (the paper's GSPO-token); where a response's tokens share one
-    advantage, value and gradient are those of the sequence form. Responses must be whole.
-    """
+    """Return GSPO's (policy / old policy of the whole response) ** (1 / |y|), repeated for its tokens: [t] -> [t]. A
+    token's gradient goes through its own log-prob only (the paper's GSPO-token). Responses must be whole."""
     detached = (log_probs - old_log_probs).detach()
     mean = sample_sums(detached, lengths) / lengths  # [n]
     bounded = torch.clamp(mean, -_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).to(log_probs.dtype)
@@ -78,26 +71,23 @@ def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, lengths: Tensor) ->
 
 
 def clipped_policy_loss(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
-    """PPO's -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): [t], [t] -> [t].
-
-    The gradient is zero where the ratio already went past the clip in the direction that the advantage asks for.
-    """
+    """Return PPO's -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): [t], [t] -> [t]."""
     clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
 def is_clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """Where the clip holds, below and above: two [t] bool."""
+    """Return where the clip is active, below and above: two [t] bool."""
     return (ratio < 1 - clip_low) & (advantages < 0), (ratio > 1 + clip_high) & (advantages > 0)
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
-    """max((V - R)^2, (clip(V, V_old +- clip) - R)^2): [t] -> [t]. Half of it is what most other code calls the loss."""
+    """Return max((V - R)^2, (clip(V, V_old +- clip) - R)^2): [t] -> [t]. Most other code calls half of it the loss."""
     return torch.maximum((values - returns).square(), (clip_values(values, old_values, clip) - returns).square())
 
 
 def clip_values(values: Tensor, old_values: Tensor, clip: float) -> Tensor:
-    """Values held within `clip` of the old ones.
+    """Clamp values to within `clip` of the old ones.
 
     >>> clip_values(torch.tensor([1.0, -3.0]), torch.tensor([0.0, 0.0]), 0.5)
     tensor([ 0.5000, -0.5000])

@@ -1,11 +1,8 @@
-"""Whether what a forward keeps for its backward pass fits the device, beside all that stays there.
-
-`training.activationCheckpointing: auto` computes layers again where
+"""Decision whether activations fit the device: `training.activationCheckpointing: auto` recomputes layers where
 
     activations of a micro-batch  >  .9 x (free memory once the weights are there - 3 x trained weights) - 1 GiB
 
-Trained weights get a gradient and the two moments of Adam; 1 GiB is for logits, which are made and kept in parts of
-256 MB; a tenth is left for fragments of the allocator and the work space of products.
+Trained weights need a gradient and Adam's two moments; 1 GiB is for logits, a tenth for fragmentation.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ GIB = 1 << 30
 
 
 class ActivationRoom:
-    """Of the models that a rank trains. Made while they are on the host, where two short rows are tried."""
+    """Memory check of the models that a rank trains; create it while they are on the host."""
 
     def __init__(
         self,
@@ -39,7 +36,7 @@ class ActivationRoom:
         *,
         widens: bool = False,
     ) -> None:
-        """dtype: what is computed in. widens: what is in bfloat16 still will be float32 on the device."""
+        """Estimate activations with two short rows. dtype: of computation. widens: bfloat16 becomes float32."""
         self._setting = spec.training.activation_checkpointing
         self._trunks = trunks
         self._device = device
@@ -52,7 +49,7 @@ class ActivationRoom:
                     self._kept.append(activation_bytes(trunk, num_tokens))
 
     def settle(self, trained: Iterable[torch.Tensor], ranks: Ranks) -> bool:
-        """Once the weights are on the device: layers are computed again, or not, and on all ranks alike."""
+        """Switch recomputation on if needed, on all ranks alike; call it once the weights are on the device."""
         again = self._setting == "on"
         if self._kept:
             again = not all(ranks.gather(self._fits(sum(map(_own_bytes, trained)))))
@@ -73,7 +70,7 @@ class ActivationRoom:
 
 
 def fits_into(free: int, trained: int) -> int:
-    """Bytes of activations that there is room for.
+    """Return the bytes available for activations.
 
     >>> fits_into(free=50 * GIB, trained=10 * GIB) / GIB
     17.0

@@ -1,7 +1,4 @@
-"""A module that is trained: its optimizer, its schedule, its state under names that outlive the process.
-
-Policy and critic are one `Network` each. Where ranks share it, its state is that of this rank: its own shares. Where
-they cut its layers (`modeling.tensor_parallel`), what belongs to a cut weight is a `PartOf` it.
+"""A trained module (policy or critic) with its optimizer, its schedule, and a state that outlives the process.
 
 Example:
     >>> module = torch.nn.Linear(2, 1)
@@ -52,7 +49,7 @@ class Network:
         ranks: Ranks | None = None,
     ) -> None:
         self.module = module
-        self._group = ranks.tensor if ranks else None  # that cuts its layers
+        self._group = ranks.tensor if ranks else None  # cuts its layers
         self._shares = shares_of(module) if self._group else {}
         self.num_updates = 0
         self._training = training
@@ -63,7 +60,7 @@ class Network:
         self._schedule = self._fresh_schedule()
 
     def grad_norm(self) -> float:
-        """Over all gradients gathered so far; infinite or NaN when one of them is."""
+        """Return the norm of all gathered gradients; it is infinite or NaN if one of them is."""
         if self._group is None:
             return _norm(self.parameters)
         cut: list[nn.Parameter] = []
@@ -73,7 +70,7 @@ class Network:
         return math.hypot(_norm(whole), *self._group.gather(_norm(cut)))
 
     def update(self, norm: float) -> Update:
-        """One optimizer step with the gradients gathered since the last one, whose norm this is."""
+        """Make one optimizer step with the gathered gradients, whose norm is given."""
         nn.utils.clip_grads_with_norm_(self.parameters, self._training.max_grad_norm, torch.tensor(norm))
         rate = float(self._schedule.get_last_lr()[0])
         self._optimizer.step()
@@ -86,12 +83,11 @@ class Network:
         self._optimizer.zero_grad(set_to_none=True)
 
     def weights(self) -> dict[str, Tensor]:
-        """Every weight once, by its first name in the module, and whole. Shares memory with the module; where ranks
-        hold shares, the first of them has it on its host, and the others do not."""
+        """Return every weight once, whole, by its first name. Shares memory; sharded ones reach rank 0's host only."""
         return _whole(self.own_weights(), self._group)
 
     def own_weights(self) -> dict[str, Tensor | PartOf]:
-        """The same as this rank keeps it: where ranks hold shares, its own."""
+        """Return the weights as `weights` does, but where ranks hold shares, this rank's own."""
         by_name = self.module.state_dict(keep_vars=True)
         first_names = {id(tensor): name for name, tensor in reversed(by_name.items())}  # tied weights have several
         return {
@@ -101,7 +97,7 @@ class Network:
         }
 
     def load_weights(self, weights: Mapping[str, Given]) -> None:
-        """Of exactly these names and shapes; a module may be given a part of its weights (its adapters)."""
+        """Load weights of exactly these names and shapes; a LoRA module takes its adapters only."""
         own = self.module.state_dict()
         for name, tensor in weights.items():
             if name not in own or whole_shape(own[name].shape, self._shares.get(name)) != torch.Size(tensor.shape):
@@ -111,8 +107,7 @@ class Network:
                 own[name].copy_(_like(own[name], tensor, self._shares.get(name)))
 
     def optimizer_state(self) -> State:
-        """Nested dictionaries of names, tensors and numbers; a parameter is known by its place. Shares memory too, and
-        is this rank's."""
+        """Return this rank's state as nested dictionaries; parameters are named by position. Shares memory."""
         state = self._optimizer.state_dict()
         of_parameters = {
             str(place): {name: self._kept(place, value) for name, value in of.items()}
@@ -133,12 +128,11 @@ class Network:
         self._optimizer.load_state_dict({"state": of_parameters, "param_groups": groups})
 
     def _kept(self, place: int, value: Any) -> Any:
-        """Of the parameter at this place."""
         is_like_it = isinstance(value, Tensor) and value.shape == self.parameters[place].shape
         return _part(value, self._shares_by_place[place]) if is_like_it else value
 
     def _placed(self, place: int, value: Any) -> Any:
-        """As the parameter is kept: torch's own loading does not cut a whole tensor into shares."""
+        """Cut a loaded value to the parameter's shares, as torch's own loading does not."""
         parameter, share = self.parameters[place], self._shares_by_place[place]
         if isinstance(value, (Tensor, StoredTensor, PartOf)):
             same = torch.Size(value.shape) == whole_shape(parameter.shape, share)
@@ -166,8 +160,8 @@ def _part(tensor: Tensor, share: Share | None) -> Tensor | PartOf:
 
 
 def _whole(values: Mapping[str, Any], group: Ranks | None = None) -> dict[str, Any]:
-    """With all of the tensors of which ranks hold shares, one after the other, on the host of the first rank; on the
-    others without them. Every rank has to ask. group: who cuts layers with this one."""
+    """Gather sharded tensors on rank 0's host, one by one; other ranks get the rest. Every rank must call this. group:
+    the ranks that cut layers with this one."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         tensor, share = (value.tensor, value.share) if isinstance(value, PartOf) else (value, None)
@@ -184,7 +178,7 @@ def _whole(values: Mapping[str, Any], group: Ranks | None = None) -> dict[str, A
 
 
 def _like(kept: Tensor, given: Given, share: Share | None) -> Tensor:
-    """This rank's share of what is given: read, cut out of what every rank has whole, or cut already."""
+    """Return this rank's share of the given tensor, which is stored, whole or already cut."""
     if isinstance(given, PartOf):
         return given.tensor
     if isinstance(given, StoredTensor):
@@ -204,6 +198,6 @@ def _read(given: Given) -> Tensor:
 
 
 def _step_quietly(schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
-    """Without torch's reminder that the optimizer should step first: here it has, in another process."""
+    """Step the schedule without torch's warning that the optimizer should step first: it has, in another process."""
     schedule.optimizer._opt_called = True  # type: ignore[attr-defined]
     schedule.step()

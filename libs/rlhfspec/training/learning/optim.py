@@ -1,4 +1,4 @@
-"""Optimizers and schedules from a job: any class of torch, or one's own.
+"""Optimizers and schedules from a job: any class of torch, or `module:Class` of the user's.
 
 Example:
     >>> parameter = torch.nn.Parameter(torch.zeros(2))
@@ -38,7 +38,7 @@ _REFUSED = {
 def make_optimizer(
     parameters: Iterable[torch.nn.Parameter], settings: job.Optimizer, *, field: str
 ) -> torch.optim.Optimizer:
-    """Over the parameters that take gradients; one kernel for all of them where the optimizer has one."""
+    """Return an optimizer of the parameters that take gradients, fused where it can be."""
     known = _class(settings.name, torch.optim, torch.optim.Optimizer, f"{field}.name")
     arguments = dict(settings.arguments)
     if "lr" in arguments:
@@ -55,7 +55,7 @@ def make_optimizer(
 def make_schedule(
     optimizer: torch.optim.Optimizer, settings: job.Schedule, *, num_updates: int
 ) -> lr_scheduler.LRScheduler:
-    """Stepped once an optimizer step; `num_updates` are all of the job's."""
+    """Return a schedule that is stepped once per optimizer step, `num_updates` times in the job."""
     field = "spec.training.schedule"
     if settings.name in _SHAPES:
         if settings.arguments:
@@ -72,7 +72,7 @@ def make_schedule(
 
 
 def check_settings(training: job.Training) -> None:
-    """What the learner would refuse once the model is loaded, asked of a matrix and a vector."""
+    """Raise InvalidRequest for settings that the learner would refuse, by trying them on a matrix and a vector."""
     for name in ("optimizer", "critic_optimizer"):
         parameters = [torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))]
         optimizer = make_optimizer(parameters, getattr(training, name), field=f"spec.training.{to_camel(name)}")
@@ -91,12 +91,12 @@ def _cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-# What is left of the rate after a share of the updates behind the warm-up; 0 would be reached one update past the end.
+# Factor of the rate after a share of the updates behind the warm-up; 0 would be reached one update past the end.
 _SHAPES: dict[str, Callable[[float], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
 
 
 def _warmed_up(shape: Callable[[float], float], warmup: int, total: int) -> Callable[[int], float]:
-    """The factor at update 0, 1, ...: up a straight line that starts above 0, then the shape."""
+    """Return the factor at update 0, 1, ...: a linear warm-up that starts above 0, then the shape."""
 
     def factor(update: int) -> float:
         if update < warmup:
@@ -107,7 +107,6 @@ def _warmed_up(shape: Callable[[float], float], warmup: int, total: int) -> Call
 
 
 def _class(name: str, home: Any, kind: type, field: str, also: tuple[str, ...] = ()) -> Any:
-    """A class of torch by its name, or `module:Class`."""
     if name in _REFUSED:
         raise InvalidRequest(field, name, f"does not fit: {_REFUSED[name]}")
     module_name, separator, class_name = name.rpartition(":")

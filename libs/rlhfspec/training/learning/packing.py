@@ -1,4 +1,4 @@
-"""Which samples share a forward: whole sequences, by a rule of their lengths alone.
+"""Assignment of whole sequences to micro-batches, by their lengths alone.
 
 Example:
     >>> pack([5, 9, 2, 3, 8], tokens_per_micro_batch=10)
@@ -22,12 +22,9 @@ from collections.abc import Iterator, Sequence
 
 
 def pack(lengths: Sequence[int], tokens_per_micro_batch: int, *, multiple_of: int = 1) -> list[list[int]]:
-    """Micro-batches of indices, each within the budget unless it holds a single longer sequence.
-
-    As few as the rule finds, and balanced: the longest sequence left always joins the emptiest micro-batch; when one
-    does not fit there, one more is tried. Their number is a multiple of `multiple_of` (the ranks that share them);
-    only where there are fewer sequences than that are some empty. Indices and micro-batches are in id order.
-    """
+    """Pack sequences into micro-batches of indices, each within the budget unless it holds one longer sequence. The
+    longest sequence left joins the emptiest micro-batch; if it does not fit, one more micro-batch is tried. Their
+    number is a multiple of `multiple_of` (ranks). Indices and micro-batches are in id order."""
     budget = tokens_per_micro_batch
     fewest = max(1, -(-sum(min(length, budget) for length in lengths) // budget))
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
@@ -44,11 +41,8 @@ def pack_groups(
     *,
     multiple_of: int = 1,
 ) -> list[list[int]]:
-    """Micro-batches of indices where neighbours with the same prompt share it. answers: tokens of each that are run.
-
-    Groups stay whole, but for one that is longer than a micro-batch, and but for ranks that would have less to do:
-    all groups are cut into as many parts as let the busiest rank run the fewest tokens. Else as `pack`.
-    """
+    """Pack as `pack` does, where neighbours with the same prompt share it. answers: tokens of each that are run. Groups
+    stay whole unless one exceeds the budget, or a cut lets the busiest rank run fewer tokens."""
     found: tuple[int, list[list[int]]] | None = None
     for num_parts in range(1, multiple_of + 1):
         runs = list(_runs(prompts, answers, tokens_per_micro_batch, num_parts))
@@ -65,7 +59,7 @@ def pack_groups(
 def _runs(
     prompts: Sequence[tuple[int, ...]], answers: Sequence[int], budget: int, num_parts: int
 ) -> Iterator[list[int]]:
-    """Neighbours that share a prompt: every group in `num_parts`, and in more where the budget asks for it."""
+    """Yield neighbours that share a prompt, each group cut into `num_parts`, or more to fit the budget."""
     for _, group in itertools.groupby(range(len(prompts)), key=prompts.__getitem__):
         members = list(group)
         for part in split_evenly(len(members), num_parts):
@@ -83,7 +77,7 @@ def _runs(
 
 
 def _spread(lengths: Sequence[int], order: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
-    """The longest first, each into the emptiest of `count` micro-batches; None when one does not fit."""
+    """Put the longest first, each into the emptiest of `count` micro-batches; return None when one does not fit."""
     emptiest = [(0, place) for place in range(count)]
     bins: list[list[int]] = [[] for _ in range(count)]
     for index in order:
@@ -96,7 +90,7 @@ def _spread(lengths: Sequence[int], order: Sequence[int], count: int, budget: in
 
 
 def split_evenly(count: int, parts: int) -> list[range]:
-    """Runs of 0, 1, ..., count - 1 whose sizes differ by one at most; fewer parts where there is not enough to split.
+    """Split 0, 1, ..., count - 1 into runs whose sizes differ by at most one; fewer runs if count < parts.
 
     >>> split_evenly(7, 3)
     [range(0, 3), range(3, 5), range(5, 7)]

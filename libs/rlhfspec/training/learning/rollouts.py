@@ -1,10 +1,7 @@
-"""A step's samples and scores as flat tensors, sorted by id: what arrives when leaves no trace.
+"""A step's samples and scores as flat tensors, sorted by id, so that order of arrival has no effect.
 
-Two log-probs come from the generator. `generator_log_probs` are those of the distribution that really was sampled from
-(temperature, then top-k and top-p): the denominator of an importance weight. `log_probs` are those of the plain model:
-they do not know of masks, so they are what the trainer's own forward is compared to. The trainer's policy is
-log_softmax(logits / temperature), without masks; with a mask on, importance weights on kept tokens are below one by
-just the mass that the mask took away.
+`generator_log_probs` are those of the distribution sampled from (temperature, top-k, top-p): the denominator of
+importance weights. `log_probs` are the plain model's at temperature 1, to compare with the trainer's forward.
 
 Example:
     >>> from rlhfspec.messages.records import Sample, Score
@@ -55,7 +52,6 @@ class Rollouts:
     truncated: Tensor  # [n] bool: ended by maxTokens
 
     def fields(self) -> dict[str, Any]:
-        """Return the arguments that make these rollouts again."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
@@ -68,7 +64,7 @@ class Rollouts:
 
     @staticmethod
     def of(samples: Sequence[Sample], scores: Sequence[Score]) -> Rollouts:
-        """Every sample needs its reward; if one has a reference or critic score, every other needs one too."""
+        """Join samples with their rewards, and with reference and critic scores if every sample has them."""
         ordered = sorted(samples, key=lambda sample: sample.sort_key)
         for sample in ordered:
             _check_sample(sample)

@@ -1,4 +1,4 @@
-"""Results of a step's forwards: of every token before the first update, sums for metrics, and the first problem.
+"""Results of a step's forwards: values before the first update, sums for metrics, and the first non-finite number.
 
 Example:
     >>> tally = Tally(num_tokens=3)
@@ -24,11 +24,11 @@ from rlhfspec.training.modeling.log_probs import TokenLogProbs
 
 
 class Tally:
-    """What the updates of a step on this rank have given."""
+    """Results of a step's updates on this rank."""
 
     def __init__(self, num_tokens: int) -> None:
-        self.is_complete = False  # of all tokens, of all ranks
-        self.problem: str | None = None  # the first number that was not finite, and whose
+        self.is_complete = False  # all tokens of all ranks are there
+        self.problem: str | None = None  # the first non-finite number, and its sample
         self._num_tokens = num_tokens
         self._log_probs = torch.zeros(num_tokens)
         self._untempered = torch.zeros(num_tokens)
@@ -38,14 +38,14 @@ class Tally:
         self._updates: dict[str, list[tuple[float, float]]] = {}  # by model: norm and learning rate of each
 
     def keep(self, tokens: Tensor, said: TokenLogProbs) -> None:
-        """Keep the numbers of these tokens, as long as nothing has been updated."""
+        """Keep the numbers of these tokens, unless an update has been made."""
         assert not self.is_complete, "every token has been kept"
         self._log_probs[tokens] = said.log_probs.detach().cpu()
         self._untempered[tokens] = said.untempered.cpu()
         self._entropy[tokens] = said.entropy.detach().cpu()
 
     def share(self, ranks: Ranks) -> None:
-        """Have what each rank kept of its own micro-batches on all of them."""
+        """Gather on all ranks the numbers that each kept of its micro-batches."""
         if not self.is_complete:
             self._log_probs, self._untempered, self._entropy = map(
                 ranks.add, (self._log_probs, self._untempered, self._entropy)
@@ -54,19 +54,19 @@ class Tally:
 
     @property
     def log_probs(self) -> Tensor:
-        """[T] before the first update."""
+        """Return log-probs [T] before the first update."""
         assert self.is_complete
         return self._log_probs
 
     @property
     def untempered(self) -> Tensor:
-        """[T] likewise, at temperature 1."""
+        """Return log-probs [T] before the first update, at temperature 1."""
         assert self.is_complete
         return self._untempered
 
     @property
     def entropy(self) -> Tensor:
-        """[T] likewise."""
+        """Return entropies [T] before the first update."""
         assert self.is_complete
         return self._entropy
 
@@ -74,7 +74,7 @@ class Tally:
         return self._log_probs[tokens]
 
     def watch(self, ids: Sequence[str], lengths: Sequence[int], numbers: Tensor, what: str) -> None:
-        """Remember the first sample one of whose numbers is not finite: ids and lengths [n], numbers [t]."""
+        """Remember the first sample with a non-finite number: ids and lengths [n], numbers [t]."""
         if self.problem is None and not bool(torch.isfinite(numbers).all()):
             bad = [not bool(torch.isfinite(part).all()) for part in torch.split(numbers, list(lengths))]
             self.problem = f"{what} of sample {ids[bad.index(True)]} are not finite"
@@ -87,7 +87,7 @@ class Tally:
         self._updates.setdefault(model, []).append((update.grad_norm, update.learning_rate))
 
     def metrics(self, rollouts: Rollouts, ranks: Ranks, *, epochs: int) -> dict[str, float]:
-        """Return means over the step's updates, and over its tokens."""
+        """Return means over the step's updates and over its tokens."""
         of_ranks = ranks.gather_of_micro_batches([self._losses, self._sums, self._updates])
         losses, sums = (_added([each[place] for each in of_ranks]) for place in (0, 1))
         updates_of: dict[str, list[tuple[float, float]]] = {}
@@ -108,7 +108,6 @@ class Tally:
 
 
 def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the sums by name, in the order of the ranks."""
     total: Counter[str] = Counter()
     for part in parts:
         total.update(part)

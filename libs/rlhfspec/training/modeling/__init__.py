@@ -1,1 +1,1 @@
-"""Models as trainer, reference and critic see them: packed forwards, log-probs of responses, values, digests."""
+"""Models of the trainer, reference and critic: packed forwards, log-probs of responses, values and digests."""

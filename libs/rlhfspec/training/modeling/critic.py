@@ -1,7 +1,6 @@
-"""The critic: a language model's trunk with one number a token on top.
+"""The critic: a language model's trunk with a head that gives one value per token.
 
-The value at a response token is that of the state before the token is emitted, so it comes from the row that predicts
-the token. The head starts at zero: the first advantages are the rewards themselves, and nothing is drawn.
+A response token's value is that of the state before it, read from the row that predicts it. The head starts at zero.
 
 Example:
     >>> from rlhfspec.training.modeling.loading import prepared
@@ -34,7 +33,7 @@ _FILE = "critic.safetensors"
 
 class Critic(nn.Module):
     def __init__(self, model: Any) -> None:
-        """On the trunk of a prepared causal LM, which is trained in place."""
+        """Add a head to the trunk of a prepared causal LM, which is trained in place."""
         super().__init__()
         parts = CausalLM(model)
         self.trunk = parts.trunk
@@ -43,13 +42,13 @@ class Critic(nn.Module):
         nn.init.zeros_(self.score.bias)
 
     def forward(self, batch: PackedRow) -> torch.Tensor:
-        """Values [t], float32, of the states before each response token."""
+        """Return values [t], float32, of the states before each response token."""
         hidden = hidden_states(self.trunk, batch)
-        with torch.autocast(hidden.device.type, enabled=False):  # a value has few significant digits to lose
+        with torch.autocast(hidden.device.type, enabled=False):  # values need float32
             return self.score(hidden.to(self.score.weight.dtype))[:, 0].float()  # type: ignore[no-any-return]
 
     def save(self, folder: Path) -> None:
-        """A folder that `load_critic` opens: the trunk's configuration and all weights."""
+        """Save the trunk's configuration and all weights into a folder that `load_critic` opens."""
         from safetensors.torch import save_model
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +59,7 @@ class Critic(nn.Module):
 def load_critic(
     model: job.Model, *, max_context: int = 1024, stored: bool = False, ranks: Ranks | None = None
 ) -> Critic:
-    """A critic saved by `Critic.save`, or a new head on the trunk of a causal LM; that one as `load_causal_lm` says."""
+    """Load a critic saved by `Critic.save`, or put a new head on a causal LM; arguments as in `load_causal_lm`."""
     path, field = (model.path, "spec.model.path") if model.critic is None else (model.critic, "spec.model.critic")
     if not (Path(path) / _FILE).exists():
         trunk = load_causal_lm(
@@ -77,7 +76,7 @@ def _saved_critic(folder: Path, field: str, dtype: str, max_context: int) -> Cri
 
     try:
         config = AutoConfig.from_pretrained(folder)
-        with torch.random.fork_rng(devices=()):  # of the model only the shape is wanted
+        with torch.random.fork_rng(devices=()):  # only the shape of the model is used
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
         examine(model, name=field, max_context=within_positions(model, max_context))
         critic = Critic(model)

@@ -1,8 +1,4 @@
-"""Hashes of all weights. Equal digests mean equal bits; equal checksums, that no accident changed a bit.
-
-Each tensor's bytes are hashed by themselves, so that threads share them out, and what is hashed at the end are names,
-types, shapes and those hashes, in the order of names.
-"""
+"""Hashes of all weights: equal digests mean equal bits, and equal checksums rule out accidental damage."""
 
 from __future__ import annotations
 
@@ -15,12 +11,10 @@ from typing import NamedTuple, Protocol
 import torch
 import xxhash
 
-_MOST_THREADS = 8  # of sha256 each does some 1.7 GB/s: together more than a copy
+_MOST_THREADS = 8  # a sha256 thread does about 1.7 GB/s; eight together outrun a copy
 
 
 class Hash(Protocol):
-    """As hashlib makes them."""
-
     def update(self, data: bytes | memoryview, /) -> None: ...
     def digest(self) -> bytes: ...
     def hexdigest(self) -> str: ...
@@ -43,7 +37,7 @@ class HashedTensor(NamedTuple):
 
 
 def digest(state_dict: Mapping[str, torch.Tensor]) -> str:
-    """By sha256. Where a tensor lies and how does not matter.
+    """Return the sha256 of all weights, independent of memory layout.
 
     Example:
         >>> weights = {"a": torch.zeros(2, 3), "b": torch.ones(1)}
@@ -56,7 +50,7 @@ def digest(state_dict: Mapping[str, torch.Tensor]) -> str:
 
 
 def checksum(state_dict: Mapping[str, torch.Tensor]) -> str:
-    """The same with xxh3_128: some fifteen times as fast, finds damage as surely, and is no proof against a forger.
+    """Return the xxh3_128 of all weights: about 15 times as fast as `digest`, but no proof against forgery.
 
     Example:
         >>> checksum({"a": torch.ones(2)}) == checksum({"a": torch.tensor([1.0, 2.0])})
@@ -66,7 +60,7 @@ def checksum(state_dict: Mapping[str, torch.Tensor]) -> str:
 
 
 def combined(new: NewHash, tensors: Iterable[HashedTensor]) -> str:
-    """Of tensors whose bytes are hashed, in whatever order."""
+    """Combine the hashes of tensors, in any order, into one."""
     total = new()
     for name, dtype, shape, own in sorted(tensors):
         total.update(f"{name}\0{dtype}\0{shape}\0".encode() + own)
@@ -74,7 +68,6 @@ def combined(new: NewHash, tensors: Iterable[HashedTensor]) -> str:
 
 
 def hashing_threads() -> ThreadPoolExecutor:
-    """As many as pay; they are there once there is something to hash."""
     return ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), "hashing")
 
 

@@ -1,11 +1,7 @@
 """Exactly on-policy (`training.exactOnPolicy`): the trainer's forward on the engine's kernels.
 
-The engine's log-probs are, bit for bit, a function of the sequence and the weights; so a trainer that runs the same
-kernels finds the same bits, however it packs sequences, and the first ratio of a step is exactly 1.
-
-`ExactForward` takes the place of `training.modeling.log_probs.TorchForward`; the model's parameters stay where they are
-and receive torch's gradients. It needs the CPU kernels, and about the memory of the weights once more
-(docs/exact-on-policy.md).
+The kernels' log-probs are, bit for bit, a function of the sequence and the weights, so the first ratio of a step is
+exactly 1. `ExactForward` needs the CPU kernels and the memory of the weights once more (docs/exact-on-policy.md).
 
 Example:
     >>> from rlhfspec.training.modeling.loading import prepared
@@ -68,7 +64,7 @@ _BLOCK_SIZE = 16  # of the scratch keys and values; bits do not depend on it
 
 
 def check_exact(spec: job.Spec) -> None:
-    """Refuse by name what exactOnPolicy cannot be combined with.
+    """Raise InvalidRequest for settings that exactOnPolicy cannot be combined with.
 
     >>> from types import SimpleNamespace
     >>> lora = job.Lora(dropout=0.1)
@@ -94,10 +90,8 @@ def check_exact(spec: job.Spec) -> None:
 
 
 class ExactForward(TorchForward):
-    """The policy's forward with the engine's bits. dtype, arithmetic, attention_split: the engine's own (EngineConfig).
-
-    The model is prepared for packed rows, float32, on the CPU; afterwards it is not to be deep-copied.
-    """
+    """The policy's forward with the engine's bits; dtype, arithmetic and attention_split must be the engine's own. The
+    model must be prepared for packed rows, float32, on the CPU. Never deep-copy it afterwards."""
 
     def __init__(
         self, model: Any, temperature: float, *, max_context: int, dtype: str = "float32", arithmetic: str = "auto",
@@ -131,7 +125,7 @@ class ExactForward(TorchForward):
             return super().hidden(batch)
 
     def weights_changed(self) -> None:
-        """Pack them again before the next forward. (Changes in place are noticed anyway.)"""
+        """Have the next forward pack the weights again. Changes in place are noticed anyway."""
         self._packed_versions = None
 
     def _of(self, hidden: torch.Tensor, targets: torch.Tensor, entropy_gradient: bool) -> dict[str, torch.Tensor]:
@@ -163,7 +157,7 @@ class ExactForward(TorchForward):
 
     def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float,
                   sinks: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
-        """The next attention of the row. query [1, H, T, Dk], key/value [1, Hkv, T, .] -> [1, T, H, Dv]."""
+        """Run the row's next attention. query [1, H, T, Dk], key/value [1, Hkv, T, .] -> [1, T, H, Dv]."""
         row, cache = self._row, self._cache
         assert row is not None, "exact attention outside a forward"
         spec = next(row.coming)
@@ -187,7 +181,7 @@ class ExactForward(TorchForward):
 
     @torch.no_grad()
     def _prove(self, probes: Sequence[Probe], reference: Reference) -> None:
-        """The logits are the model's, and a sequence's bits are its own: alone, and behind another one."""
+        """Raise unless logits match the model's and a sequence has the same bits alone and behind another one."""
         self._repack_if_changed()
         self.modules_on_kernels.guard_rows(lambda: self._answers(probes))
         alone, together = [self._answers([probe])[0] for probe in probes], self._answers(probes)
@@ -202,7 +196,6 @@ class ExactForward(TorchForward):
         keep_report(self.model, report)
 
     def _answers(self, probes: Sequence[Probe]) -> list[ProbeResult]:
-        """All of the probes in one packed row."""
         batch = every_row(probes)
         with random_keys(self.model, probes, attend), ExpertChoices() as choices:
             found = answers(self.parts.logits(self.hidden(batch)), batch)
@@ -210,7 +203,7 @@ class ExactForward(TorchForward):
 
 
 def _rounded_reference(model: Any, probes: Sequence[Probe], precision: Precision, arithmetic: str) -> Reference:
-    """Plain Hugging Face's, with numbers rounded where the kernels round them; the model is left as it is."""
+    """Run plain Hugging Face with numbers rounded where the kernels round them; the model is unchanged."""
     before = round_parameters(model, precision)
     try:
         rounding = Rounding(model, precision, arithmetic=arithmetic)
@@ -233,7 +226,7 @@ def _check_possible(model: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _AttentionRow:
-    """Who sees whom in a packed row, as the engine's attention kernel reads it, and which attention comes next."""
+    """Attention pattern of a packed row in the kernel's form, and the index of the next attention."""
 
     parts: tuple[RowPart, ...]
     num_tokens: int
@@ -242,7 +235,7 @@ class _AttentionRow:
 
     @classmethod
     def of(cls, parts: tuple[RowPart, ...], attentions: tuple[AttentionSpec, ...]) -> _AttentionRow:
-        """The KV of part i is at its tokens' own places; an answer's table of slots begins with its prompt's."""
+        """Lay out the row: the KV of part i lies at its tokens' places; an answer's slots begin with its prompt's."""
         lengths = [part.length for part in parts]
         slots = np.arange(sum(lengths), dtype=np.int32)
         own = np.split(slots, np.cumsum(lengths)[:-1])
@@ -267,7 +260,7 @@ class _AttentionRow:
 
 
 class _Scratch:
-    """Room for one layer's keys and values, used by every layer in turn."""
+    """Scratch buffer for one layer's keys and values, reused by every layer."""
 
     def __init__(self, dtype: torch.dtype, heads: int, dim: int) -> None:
         self.dtype = dtype
@@ -276,7 +269,7 @@ class _Scratch:
         self._kv = self._room(0)
 
     def kv(self, num_tokens: int) -> torch.Tensor:
-        """[blocks, 1, 2, block size, heads, dim] for at least `num_tokens`."""
+        """Return [blocks, 1, 2, block size, heads, dim] for at least `num_tokens`."""
         num_blocks = -(-num_tokens // _BLOCK_SIZE)
         if len(self._kv) < num_blocks:
             self._kv = self._room(num_blocks)
@@ -295,7 +288,7 @@ _running: ContextVar[ExactForward] = ContextVar("the exact forward that runs in 
 def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
            scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
            **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """The attention function that transformers calls in every layer."""
+    """Compute attention; transformers calls this function in every layer."""
     refuse_unknown(module, keywords)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return _running.get().attention(query, key, value, scale, softcap or 0.0, s_aux), None

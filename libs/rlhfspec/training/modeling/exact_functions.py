@@ -1,7 +1,6 @@
-"""The engine's kernels with a gradient: forward is the kernel, to the bit; backward goes through its torch twin.
+"""Autograd functions: forward is the engine's kernel, bit for bit; backward differentiates its torch twin.
 
-Weights stored as bfloat16 by the kernels are rounded in the forward pass, and the gradient goes straight through the
-rounding to the float32 parameters (as it does through the rounding of activations where the arithmetic does that).
+Rounding to bfloat16 passes the gradient straight through to the float32 parameters.
 
 Example:
     >>> layer = torch.nn.Linear(3, 2)
@@ -27,29 +26,29 @@ _ROUNDING_ARITHMETICS = ("amx", "dpbf16")
 
 
 def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value kept as `dtype`, in float32; its gradient is that of the value itself."""
+    """Return the value rounded to `dtype`, in float32; the gradient passes through unchanged."""
     return tensor if dtype == torch.float32 else _apply(_StraightThrough, tensor, dtype)
 
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: PackedLinear) -> Tensor:
-    """x [..., K], weight [N, K] (the parameter that `packed` holds in its own layout) -> [..., N]."""
+    """Run a linear layer on its kernel: x [..., K], weight [N, K] (the parameter packed in `packed`) -> [..., N]."""
     return _apply(_ExactLinear, x, weight, bias, packed)
 
 
 def exact_gated_mlp(
     x: Tensor, matrices: tuple[Tensor, Tensor, Tensor], biases: tuple[Tensor | None, ...], packed: PackedGatedMLP
 ) -> Tensor:
-    """x [..., H]; gate and up [I, H], down [N, I], and their three biases -> [..., N]."""
+    """Run a gated MLP on its kernel: x [..., H]; gate and up [I, H], down [N, I], and the biases -> [..., N]."""
     return _apply(_GatedMLP, packed, x, *matrices, *biases)
 
 
 def exact(kernel: Callable[..., Tensor], twin: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-    """kernel(*tensors), with the gradient of twin(*tensors): for what is cheap to compute once more."""
+    """Return kernel(*tensors) with the gradient of twin(*tensors), which the backward pass computes again."""
     return _apply(_Kernel, kernel, twin, *tensors)
 
 
 def exact_log_probs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """log_softmax(logits / temperature)[target], with the sampler's bits. logits [t, V], targets [t] -> [t]."""
+    """Return log_softmax(logits / temperature)[target] with the sampler's bits. logits [t, V], targets [t] -> [t]."""
     return _apply(_LogProbs, logits, targets, temperature)
 
 
@@ -68,7 +67,6 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _read(x: Tensor, arithmetic: str) -> Tensor:
-    """Activations as the arithmetic reads them."""
     return stored(x, torch.bfloat16 if arithmetic in _ROUNDING_ARITHMETICS else torch.float32)
 
 
@@ -93,7 +91,7 @@ class _ExactLinear(torch.autograd.Function):
 
 
 class _GatedMLP(torch.autograd.Function):
-    """The kernel does not store its intermediate activations; the backward pass computes them again."""
+    """Gated MLP whose backward pass computes the intermediate activations again."""
 
     @staticmethod
     def forward(ctx: Any, packed: PackedGatedMLP, x: Tensor, *weights: Tensor | None) -> Tensor:
@@ -125,7 +123,7 @@ class _GatedMLP(torch.autograd.Function):
 def _gated(
     packed: PackedGatedMLP, x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
 ) -> Tensor:
-    """activation(gate(x)) * up(x), in torch: [..., H] -> [..., I]."""
+    """Return activation(gate(x)) * up(x), in torch: [..., H] -> [..., I]."""
     read = _read(x, packed.arithmetic)
     gated = functional.linear(read, stored(gate, packed.dtype), _stored_bias(gate_bias, packed))
     raised = functional.linear(read, stored(up, packed.dtype), _stored_bias(up_bias, packed))
@@ -152,7 +150,7 @@ class _Kernel(torch.autograd.Function):
 
 
 def _leaves(tensors: tuple[Any, ...], wanted: tuple[bool, ...]) -> list[Any]:
-    """The same values cut off from their history, so that a gradient stops there."""
+    """Detach the tensors, so that a gradient stops there."""
     return [
         tensor.detach().requires_grad_(wants) if isinstance(tensor, Tensor) else tensor
         for tensor, wants in zip(tensors, wanted, strict=True)

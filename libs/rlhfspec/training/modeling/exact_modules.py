@@ -1,9 +1,4 @@
-"""Puts the engine's kernels under the trainer's model without touching its parameters.
-
-The engine's own `fuse` decides, on a copy, which module has a kernel; the trained model keeps its modules, parameters
-and names, and only their `forward` is exchanged. So what the optimizer, checkpoints and digests see does not change.
-The copy keeps nothing but the packed weights, and `repack` brings them up to date.
-"""
+"""Engine kernels under the trainer's model: the modules' `forward` is replaced, its parameters and names stay."""
 
 from __future__ import annotations
 
@@ -33,7 +28,7 @@ _SWAPPED = (PackedExperts, PackedGatedMLP, PackedLinear, FusedRMSNorm, RowInvari
 
 
 class ExactModules:
-    """The trained model's modules on kernels. `repack` after every change of the parameters."""
+    """The trained model's modules on kernels. Call `repack` after every change of the parameters."""
 
     def __init__(self, parts: CausalLM, precision: Precision, *, arithmetic: str, max_context: int) -> None:
         self.parts = parts
@@ -51,10 +46,7 @@ class ExactModules:
             module.forward = _forward(module, kernel, precision.of(f"{name}.weight"))
 
     def guard_rows(self, run: Callable[[], object]) -> None:
-        """Run what depends on the company of a row inside the guard, as the engine does; refuse what cannot be.
-
-        The guard rounds the matrices that it packs; all other parameters are rounded before they are used.
-        """
+        """Put operations whose bits depend on other rows under the engine's guard; raise for those that cannot be."""
         guarded = guard_rows(self.model, self.guard, self.parts, run, name="model")
         for path, module in self._left_over(run):
             own = self._rounded_parameters(path, module)
@@ -64,7 +56,7 @@ class ExactModules:
                 guard_forward(module, self.guard)
 
     def repack(self) -> None:
-        """Take the parameters' present values into the packed weights."""
+        """Copy the parameters' present values into the packed weights."""
         state = self.model.state_dict()
         if self._scaling is not None:
             state = merged_state(state, self._scaling)
@@ -74,7 +66,7 @@ class ExactModules:
         self.guard.forget()
 
     def _left_over(self, run: Callable[[], object]) -> Iterator[tuple[str, nn.Module]]:
-        """Modules with parameters of their own that keep running as they are, where those are kept rounded."""
+        """Yield modules without a kernel whose own parameters are stored rounded."""
         if self._precision.usual == torch.float32:
             return
         with torch.inference_mode(), Reads() as reads:
@@ -94,21 +86,21 @@ class ExactModules:
             yield path, module
 
     def _rounded_parameters(self, path: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """A module's own parameters that are not kept in float32."""
+        """Return a module's own parameters that are not stored in float32."""
         before = f"{path}." if path else ""
         own = module.named_parameters(recurse=False)
         return [(name, each) for name, each in own if self._precision.of(before + name) != torch.float32]
 
 
 class _ExactGuard(Guard):
-    """Products on the kernels, with torch's gradients."""
+    """Guard whose products run on the kernels, with torch's gradients."""
 
     def multiply(self, rows: Tensor, weight: Tensor, packed: PackedLinear) -> Tensor:
         return exact_linear(rows, weight, None, packed)
 
 
 def _plain_copy(model: Any) -> Any:
-    """A copy with plain layers where the model has low-rank updates: only names and shapes of it count."""
+    """Copy the model, with plain layers in place of low-rank updates: only names and shapes matter."""
     plain = copy.deepcopy(model)
     for name, module in list(plain.named_modules()):
         if hasattr(module, "base_layer"):
@@ -118,7 +110,6 @@ def _plain_copy(model: Any) -> Any:
 
 
 def _swapped(fused: FusedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Outermost modules that `fuse` exchanged, by the trained model's names."""
     inside = ""
     for name, module in fused.model.named_modules():
         if isinstance(module, _SWAPPED) and not (inside and name.startswith(inside)):
@@ -127,7 +118,7 @@ def _swapped(fused: FusedModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _loaders_of(fused: FusedModel, swapped: dict[str, nn.Module]) -> list[Loader]:
-    """Those that pack; the copy's other tensors are not used, and go with the copy."""
+    """Return the loaders of packed weights; the copy's other tensors are unused."""
     prefixes = tuple(f"{name}." for name, module in swapped.items() if not isinstance(module, RotaryTable))
     return [(names, load) for names, load in fused.loaders if names[0].startswith(prefixes)]
 
@@ -163,7 +154,7 @@ def _gated_mlp_forward(module: Any, packed: PackedGatedMLP) -> Callable[..., Any
 
 
 def _experts_forward(experts: Any, packed: PackedExperts, dtype: torch.dtype) -> Callable[..., Any]:
-    """The trained module's own weights; the packed ones are up to date when this runs."""
+    """Return a forward of experts on the trained module's weights; the packed weights are current when it runs."""
     if isinstance(activation := getattr(packed.inner, "act_fn", None), RowInvariantActivation):
         experts.act_fn.forward = _activation_forward(activation)
 
@@ -202,11 +193,11 @@ def _norm_forward(module: Any, norm: FusedRMSNorm, dtype: torch.dtype) -> Callab
 
 
 def _weight(layer: Any) -> Tensor:
-    """What the layer multiplies with: its parameter, plus the low-rank update where it has one."""
+    """Return the layer's effective weight: its parameter plus the low-rank update, if any."""
     if not hasattr(layer, "base_layer"):
         weight: Tensor = layer.weight
         return weight.T if isinstance(layer, Conv1D) else weight
-    with not_audited():  # weights alone: no row is in it
+    with not_audited():  # weights only, no rows
         delta: Tensor = layer.lora_B[_ADAPTER].weight @ layer.lora_A[_ADAPTER].weight
     updated: Tensor = layer.base_layer.weight + layer.scaling[_ADAPTER] * delta
     return updated
@@ -217,7 +208,7 @@ def _bias(layer: Any) -> Tensor | None:
 
 
 def _lora_scaling(model: Any) -> float | None:
-    """The update's factor, or None without an update. What would make the forward random is refused."""
+    """Return the adapters' scaling, or None without adapters. Raise InvalidRequest for a random forward."""
     updated = [module for module in model.modules() if hasattr(module, "base_layer")]
     for module in updated:
         if type(module.base_layer) is not nn.Linear:
@@ -229,7 +220,7 @@ def _lora_scaling(model: Any) -> float | None:
 
 
 def _rounded_forward(module: nn.Module, dtype: torch.dtype, names: frozenset[str]) -> Callable[..., Any]:
-    """The module's own forward on weights as the engine stores them."""
+    """Return the module's own forward on weights rounded as the engine stores them."""
     stand_in = copy.copy(module)
     stand_in._parameters = {}
 

@@ -1,8 +1,6 @@
-"""From a job's model block to models that take packed rows.
+"""Loading of a job's models, in evaluation mode, ready for packed rows.
 
-Policy, reference and critic are Hugging Face causal LMs in evaluation mode, so dropout is off and log-probs of one
-policy are one number. What packed attention would get wrong is refused by name: a packed row of several sequences must
-give what plain Hugging Face gives one by one.
+A model is refused unless a packed row of several sequences gives what plain Hugging Face gives for each alone.
 
 Example:
     >>> from rlhfspec.tiny import random_model
@@ -42,8 +40,8 @@ def load_policy(
     model: job.Model, *, seed: int = 0, max_context: int = _DEFAULT_CONTEXT, stored: bool = False,
     ranks: Ranks | None = None,
 ) -> Any:  # fmt: skip
-    """The policy as it begins; with a LoRA block, its update is drawn from the seed and only it takes gradients.
-    stored, ranks: as of `load_causal_lm`; an update is of the type of what it is added to, which is widened for it."""
+    """Load the initial policy; adapters of a LoRA block are drawn from the seed, and only they take gradients. The base
+    weights under adapters are widened. stored, ranks: as in `load_causal_lm`."""
     policy = load_causal_lm(
         model.path, field="spec.model.path", dtype=model.dtype, max_context=max_context,
         stored=stored and model.lora is None, ranks=ranks,
@@ -56,7 +54,7 @@ def load_policy(
 
 
 def load_reference(model: job.Model, *, max_context: int = _DEFAULT_CONTEXT, stored: bool = False) -> Any:
-    """The model that the KL is measured against: never trained, so without LoRA. stored: as of `prepared`."""
+    """Load the frozen model, without LoRA, that the KL is measured against. stored: as in `prepared`."""
     path, field = (
         (model.path, "spec.model.path") if model.reference is None else (model.reference, "spec.model.reference")
     )
@@ -68,11 +66,8 @@ def load_causal_lm(
     path: str | Path, *, field: str, dtype: str, max_context: int = _DEFAULT_CONTEXT, only_trunk: bool = False,
     stored: bool = False, ranks: Ranks | None = None,
 ) -> Any:  # fmt: skip
-    """The model at `path`, a folder or a hub id; `field` is what messages call it. stored: as of `prepared`.
-
-    ranks: all of them call it. The first proves what the model is, and the others take its word: they map the file, and
-    read no more of it than they will take.
-    """
+    """Load the model at `path`, a folder or a hub id; `field` names it in messages. stored: as in `prepared`. ranks:
+    every rank must call this. The first verifies the model; the others read only their part."""
     model = load_stored(path, field=field, only_trunk=only_trunk)
     options: dict[str, Any] = {"dtype": dtype, "max_context": max_context, "name": field, "stored": stored}
     if ranks is None or ranks.num_ranks == 1:
@@ -99,12 +94,9 @@ def prepared(
     model: Any, *, dtype: str = "float32", max_context: int = _DEFAULT_CONTEXT, name: str = "model",
     stored: bool = False,
 ) -> Any:  # fmt: skip
-    """A causal LM in memory made ready for packed rows, in place; `check.report_of` says what was found.
-
-    What is proved is the model as it will run, in its dtype: against plain Hugging Face in float32 that has the same
-    weights. dtype: as in a job's model block. max_context: tokens of its longest sequence. stored: weights that are in
-    bfloat16 stay so, though they will run in float32: a layer is widened when it comes to its device.
-    """
+    """Prepare a causal LM in memory for packed rows, in place, verified against plain Hugging Face in float32.
+    max_context: tokens of the longest sequence. stored: bfloat16 weights that will run in float32 are widened only when
+    their layer reaches its device."""
     began = time.perf_counter()
     dtype, kept_as = _types(dtype)
     max_context = within_positions(model, max_context)
@@ -135,7 +127,8 @@ def prepared(
 
 
 def _types(dtype: str) -> tuple[str, torch.dtype]:
-    """
+    """Return a job's dtype as a name and as a torch.dtype; "auto" is float32.
+
     >>> _types("auto")
     ('float32', torch.float32)
     """
@@ -153,7 +146,7 @@ def _in_its_type(model: Any, dtype: str, stored: bool) -> Any:
 
 
 def _made_ready(model: Any, anatomy: Anatomy, report: ModelReport) -> Any:
-    """What was found on a model of this class and these weights, here or on another rank."""
+    """Prepare a model whose class and weights were verified, here or on another rank."""
     keep_anatomy(model, anatomy)
     use_packed_attention(model)
     keep_report(model, report)

@@ -1,9 +1,6 @@
-"""Log-probs of response tokens: what the trainer differentiates, and what is compared with the generator's.
+"""Log-probs of response tokens under log_softmax(logits / temperature), without top-k or top-p masks.
 
-The policy is log_softmax(logits / temperature), without top-k or top-p masks. Only rows that predict a response token
-reach the output head, and the logits of many tokens are computed in parts.
-
-`PolicyForward` is the interface: `TorchForward` here, `rlhfspec.training.modeling.exact` on the engine's kernels.
+`PolicyForward` is the interface; implementations are `TorchForward` and, on the engine's kernels, `exact`.
 
 Example:
     >>> from rlhfspec.training.modeling.packed import pack_sequences
@@ -31,7 +28,7 @@ LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32; more are computed in parts, and
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogProbs:
-    """Of t response tokens, float32 whatever the model computes in."""
+    """Log-probs and entropy of t response tokens, float32 whatever the model computes in."""
 
     log_probs: torch.Tensor  # [t] of the policy that is trained, with its gradient
     untempered: torch.Tensor  # [t] at temperature 1, detached
@@ -39,17 +36,17 @@ class TokenLogProbs:
 
 
 class PolicyForward(Protocol):
-    """Computes the policy's log-probs. The model is the one being trained; its parameters receive the gradients."""
+    """Forward of the trained model that computes the policy's log-probs; its parameters receive the gradients."""
 
     def __call__(self, batch: PackedRow, *, entropy_gradient: bool = False) -> TokenLogProbs: ...
 
     def weights_changed(self) -> None:
-        """The optimizer changed the parameters: drop what was derived from them."""
+        """Drop everything derived from the parameters, after an optimizer step."""
         ...
 
 
 class TorchForward(nn.Module):
-    """The Hugging Face model as it is. A module, so that sharding hooks see trunk and head in one forward."""
+    """Forward of the plain Hugging Face model; a module, so that sharding hooks see trunk and head in one forward."""
 
     def __init__(self, model: Any, temperature: float) -> None:
         super().__init__()
@@ -68,14 +65,13 @@ class TorchForward(nn.Module):
         ]
         return TokenLogProbs(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
-    def weights_changed(self) -> None:
-        """Nothing is derived from the parameters here."""
+    def weights_changed(self) -> None: ...
 
     def hidden(self, batch: PackedRow) -> torch.Tensor:
         return hidden_states(self.parts.trunk, batch)
 
     def _of(self, hidden: torch.Tensor, targets: torch.Tensor, entropy_gradient: bool) -> dict[str, torch.Tensor]:
-        """hidden [t, hidden], targets [t] -> the fields of TokenLogProbs."""
+        """Compute the fields of TokenLogProbs from hidden [t, hidden] and targets [t]."""
         logits = self.parts.logits(hidden)  # [t, vocab] float32
         tempered = logits if self.temperature == 1 else logits / self.temperature
         log_probs = of_targets(tempered, targets)
@@ -87,12 +83,12 @@ class TorchForward(nn.Module):
 
 
 def of_targets(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """log_softmax(logits)[target]: logits [t, vocab] float32, targets [t] -> [t]."""
+    """Return log_softmax(logits)[target]: logits [t, vocab] float32, targets [t] -> [t]."""
     return -nn.functional.cross_entropy(logits, targets, reduction="none")
 
 
 def entropy_of(logits: torch.Tensor) -> torch.Tensor:
-    """Of softmax(logits): [t, vocab] -> [t].
+    """Return the entropy of softmax(logits): [t, vocab] -> [t].
 
     >>> round(entropy_of(torch.zeros(1, 8)).exp().item(), 4)
     8.0

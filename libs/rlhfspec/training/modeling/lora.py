@@ -1,7 +1,4 @@
-"""Low-rank updates (LoRA) through peft; others see plain Hugging Face names.
-
-The engine and exports see merged weights; the checkpoint and the optimizer see the update only.
-"""
+"""Low-rank updates (LoRA) through peft. The engine and exports see merged weights; checkpoints only the adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ _ADAPTER = "default"
 
 
 def add_lora(model: Any, lora: job.Lora, *, seed: int) -> None:
-    """Put the update into the model, in place: zero at first, its random half drawn from the seed."""
+    """Add adapters to the model in place: zero at first, their random half drawn from the seed."""
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(
@@ -56,19 +53,18 @@ def _check_targets(model: Any, lora: job.Lora) -> None:
 
 
 def adapters(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The update alone."""
     return {name: tensor for name, tensor in state_dict.items() if is_adapter(name)}
 
 
 def set_dropout(model: torch.nn.Module, on: bool) -> None:
-    """Of the update; the model's own stays off."""
+    """Switch the adapters' dropout; the model's own stays off."""
     for name, module in model.named_modules():
         if ".lora_dropout." in name:
             module.train(on)
 
 
 def merged_state(state_dict: Mapping[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:
-    """The whole model under plain names, base + scaling * B A; the model itself is left alone.
+    """Return all weights under plain names, base + scaling * B A; the model is unchanged.
 
     >>> from rlhfspec.training.modeling.loading import prepared
     >>> from rlhfspec.tiny import random_model
@@ -92,5 +88,4 @@ def merged_state(state_dict: Mapping[str, torch.Tensor], scaling: float) -> dict
 
 
 def is_adapter(name: str) -> bool:
-    """Is this a weight of an update?"""
     return ".lora_" in name

@@ -1,8 +1,6 @@
-"""A packed row's attention in one call: torch's `varlen_attn` (FlashAttention), on a GPU and in 16 bits.
+"""Attention of a packed row in one call: torch's `varlen_attn` (FlashAttention), on a GPU in 16 bits.
 
-Its slow twin, one call a sequence, is in `packed`, and runs wherever this does not (`kernels.flash`). Before a kind of
-heads is run here for the first time, a small row of it is run both ways and compared; what differs, or fails, stays
-with the twin and is logged.
+The slow twin in `packed` makes one call a sequence. It runs everywhere else, and where a small row's results differ.
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ Twin = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """Tokens that stand together in a row: a sequence, a prompt that answers share, or one of those answers."""
+    """Contiguous tokens of a row: a sequence, a shared prompt, or one of the answers to it."""
 
     length: int
-    behind: int | None = None  # place of the prompt that this answer goes on from, among the row's parts
+    behind: int | None = None  # index of the part with the prompt that this answer continues
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where each part's queries and keys begin; `keys`: places of the keys, where a prompt's stand for several."""
+    """Start offsets of each part's queries and keys; `keys` are key places, where several parts share a prompt."""
 
     starts: Tensor  # [n + 1]
     key_starts: Tensor  # [n + 1]
@@ -65,7 +63,7 @@ def layout_of(parts: tuple[RowPart, ...], device: torch.device) -> _Layout:
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, twin: Twin) -> bool:
-    """query [1, H, T, D], key/value [1, Hkv, T, D], without soft cap and sinks."""
+    """Return whether one call can compute this: query [1, H, T, D], key/value [1, Hkv, T, D], no soft cap or sinks."""
     dtype, dim = computed_in(query), query.shape[3]
     if dim != key.shape[3] or why_not(query.device, dtype, dim, value.shape[3], chunk=spec.chunk):
         return False
@@ -73,7 +71,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, twin: 
 
 
 def computed_in(query: Tensor) -> torch.dtype:
-    """Of the attention: what autocast makes of it, where that is on."""
+    """Return the attention's type, which is autocast's where that is on."""
     kind = query.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
@@ -81,10 +79,10 @@ def computed_in(query: Tensor) -> torch.dtype:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, parts: tuple[RowPart, ...], spec: AttentionSpec, scale: float
 ) -> Tensor:
-    """As `packed.row_attention`: -> [1, T, H, D]."""
+    """Compute `packed.row_attention` in one call: -> [1, T, H, D]."""
     layout, dtype = layout_of(parts, query.device), computed_in(query)
     rows, keys, values = (states[0].transpose(0, 1).to(dtype) for states in (query, key, value))  # [T, heads, D]
-    if layout.keys is not None:  # a look-up whose backward adds up a key's gradients in order
+    if layout.keys is not None:  # index_select's backward would add up a key's gradients in any order
         keys, values = (
             torch.nn.functional.embedding(layout.keys, states.flatten(1)).view(-1, *states.shape[1:])
             for states in (keys, values)
@@ -100,8 +98,7 @@ def attention(
 def agrees(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, has_window: bool, twin: Twin
 ) -> bool:
-    """Is a small row's attention the twin's? Asked once of each kind of heads, and without gradients: what a checkpoint
-    keeps is counted."""
+    """Return whether a small row's attention equals the twin's; cached per kind of heads, run without gradients."""
     parts = (RowPart(5), RowPart(40), RowPart(3, 1), RowPart(17, 1), RowPart(1))
     spec = AttentionSpec(
         index=0, num_heads=heads, num_kv_heads=kv_heads, key_dim=dim, value_dim=dim, scale=dim**-0.5, softcap=0.0,

@@ -1,19 +1,14 @@
-"""Many sequences in one row, without padding: each attends to itself only, and its positions start at 0.
+"""Packed rows: many sequences in one row without padding. Each attends to itself only, and positions start at 0.
 
-    tokens     p p p r r r | p p r r r r r       prompt, response; a response's last token is never run: it predicts
-    positions  0 1 2 3 4 5 | 0 1 2 3 4 5 6       nothing
-    predicting     ^ ^ ^ ^ |   ^ ^ ^ ^ ^         rows whose output says something about a response token
+    tokens     p p p r r r | p p r r r r r       prompt, response; a response's last token is never run
+    positions  0 1 2 3 4 5 | 0 1 2 3 4 5 6
+    predicting     ^ ^ ^ ^ |   ^ ^ ^ ^ ^         rows whose output predicts a response token
 
-Where neighbours answer the same prompt, it may stand there once, and each answer attends to it and to its own tokens:
+Neighbours with the same prompt may share it; each answer attends to the prompt and to its own tokens:
 
     tokens     p p p p p | r r r | r r | r r r       one prompt, three answers
     positions  0 1 2 3 4 | 5 6 7 | 5 6 | 5 6 7
     predicting         ^ | ^ ^ ^ | ^ ^ | ^ ^ ^       the prompt's last row predicts the first token of every answer
-
-Any Hugging Face model that `rlhfspec.huggingface` has examined runs such rows unmodified: `use_packed_attention`
-names our attention function and keeps on each attention what it sees, and `forward_layout` says where sequences end.
-(Tokens meet in attention only, which is what `examine` looks for; so a model that could not share a prompt is not
-loaded at all.)
 
 Example:
     >>> batch = pack_sequences([(5, 6, 7), (8,)], [(1, 2), (3, 4, 9)])
@@ -78,10 +73,8 @@ class PackedRow:
 def pack_sequences(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], *, share_prompts: bool = False
 ) -> PackedRow:
-    """Prompts and responses of one or more tokens each, in the order given.
-
-    share_prompts: neighbours with the same prompt have it once. One that has no such neighbour is laid out as ever.
-    """
+    """Pack prompts and responses of one or more tokens each, in the order given. share_prompts: neighbours with the
+    same prompt store it once."""
     row = _RowWriter()
     for prompt, answers in _groups(zip(map(tuple, prompts), responses, strict=True), share_prompts):
         row.add_group(prompt, answers)
@@ -97,7 +90,6 @@ def pack_sequences(
 def _groups(
     pairs: Iterable[tuple[tuple[int, ...], Sequence[int]]], share_prompts: bool
 ) -> Iterator[tuple[tuple[int, ...], list[Sequence[int]]]]:
-    """Each prompt with the answers that stand behind it."""
     if not share_prompts:
         yield from ((prompt, [answer]) for prompt, answer in pairs)
         return
@@ -107,8 +99,6 @@ def _groups(
 
 @dataclass(slots=True)
 class _RowWriter:
-    """A row as it grows."""
-
     token_ids: list[int] = field(default_factory=list)
     position_ids: list[int] = field(default_factory=list)
     parts: list[RowPart] = field(default_factory=list)
@@ -126,7 +116,7 @@ class _RowWriter:
             self.predicting.extend((last, *range(start, start + len(answer) - 1)))
 
     def _add(self, tokens: Sequence[int], *, behind: int | None = None) -> int:
-        """Returns the place of the first of them. An answer of one token has none of its own."""
+        """Add tokens and return the place of the first. An answer of one token has no place of its own."""
         start = len(self.token_ids)
         if tokens:
             first = 0 if behind is None else self.parts[behind].length
@@ -137,7 +127,7 @@ class _RowWriter:
 
 
 def use_packed_attention(model: Any) -> None:
-    """From now on the model's attention takes packed rows only."""
+    """Make the model's attention accept packed rows only."""
     first: dict[str, AttentionSpec] = {}
     for spec in anatomy_of(model).attentions:
         module, seen = model.get_submodule(spec.path), first.setdefault(spec.path, spec)
@@ -149,12 +139,12 @@ def use_packed_attention(model: Any) -> None:
 
 
 def keep_spec(module: Any, spec: AttentionSpec) -> None:
-    """On the module itself, so that it may run at any time: in the backward pass, say, of what was not kept."""
+    """Store the spec on the module, so that a recomputation in the backward pass finds it too."""
     setattr(module, _SPEC, spec)
 
 
 def spec_of(module: Any) -> AttentionSpec | None:
-    """What it sees, if it is one of the model's attentions."""
+    """Return the attention's spec, or None if the module is not one of the model's attentions."""
     return getattr(module, _SPEC, None)
 
 
@@ -162,13 +152,13 @@ _layout: ContextVar[tuple[RowPart, ...] | None] = ContextVar("parts of the row t
 
 
 def layout_now() -> tuple[RowPart, ...] | None:
-    """Of the row that runs in this thread."""
+    """Return the layout of the row that runs in this thread."""
     return _layout.get()
 
 
 @contextmanager
 def forward_layout(parts: tuple[RowPart, ...] | None) -> Iterator[None]:
-    """How the row is laid out that runs inside; each thread has its own."""
+    """Set the layout of rows run inside this context; each thread has its own."""
     token = _layout.set(parts)
     try:
         yield
@@ -177,17 +167,17 @@ def forward_layout(parts: tuple[RowPart, ...] | None) -> Iterator[None]:
 
 
 def hidden_states(trunk: Any, batch: PackedRow) -> torch.Tensor:
-    """The trunk's output for the rows that predict. Returns [t, hidden]."""
+    """Return the trunk's output [t, hidden] for the rows that predict."""
     with forward_layout(batch.parts):
         output = run_trunk(trunk, batch.token_ids, batch.position_ids)
-    # a look-up of rows whose backward adds up a row's gradients in order: index_select's, on a GPU, in any order
+    # embedding's backward adds up a row's gradients in order; index_select's on a GPU does not
     return functional.embedding(batch.predicting, output[0])
 
 
 def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
            scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
            dropout: float = 0.0, **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """The attention function transformers calls in every layer. query [1, H, T, D], key/value [1, Hkv, T, D]."""
+    """Compute attention; transformers calls this in every layer. query [1, H, T, D], key/value [1, Hkv, T, D]."""
     refuse_unknown(module, keywords)
     parts = _layout.get()
     assert parts is not None, "packed attention outside of forward_layout"
@@ -200,7 +190,7 @@ def row_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: tuple[RowPart, ...], spec: AttentionSpec,
     scale: float, softcap: float, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Each sequence of a packed row over itself. query [1, H, T, Dk], key/value [1, Hkv, T, .] -> [1, T, H, Dv]."""
+    """Run each sequence's attention over itself. query [1, H, T, Dk], key/value [1, Hkv, T, .] -> [1, T, H, Dv]."""
     if not softcap and sinks is None and one_call.takes(query, key, value, spec, _by_parts):
         return one_call.attention(query, key, value, parts, spec, scale)
     return _by_parts(query, key, value, parts, spec, scale, softcap, sinks)
@@ -210,7 +200,7 @@ def _by_parts(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: tuple[RowPart, ...], spec: AttentionSpec,
     scale: float, softcap: float = 0.0, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    # split, not slices: its backward is one concatenation instead of a full-size tensor of zeros a sequence
+    # split's backward is one concatenation; slices would make a full-size tensor of zeros per sequence
     lengths = [part.length for part in parts]
     queries, keys, values = (torch.split(tensor, lengths, dim=2) for tensor in (query, key, value))
     out = []
@@ -227,7 +217,7 @@ def _by_parts(
 def _sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, spec: AttentionSpec
 ) -> torch.Tensor:
-    """The last N of a sequence's M tokens: query [1, H, N, Dk], key/value [1, Hkv, M, .] -> [1, H, N, Dv]."""
+    """Attend from a sequence's last N of M tokens: query [1, H, N, Dk], key/value [1, Hkv, M, .] -> [1, H, N, Dv]."""
     count, size = query.shape[2], key.shape[2]
     narrowed = min(spec.window or size, spec.chunk or size) < size
     mask = visible(size, spec, query.device, last=count) if narrowed or count < size else None
@@ -246,7 +236,7 @@ def explicit_attention(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same written out, with what fused attention lacks: a soft cap on scores, and sinks [H]."""
+    """Compute `_sdpa` step by step, with what fused attention lacks: a soft cap on scores, and sinks [H]."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     count, size = query.shape[2], key.shape[2]

@@ -1,4 +1,4 @@
-"""The probes of a load in one packed row, for forwards without a cache: the trainer's and the exact trainer's.
+"""The probes of a load in one packed row, for the forwards without a cache: `TorchForward` and `ExactForward`.
 
 Example:
     >>> from rlhfspec.huggingface.structure.anatomy import examine
@@ -33,25 +33,25 @@ _NAME = "rlhfspec_probed"
 
 
 def probes_of(model: Any, max_context: int) -> tuple[Probe, ...]:
-    """All of them begin at position 0: the trainer has no KV cache."""
+    """Return the model's probes, all from position 0, as the trainer has no KV cache."""
     num_token_ids = model.get_input_embeddings().num_embeddings
     return choose_without_cache(anatomy_of(model), model.config, max_context, num_token_ids)
 
 
 def every_row(probes: Sequence[Probe]) -> PackedRow:
-    """The probes in one packed row that keeps the output of every token (its last response token is never run)."""
+    """Pack the probes into one row that keeps the output of every token; the last response token is never run."""
     row = pack_sequences([probe.tokens[:1] for probe in probes], [(*probe.tokens[1:], 0) for probe in probes])
     return replace(row, position_ids=torch.tensor([list(chain.from_iterable(probe.positions for probe in probes))]))
 
 
 def answers(logits: torch.Tensor, batch: PackedRow) -> list[ProbeResult]:
-    """Of each sequence of a row that keeps every token's logits."""
+    """Split the logits of a row that keeps every token into one result per sequence."""
     return [ProbeResult(rows, []) for rows in torch.split(logits, list(batch.lengths))]
 
 
 @dataclass(slots=True)
 class _Probed:
-    """A packed row of probes that runs in this thread."""
+    """State of a packed row of probes that runs in this thread."""
 
     attend: Callable[..., Any]
     coming: Iterator[AttentionSpec]
@@ -63,8 +63,7 @@ _probed: ContextVar[_Probed] = ContextVar("the packed row of probes that runs in
 
 @contextmanager
 def random_keys(model: Any, probes: Sequence[Probe], function: Callable[..., Any]) -> Iterator[None]:
-    """For one forward of the probes' packed row: the model's attentions call `function`, with random keys and values
-    for the tokens that are to have them."""
+    """Make one forward's attentions call `function`, with random keys and values where the probes ask for them."""
     starts = accumulate((len(probe.tokens) for probe in probes), initial=0)
     places = tuple(slice(start, start + probe.num_random) for start, probe in zip(starts, probes, strict=False))
     AttentionInterface.register(_NAME, _attend_probed)
@@ -79,10 +78,10 @@ def random_keys(model: Any, probes: Sequence[Probe], function: Callable[..., Any
 
 def _attend_probed(module: Any, query: Any, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
                    **keywords: Any) -> Any:  # fmt: skip
-    """key, value [1, Hkv, T, .]"""
+    """Replace keys and values of the probed places. key, value [1, Hkv, T, .]."""
     probed = _probed.get()
     spec = next(probed.coming)
-    with not_audited():  # no code of the model's
+    with not_audited():  # this is our code, not the model's
         key, value = key.clone(), value.clone()
         for place in probed.places:
             key[:, :, place], value[:, :, place] = random_past(spec, place.stop - place.start)

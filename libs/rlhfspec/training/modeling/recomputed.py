@@ -1,8 +1,6 @@
-"""Activation checkpointing: of a layer only its input is kept, and the backward pass computes the rest again.
+"""Activation checkpointing: a layer keeps only its input, and the backward pass runs its forward again.
 
-It is the same computation in the same order, so gradients are the same bits; a layer's forward runs twice. Whether it
-is needed is told before the first step: a model's forward keeps so many bytes, and so many more with every token, which
-two short rows show (`activation_bytes`).
+Gradients have the same bits. `activation_bytes` estimates from two short rows whether it is needed.
 
 Example:
     >>> from rlhfspec.training.modeling.loading import prepared
@@ -30,19 +28,18 @@ _SHORT, _LONG = 32, 64  # tokens of the rows that are tried
 
 
 def recompute(trunk: nn.Module) -> None:
-    """From now on the trunk's layers keep their input only."""
+    """Make the trunk's layers keep only their input."""
     for layer in layers_of(trunk):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=same_row)
 
 
 def same_row() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For torch's checkpoint: what a forward runs in, and what its repetition runs in, maybe in another thread."""
+    """Return torch.checkpoint's contexts for a forward and its repetition, which may run in another thread."""
     return nullcontext(), forward_layout(layout_now())
 
 
 def activation_bytes(trunk: nn.Module, num_tokens: int) -> int | None:
-    """What a row of so many tokens keeps in the trunk for the backward pass; None: more than tokens times a number,
-    since scores with a soft cap or sinks are written out."""
+    """Return the bytes that the trunk keeps for the backward pass, or None if they grow faster than linearly."""
     specs = filter(None, map(spec_of, trunk.modules()))
     if any(spec.softcap or spec.has_sinks for spec in specs):
         return None
@@ -56,11 +53,11 @@ def _bytes_of_row(trunk: nn.Module, num_tokens: int) -> int:
 
 
 def bytes_kept(run: Callable[[], Any]) -> int:
-    """Bytes that a forward keeps for its backward pass, but for what is there without it."""
-    kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no other takes its address
+    """Return the bytes that a forward keeps for its backward pass, without those that exist anyway."""
+    kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no other storage reuses the address
 
     def count(tensor: torch.Tensor) -> None:
-        """Not the tensor: an output that its own graph held would hold the graph, and all weights, for ever."""
+        """Count a saved tensor but keep only its storage: its graph would hold all weights."""
         storage = tensor.untyped_storage()
         if not (tensor.is_leaf and tensor.requires_grad):
             kept[storage.data_ptr()] = storage

@@ -1,4 +1,4 @@
-"""Tensors that lie in files, whole or as the shares of several ranks, of which as much is read as is asked for.
+"""Tensors in files, whole or as shares of several ranks, read only as far as needed.
 
 Example:
     >>> import tempfile
@@ -36,29 +36,28 @@ Place = tuple[int, ...]  # a number for each dimension
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Where a rank's part of a tensor begins and ends along the dimension by which layers are cut."""
+    """Range of a rank's part of a tensor along the dimension by which layers are cut."""
 
     dim: int
     start: int
     stop: int
-    size: int  # of the whole
+    size: int  # of the whole tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PartOf:
-    """A rank's part of a weight of which others have the rest, or of what its optimizer keeps for it."""
+    """A rank's part of a weight that ranks cut, or of its optimizer state."""
 
     tensor: Tensor
     share: Share
 
     @property
     def shape(self) -> torch.Size:
-        """Return the whole's."""
         return whole_shape(self.tensor.shape, self.share)
 
 
 def whole_shape(shape: Place, share: Share | None) -> torch.Size:
-    """Of what this is a part of.
+    """Return the shape of the whole tensor.
 
     >>> whole_shape((2, 3), Share(dim=1, start=3, stop=6, size=9))
     torch.Size([2, 9])
@@ -70,29 +69,28 @@ def whole_shape(shape: Place, share: Share | None) -> torch.Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A part of a stored tensor in a file: where it begins in the whole, and its own shape."""
+    """Part of a stored tensor in a file: its start in the whole, and its own shape."""
 
     path: Path
     start: Place
     shape: Place
 
     def has(self, place: Place) -> bool:
-        """Whether this place is in it."""
         return all(s <= p < s + n for s, p, n in zip(self.start, place, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """In pieces that fill it."""
+    """Stored tensor made of pieces that fill it."""
 
     name: str  # in each of the files
     shape: Place
     pieces: tuple[Piece, ...]
 
     def missing(self) -> Place | None:
-        """A place that is in no piece."""
+        """Return a place that no piece contains, or None."""
         if sum(math.prod(piece.shape) for piece in self.pieces) == math.prod(self.shape):
-            return None  # no two ranks write the same
+            return None  # ranks never write the same place
         borders = [
             sorted({0} | {piece.start[dim] + piece.shape[dim] for piece in self.pieces} - {size})
             for dim, size in enumerate(self.shape)
@@ -103,7 +101,7 @@ class StoredTensor:
         return self.cut((0,) * len(self.shape), self.shape)
 
     def cut(self, start: Place, shape: Place) -> Tensor:
-        """So much from there on, on the host; of files with nothing of it nothing is read."""
+        """Read the block of `shape` from `start` on, on the host; files without a part of it are not read."""
         result: Tensor | None = None
         for piece, within, at, size in self._overlaps(start, shape):
             part = self._read(piece, within, size)
@@ -118,7 +116,7 @@ class StoredTensor:
         )
 
     def _overlaps(self, start: Place, shape: Place) -> Iterator[tuple[Piece, Place, Place, Place]]:
-        """Each piece with something of it: where that begins in the piece and in the result, and its shape."""
+        """Yield each overlapping piece, the overlap's start in the piece and in the result, and its shape."""
         for piece in self.pieces:
             first = tuple(map(max, start, piece.start))
             size = tuple(
@@ -132,7 +130,7 @@ class StoredTensor:
                 yield piece, within, at, size
 
     def part_for(self, kept: Tensor, share: Share | None) -> Tensor:
-        """This rank's part, cut as `kept` is."""
+        """Read this rank's part, cut as `kept` is."""
         start, shape = place_of(kept, share)
         local = self.cut(start, shape)
         if not isinstance(kept, DTensor):
@@ -153,13 +151,13 @@ class StoredTensor:
 
 
 def is_shared(tensor: DTensor) -> bool:
-    """Whether ranks have a share each; else each has all of it."""
+    """Return whether each rank holds only a share of the tensor."""
     assert len(tensor.placements) == 1, "ranks are one row"
     return isinstance(tensor.placements[0], Shard)
 
 
 def place_of(tensor: Tensor, share: Share | None = None) -> tuple[Place, Place]:
-    """Where in the whole begins what this rank holds, and its shape."""
+    """Return where this rank's part begins in the whole, and its shape."""
     shape, start = tuple(tensor.shape), (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         found = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

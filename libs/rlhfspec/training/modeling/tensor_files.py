@@ -1,7 +1,4 @@
-"""Named tensors in one safetensors file, written piece by piece: beside the tensors nothing of their size is held.
-
-Tensors that share memory (tied embeddings) are stored once, and share memory again when read.
-"""
+"""Named tensors in one safetensors file, written in chunks. Tensors that share memory are stored once."""
 
 from __future__ import annotations
 
@@ -29,9 +26,9 @@ def write_tensors(
     notes: Mapping[str, str] | None = None,
     wrote: Callable[[list[str], int, int], None] | None = None,
 ) -> None:
-    """Written to disk when this returns; whoever shares the folder must not read `path` before. `notes`: for whoever
-    reads them with the tensors. `wrote`: is told of each tensor its names, and from where to where it is in the file
-    already.
+    """Write tensors and text notes, down to the disk; `path` must not be read before this returns.
+
+    wrote: called after each tensor with its names and its start and end byte in the file.
 
     Example:
         >>> import tempfile
@@ -58,7 +55,7 @@ def write_tensors(
 
 
 def _in_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Those of large elements first, so that each begins where its elements may."""
+    """Sort by element size, largest first, so that each tensor is aligned."""
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
@@ -79,19 +76,19 @@ def _header(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> by
 
 
 def _write_bytes(file: BinaryIO, tensor: torch.Tensor) -> None:
-    """From the host without a copy, from a device some at a time."""
+    """Write a tensor's bytes: without a copy from the host, in chunks from a device."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), _CHUNK_BYTES):
         file.write(flat[start : start + _CHUNK_BYTES].cpu().numpy().data)
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """As written, on the CPU."""
+    """Read the tensors as written, on the CPU."""
     return read_noted(path)[0]
 
 
 def read_noted(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors, and the notes of whoever wrote them."""
+    """Read the tensors and the notes."""
     try:
         with safe_open(path, framework="pt") as file:
             notes: dict[str, str] = file.metadata() or {}
@@ -103,7 +100,7 @@ def read_noted(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What to store, and which names are another's tensor."""
+    """Return the tensors to store, and a mapping from each alias to its stored name."""
     stored: dict[str, torch.Tensor] = {}
     same_as: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
@@ -119,7 +116,7 @@ def _unshared(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
 
 
 def sync(path: Path) -> None:
-    """A file's bytes, or a folder's names, are on the disk when this returns."""
+    """Flush a file's bytes, or a folder's names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

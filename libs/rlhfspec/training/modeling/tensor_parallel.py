@@ -1,13 +1,12 @@
-"""A model that ranks train together, each a part of every layer: cut as a generator's is, with gradients.
+"""Tensor parallel training: each rank holds a part of every layer, cut as in the generator, with gradients.
 
-    colwise     what comes in is the same on all       <- its gradient is added up
-    rowwise     parts are added up                     <- all have the gradient
-    embedding   the same
-    head        parts are joined to all logits         <- each takes its part of the gradient
-    q_norm      each norms its own heads               <- the gradient of the weight is added up
+    colwise     input is the same on all ranks        <- its gradient is all-reduced
+    rowwise     outputs are all-reduced               <- all have the gradient
+    embedding   as rowwise
+    head        parts are gathered to all logits      <- each takes its part of the gradient
+    q_norm      each rank norms its own heads         <- the weight's gradient is all-reduced
 
-So what stands between layers, the loss, and the gradients of weights that all have whole are the same bits on all of
-these ranks. Each module keeps which part of its weights is here (`shares_of`).
+So activations between layers, the loss, and gradients of replicated weights have the same bits on all of these ranks.
 """
 
 from __future__ import annotations
@@ -39,10 +38,8 @@ _ATTRIBUTE = "rlhfspec_shares"  # on a module: which part of its weights this ra
 
 
 def cut(model: Any, group: Ranks | None, *, field: str) -> None:
-    """Leave this rank's part of a model that every rank of the group has whole, in place.
-
-    Raises InvalidRequest for a model that has no plan, or whose heads or widths the number of ranks does not divide.
-    """
+    """Keep this rank's part of a model that every rank of the group has whole, in place. Raises InvalidRequest for a
+    model without a plan, or whose heads or widths the number of ranks does not divide."""
     if group is None:
         return
     kind = type(model).__name__
@@ -59,7 +56,7 @@ def cut(model: Any, group: Ranks | None, *, field: str) -> None:
 
 
 def shares_of(module: nn.Module) -> dict[str, Share]:
-    """Which part of its weights is here, by name; of those that are whole nothing."""
+    """Return this rank's share of each cut weight by name; replicated weights are absent."""
     return {
         f"{path}.{leaf}": part
         for path, inner in module.named_modules()
@@ -88,7 +85,7 @@ def _take_part(module: Any, style: str, group: Ranks, made: dict[int, nn.Paramet
 
 
 def _lay_out(module: Any, style: str, group: Ranks, spread: _Spread) -> None:
-    """What the module does with the parts of the others; it is whole still."""
+    """Install the module's communication with the other ranks; its weights are still whole."""
     if style in (BY_COLUMNS, JOINED):
         module.register_forward_pre_hook(spread)
     if style == JOINED:
@@ -104,7 +101,7 @@ def _lay_out(module: Any, style: str, group: Ranks, spread: _Spread) -> None:
 
 
 def _rows(module: nn.Linear, group: Ranks) -> Callable[[Tensor], Tensor]:
-    """A bias is whole on all ranks, and added once."""
+    """Return a row-parallel forward; the bias is replicated and added once."""
 
     def forward(hidden: Tensor) -> Tensor:
         part = functional.linear(hidden, module.weight)
@@ -115,14 +112,13 @@ def _rows(module: nn.Linear, group: Ranks) -> Callable[[Tensor], Tensor]:
 
 
 def _padding(module: nn.Embedding, group: Ranks) -> int | None:
-    """Where the row without a gradient is in this rank's part."""
     first, count = share(module.num_embeddings, group.rank, group.num_ranks)
     index = module.padding_idx
     return index - first if index is not None and first <= index < first + count else None
 
 
 def _adding_gradients(group: Ranks) -> Callable[[nn.Module, Any], None]:
-    known: dict[str, nn.Parameter] = {}  # FSDP2 puts others in their places
+    known: dict[str, nn.Parameter] = {}  # FSDP2 replaces the parameters
 
     def add(gradient: Tensor) -> Tensor:
         return added(gradient.clone(), group)
@@ -137,7 +133,7 @@ def _adding_gradients(group: Ranks) -> Callable[[nn.Module, Any], None]:
 
 
 class _Spread:
-    """Before a layer of columns. Those that read the same have its gradient added up once, not each for itself."""
+    """Input of column-parallel layers; layers that read the same input share one all-reduce of its gradient."""
 
     def __init__(self, group: Ranks) -> None:
         self._group = group

@@ -1,1 +1,1 @@
-"""What a job takes of its GPUs, by arithmetic: from configurations of models alone, before a weight is read."""
+"""Estimate of a job's GPU memory from its models' configurations, before a weight is read."""

@@ -1,21 +1,20 @@
-"""Bytes that a process of a role takes of its GPU, by formulas that a test holds to what torch's FakeTensor finds.
+"""GPU bytes of a process by role; a test compares the formulas with torch's FakeTensor.
 
-    trainer    (weights + gradients + optimizer) / ranks + gathered + activations; of a layer that tensorParallel ranks
-               cut, all but what stands between layers (h) is a part
+    trainer    (weights + gradients + optimizer) / ranks + gathered + activations; tensorParallel divides all of a layer
+               but the tensors between layers (h)
     generator  weights + KV + 2 forwards, as `engine/forward/memory.py` measures them
-    scorer     weights + KV of prompts that are kept + a forward
+    scorer     weights + KV of cached prompts + a forward
 
-h is the model's width, i its MLP's, q and v those of queries and of keys with values. For its backward pass a layer of
-two norms keeps, a token:
+h is the model's width, i the MLP's, q and v those of queries and of keys with values. For its backward pass, a layer of
+two norms keeps per token:
 
     float32                    24 h + 4 (3 q + v) + 16 i + 4 heads
     bfloat16                   16 h + 2 (3 q + v) +  8 i + 4 heads
     float32, autocast bf16     26 h + 2 (3 q + v) +  8 i + 4 heads     and the weights once more, in bfloat16
 
-and where queries and keys are normed, 6 or 8 times their width. Computed again, a layer keeps its input alone. Beside
-the layers stands the head: its gradient, that of the part before, and their sum; or, where ranks have but a part of it,
-the logits of as many tokens as `modeling.log_probs` takes at a time: four times in the forward pass (logits, their
-log-softmax, probabilities, the product of both), three times beside the head's gradient in the backward pass.
+Normed queries and keys add 6 or 8 times their width. A recomputed layer keeps its input alone. The head adds its
+gradient, the previous part's, and their sum; or, where ranks hold parts of it, logits of as many tokens as
+`modeling.log_probs` takes at a time, four times in the forward pass and three times in the backward pass.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from rlhfspec.training.modeling.log_probs import LOGITS_AT_A_TIME
 from rlhfspec.training.planning.shape import ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2}
-_MOMENTS = {"SGD": 1, "Adagrad": 1, "RMSprop": 1}  # of other optimizers two: those of Adam
-_KEPT_CONTEXTS = 9  # of a scorer: the one that runs, and prompts that are kept
-_TREE_ROWS = 17  # of a sequence in the largest step: itself and 16 nodes
+_MOMENTS = {"SGD": 1, "Adagrad": 1, "RMSprop": 1}  # other optimizers have Adam's two
+_KEPT_CONTEXTS = 9  # of a scorer: the one that runs, and cached prompts
+_TREE_ROWS = 17  # per sequence in the largest step: itself and 16 nodes
 _PREFILL_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Of each process of a role."""
+    """GPU memory of each process of a role."""
 
     role: str
     count: int
@@ -49,12 +48,11 @@ class Needs:
 
     @property
     def total(self) -> int:
-        """Return all of them."""
         return sum(self.parts.values())
 
 
 def needs_of(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, workers: dict[str, int]) -> list[Needs]:
-    """shapes: by the fields of spec.model; workers: how many each stage has. In the order in which GPUs are dealt."""
+    """Return the needs of all roles, in order of GPU assignment. shapes: by field of spec.model; workers: by stage."""
     found = [trainer(spec, shapes, gpu_bytes), generator(spec, shapes, gpu_bytes, workers["generator"])]
     for stage in ("reference", "critic"):
         if workers.get(stage):
@@ -66,7 +64,7 @@ def needs_of(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, work
 
 
 def trainer(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int) -> Needs:
-    """A rank's: of the policy, and of the critic where there is one."""
+    """Return the needs of one rank, for the policy and the critic, if any."""
     parallel = spec.roles.trainer.tensor_parallel
     policy, critic = (shapes.get(name, shapes["path"]).part(parallel) for name in ("path", "critic"))
     ranks, size = spec.roles.trainer.ranks // parallel, BYTES[spec.model.dtype]
@@ -108,13 +106,12 @@ def _is_mixed(spec: job.Spec) -> bool:
 
 
 def _gathered(spec: job.Spec, shape: ModelShape, size: int) -> int:
-    """What FSDP2 has whole beside its shares: embedding and head all through a step, a layer that runs and the next
-    one."""
+    """Return the bytes that FSDP2 gathers at a time: embedding and head, the running layer and the next one."""
     return shape.root_parameters * size + 2 * shape.block_parameters * (2 if _is_mixed(spec) else size)
 
 
 def activations(spec: job.Spec, shape: ModelShape, num_tokens: int, *, again: bool) -> int:
-    """At the height of a backward pass. Several ranks gather mixed layers in bfloat16, with nothing left to cast."""
+    """Return the peak activation bytes of a backward pass. Sharded layers are gathered in bfloat16, without casts."""
     is_cast = _is_mixed(spec) and spec.roles.trainer.ranks > spec.roles.trainer.tensor_parallel
     mixed, size = _is_mixed(spec) and not is_cast, 2 if is_cast else BYTES[spec.model.dtype]
     computes = 2 if mixed else size
@@ -131,7 +128,7 @@ def activations(spec: job.Spec, shape: ModelShape, num_tokens: int, *, again: bo
 
 
 def layer_bytes_a_token(shape: ModelShape, size: int, *, mixed: bool) -> int:
-    """What a layer keeps for its backward pass, a token. mixed: products in bfloat16 of weights in float32."""
+    """Return a layer's activation bytes per token for the backward pass. mixed: bfloat16 products, float32 weights."""
     a_norm = 8 if mixed or size == 4 else 6  # the input in float32, and what is multiplied by the weight
     inputs = 5 * size if mixed else 2 * size  # of products: in autocast each of them has a copy
     norms = (shape.num_norms * a_norm + inputs) * shape.hidden + (4 + size) * shape.normed_width
@@ -143,8 +140,8 @@ def layer_bytes_a_token(shape: ModelShape, size: int, *, mixed: bool) -> int:
 
 
 def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, count: int) -> Needs:
-    """KV takes what is left of its part of the GPU, but no more than all of its sequences can use. Several processes of
-    a generator share the policy's weights and KV heads; the drafter is one's alone."""
+    """Return the needs of a generator: KV fills its part of the GPU, up to what all its sequences can use. Tensor
+    parallel processes share the policy's weights and KV heads; only the first holds the drafter."""
     processes = spec.num_processes("generator")
     size, generation = BYTES[spec.generation.dtype], spec.generation
     models = [(shapes["path"], processes), *([(shapes["drafter"], 1)] if "drafter" in shapes else [])]
@@ -163,7 +160,7 @@ def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, cou
 
 
 def scorer(spec: job.Spec, shape: ModelShape, stage: str, count: int) -> Needs:
-    """The reference, or the critic's values."""
+    """Return the needs of the reference scorer or of the critic's values."""
     size = BYTES[spec.model.dtype]
     kv = _KEPT_CONTEXTS * (spec.max_context + 32) * shape.num_layers * shape.kv_width * size
     parts = {"weights": shape.num_parameters * size, "KV": kv, "forwards": _forward(shape, size, 0)}
@@ -171,7 +168,7 @@ def scorer(spec: job.Spec, shape: ModelShape, stage: str, count: int) -> Needs:
 
 
 def _forward(shape: ModelShape, size: int, num_sequences: int) -> int:
-    """Of a prefill chunk and a tree for every sequence: what a layer has at a time, and logits with what is drawn."""
+    """Return the bytes of a prefill chunk plus a tree for every sequence: one layer's tensors, logits and samples."""
     logits = max(num_sequences * _TREE_ROWS, min(_PREFILL_ROWS, (1 << 26) // shape.vocab_size))
     rows = _PREFILL_ROWS + num_sequences * _TREE_ROWS
     a_layer = rows * size * (3 * shape.hidden + 2 * shape.inner + 2 * shape.query_width + shape.kv_width)
@@ -179,13 +176,14 @@ def _forward(shape: ModelShape, size: int, num_sequences: int) -> int:
 
 
 def counts(whole: job.RLHFJob) -> dict[str, int]:
-    """Workers of each stage; of generators the most there may be."""
+    """Return the number of workers of each stage; for generators the maximum."""
     replicas = whole.spec.roles.generator.replicas
     return workers_of(whole) | ({"generator": replicas.max} if replicas else {})
 
 
 def sum_of(needs: Needs) -> str:
-    """
+    """Format the parts and the total of a role in GB.
+
     >>> sum_of(Needs(role="generator", count=1, parts={"weights": 16_060_000_000, "KV": 8_590_000_000}))
     'weights 16.1 + KV 8.6 = 24.6 GB'
     """
@@ -193,17 +191,17 @@ def sum_of(needs: Needs) -> str:
     return f"{parts} = {needs.total / 1e9:.1f} GB"
 
 
-# GB as the vendors say it; what a driver reports is a few percent more, which is left to it and to NCCL.
+# Vendors' GB; a driver reports a few percent more, which is left to it and to NCCL.
 KNOWN = {
     "a10g": 24, "l4": 24, "v100": 32, "a100-40gb": 40, "l40s": 48, "a100": 80, "h100": 80, "h200": 141, "b200": 180,
     "mi300x": 192,
 }  # fmt: skip
-# GB/s of the trainer that puts a version, and of each that gets it: docs/weights.md, measured on CPUs
+# GB/s of the trainer that puts a version, and of each receiver: docs/weights.md, measured on CPUs
 RATES = {"file": (1.45, 0.78), "grpc": (1.66, 0.33)}
 
 
 def memory_of(given: str) -> int:
-    """Return the bytes of a GPU, by its name or as a number of GB.
+    """Return a GPU's memory in bytes, from its name or a number of GB.
 
     >>> memory_of("h100"), memory_of("96")
     (80000000000, 96000000000)
@@ -218,7 +216,7 @@ def memory_of(given: str) -> int:
 
 
 def weights_seconds(num_bytes: int) -> Iterator[tuple[str, float]]:
-    """Return how long a version takes from the trainer to a generator, by each way.
+    """Yield each way of sending weights and its seconds from the trainer to a generator.
 
     >>> [f"{way} {seconds:.0f} s" for way, seconds in weights_seconds(16_060_000_000)]
     ['file 32 s', 'grpc 58 s']

@@ -1,4 +1,4 @@
-"""A model's sizes, from its configuration: the model is built on torch's meta device, where tensors have no memory.
+"""A model's sizes from its configuration, found by building the model on torch's meta device.
 
 Example:
     >>> from transformers import LlamaConfig
@@ -41,28 +41,28 @@ class ModelShape:
 
     @property
     def root_parameters(self) -> int:
-        """Return those of no layer: embedding, head, last norm."""
+        """Return the number of parameters outside the layers: embedding, head, last norm."""
         return self.num_parameters - self.num_layers * self.block_parameters
 
     @property
     def head_parameters(self) -> int:
-        """Return those of the output head, whoever else has them too."""
+        """Return the number of parameters of the output head, also if it is tied."""
         return self.vocab_size * self.hidden
 
     def part(self, count: int) -> ModelShape:
-        """Return what one of so many ranks has that cut each layer (`modeling.tensor_parallel`)."""
+        """Return the shape of one rank's part where `count` ranks cut each layer (`modeling.tensor_parallel`)."""
         cut = ("num_parameters", "block_parameters", "normed_width", "inner", "num_heads", "query_width", "kv_width")
         parts = {name: getattr(self, name) // count for name in (*cut, "vocab_size")}
         return replace(self, **parts)
 
     def lora_parameters(self, rank: int, targets: Sequence[str] | str) -> int:
-        """Return those of a low-rank update."""
+        """Return the number of parameters of a low-rank update."""
         every = targets == "all-linear"
         return sum(rank * width for name, width in self.linear_widths if every or name in targets)
 
 
 def shape_at(path: str, *, field: str) -> ModelShape:
-    """Of the model in a folder, or of a hub id, whose configuration alone is read."""
+    """Return the shape of the model in a folder or hub id, reading only the configuration."""
     from transformers import AutoConfig
 
     try:
@@ -73,7 +73,7 @@ def shape_at(path: str, *, field: str) -> ModelShape:
 
 
 def shape_of(config: Any, *, name: str) -> ModelShape:
-    """name: what messages call the model."""
+    """Return the shape of a configuration's model; `name` is used in messages."""
     from transformers import AutoModelForCausalLM
 
     maker: Any = AutoModelForCausalLM
@@ -118,7 +118,6 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _inner(config: Any) -> int:
-    """Of a mixture: of the experts that one token runs, and of those that all run."""
     wide = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
     wide = int(wide or 4 * config.hidden_size)
     experts = getattr(config, "num_experts_per_tok", None) or 1

@@ -1,1 +1,1 @@
-"""What scores a sample: rewards, reference log-probs, critic values. Each number depends on the sample alone."""
+"""Scores of samples: rewards, reference log-probs, critic values. Each number depends on the sample alone."""

@@ -1,7 +1,7 @@
-"""Which blocks of a scorer's KV hold which prompt, so that a prompt's answers run it once between them.
+"""Cache of prompts in a scorer's KV blocks, so that a prompt's answers run it once.
 
-The longest unused prompt goes when its blocks are needed. What is kept is all that was run of a prompt: a prompt that
-only begins alike is another one, so what was scored before decides how much is computed, never in which pieces.
+The least recently used prompt is evicted. Only whole prompts match, so earlier calls decide how much is computed, never
+in which pieces.
 
 Example:
     >>> kept = KeptPrompts(num_blocks=3, block_size=16)
@@ -22,24 +22,24 @@ import numpy as np
 
 from rlhfspec.common.arrays import IntArray
 
-LEAST_TOKENS = 64  # of a prompt that is run apart from its answer: for fewer, a forward more costs what it saves
+LEAST_TOKENS = 64  # a shorter prompt is run with its answer, as an extra forward costs more than it saves
 
 
 class KeptPrompts:
-    """A caller takes blocks, and either keeps a prompt in them or gives them back."""
+    """Cache whose caller takes blocks, then keeps a prompt in them or gives them back."""
 
     def __init__(self, *, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free: list[int] = []
-        self._blocks: dict[bytes, list[int]] = {}  # by the prompt's tokens; the one that was used last stands last
+        self._blocks: dict[bytes, list[int]] = {}  # by the prompt's tokens, the most recently used last
         self.clear()
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def clear(self) -> None:
-        """Forgets every prompt, and that any block was taken."""
+        """Forget every prompt and mark all blocks as free."""
         self._blocks.clear()
         self._free = list(range(self.num_blocks - 1, -1, -1))
 
@@ -54,11 +54,10 @@ class KeptPrompts:
         self._blocks[prompt.tobytes()] = blocks
 
     def count(self, num_tokens: int) -> int:
-        """Blocks for so many tokens."""
         return -(-num_tokens // self.block_size)
 
     def take(self, num_tokens: int) -> list[int]:
-        """Blocks for so many tokens. The prompts that were found or kept last stay, as long as they and it fit."""
+        """Take blocks for `num_tokens` tokens, evicting the least recently used prompts where needed."""
         count = self.count(num_tokens)
         while len(self._free) < count:
             assert self._blocks, f"{count} blocks of {self.num_blocks} are wanted, and the others are taken"
@@ -70,6 +69,6 @@ class KeptPrompts:
         self._free += reversed(blocks)
 
     def slots(self, blocks: list[int]) -> IntArray:
-        """Of every token that the blocks have room for, in order."""
+        """Return the slots of all tokens that fit the blocks, in order."""
         offsets = np.arange(self.block_size, dtype=np.int32)
         return (np.asarray(blocks, np.int32)[:, None] * self.block_size + offsets).ravel()

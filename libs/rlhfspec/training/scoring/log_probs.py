@@ -1,16 +1,11 @@
 """Log-probs of a response under a fixed model, each a pure function of the sample: the reference's part in KL.
 
-The sequence runs through the engine's kernels, whose bits depend on the sequence alone. So a score is the same whenever
-it is asked for, whatever was scored before, in chunks of any size, by any worker, with any number of threads; and where
-the trainer is exactly on-policy and still at version 0, it is the trainer's own number to the bit.
+Sequences run on the engine's kernels, whose bits depend on the sequence alone, not on chunks, workers or threads. So an
+exactly on-policy trainer at version 0 gets the same bits.
 
-On a device a forward of one short sequence mostly reads weights: what waits is run together, in forwards of one shape
-(`engine.forward.constant_shape`), in which a row's bits are its own there too. Where the proof at load finds that they
-are not (mixtures of experts), and on the CPU, which gains nothing, sequences run one by one.
-
-Answers to one prompt run it once: its KV is kept for those that come later (`KeptPrompts`). Run one by one, the prompt
-and the answer are always run apart, so that also where bits depend on the rows of a forward a prompt that was kept and
-one that was not lead to the same number.
+On a device waiting sequences run together in forwards of one shape (`engine.forward.constant_shape`). They run one by
+one on the CPU, and where the proof at load finds that a row's bits depend on others (mixtures of experts). Then prompt
+and answer always run apart, so that a cached prompt and a new one give the same bits.
 
 Example:
     >>> from rlhfspec.tiny import random_model
@@ -40,22 +35,21 @@ from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.training.scoring.kept_prompts import LEAST_TOKENS, KeptPrompts
 
 Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a prompt and of its response
-Scored = list[float] | InvalidRequest | NumericalError  # a number for each token of a response, or why there are none
+Scored = list[float] | InvalidRequest | NumericalError  # a number for each response token, or the error
 
 _BLOCK_SIZE = 16
-_KEPT_CONTEXTS = 8  # room for prompts that are kept, in sequences of the longest kind; the runner says how many bytes
+_KEPT_CONTEXTS = 8  # room for cached prompts, in sequences of the longest kind
 _CHUNK_TOKENS = 512  # rows of one forward: enough for the kernels' full speed
-_AT_ONCE = 64  # sequences that are asked for together: what a worker that dies scored in vain
+_AT_ONCE = 64  # sequences requested together: what a worker that dies scored in vain
 _LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32
 
 
 class LogProbScorer:
-    """Scores under one model that never changes. Calls from several threads wait in line.
+    """Scorer under one model that never changes. Calls from several threads are serialised.
 
-    model: a Hugging Face causal LM; it is swapped in place, so hand over a copy. temperature: of the policy that is
-    trained, log_softmax(logits / temperature). dtype and arithmetic: how the engine that generates keeps and adds up
-    weights (EngineConfig). max_context: tokens of prompt and response. keep_prompts: for answers that share a prompt;
-    where every prompt has one answer, running the two apart costs time and keeping brings nothing.
+    model: a Hugging Face causal LM, modified in place, so pass a copy. temperature: of the trained policy. dtype,
+    arithmetic: the generating engine's (EngineConfig). max_context: tokens of prompt and response. keep_prompts: only
+    useful where several answers share a prompt.
     """
 
     def __init__(
@@ -78,12 +72,11 @@ class LogProbScorer:
         self.at_once = self._rows.at_once
 
     def log_probs(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
-        """Of every response token. Raises NumericalError when the model gives none."""
+        """Return the log-prob of every response token. Raise NumericalError when one is not finite."""
         return one_of(self.log_probs_of([(prompt_token_ids, token_ids)]))
 
     def log_probs_of(self, pairs: Sequence[Pair]) -> list[Scored]:
-        """Of every token of several responses; best `at_once` of them, which run together. What is wrong with one is
-        its own result."""
+        """Return the log-probs of several pairs, ideally `at_once` of them; an error is that pair's own result."""
         return self._rows.numbers_of(pairs, self._read, "reference log-prob")
 
     def _read(self, logits: torch.Tensor, token_ids: IntArray) -> torch.Tensor:
@@ -93,7 +86,7 @@ class LogProbScorer:
 def log_probs_reference(
     model: Any, prompt_token_ids: Sequence[int], token_ids: Sequence[int], temperature: float
 ) -> list[float]:
-    """The same, slow and obvious: plain Hugging Face, one sequence a forward, every row's logits at once."""
+    """Compute the log-probs with plain Hugging Face, one sequence a forward: the slow reference."""
     tokens = torch.tensor([[*prompt_token_ids, *token_ids]])
     with torch.inference_mode():
         logits = model(input_ids=tokens, use_cache=False).logits[0].double() / temperature
@@ -102,7 +95,7 @@ def log_probs_reference(
 
 
 class SequenceRows:
-    """A model on the engine's kernels that gives the output rows which predict a response's tokens."""
+    """Model on the engine's kernels that returns the output rows which predict a response's tokens."""
 
     def __init__(
         self, model: Any, name: str, *, max_context: int, dtype: str, arithmetic: str, device: str, keep_prompts: bool
@@ -145,10 +138,8 @@ class SequenceRows:
     def numbers_of(
         self, pairs: Sequence[Pair], read: Callable[[torch.Tensor, IntArray], torch.Tensor], what: str
     ) -> list[Scored]:
-        """read(output rows [n, width], the tokens [n] that they predict) -> [n], over each of the responses.
-
-        NumericalError for one whose numbers, which are `what`, are none.
-        """
+        """Return read(output rows [n, width], the tokens [n] that they predict) -> [n] for each response. A response
+        with a non-finite number gives NumericalError, in which `what` names the numbers."""
         results: list[Scored] = [[] for _ in pairs]
         asked = []
         for place, pair in enumerate(pairs):
@@ -161,11 +152,11 @@ class SequenceRows:
                 for each, numbers in zip(together, self._run(together, read), strict=True):
                     results[each.place] = finite(numbers, what)
                 if any(isinstance(results[each.place], NumericalError) for each in together):
-                    self._kept.clear()  # nobody knows whose prompt it was
+                    self._kept.clear()  # a failed forward leaves unknown KV
         return results
 
     def _batches(self, asked: list[_Asked]) -> Iterator[list[_Asked]]:
-        """As many at a time as there are blocks for, in order; a prompt that several begin with counts once."""
+        """Yield as many in order as there are blocks for; a shared prompt counts once."""
         together: list[_Asked] = []
         left, prompts = 0, set[bytes]()
         for each in asked:
@@ -183,15 +174,15 @@ class SequenceRows:
             yield together
 
     def _border(self, each: _Asked) -> int:
-        """Where a sequence's own part begins: behind what is kept of its prompt."""
+        """Return where a sequence's own part begins, behind its cached prompt."""
         return each.first if self._keep_prompts and each.first >= LEAST_TOKENS else 0
 
     def _run(
         self, together: list[_Asked], read: Callable[[torch.Tensor, IntArray], torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """Of each, one number a token of its response, on the host."""
+        """Return for each sequence one number per response token, on the host."""
         with ExitStack() as undo:
-            undo.callback(self._kept.clear)  # after an error nobody knows what its blocks hold
+            undo.callback(self._kept.clear)  # after an error the blocks' content is unknown
             owned, pieces = [], list[_Piece]()
             for row, each in enumerate(together):
                 border = self._border(each)
@@ -208,7 +199,7 @@ class SequenceRows:
         return torch.split(numbers, [len(each.tokens) - each.first for each in together])
 
     def _prompt(self, row: int, prompt: IntArray) -> list[_Piece]:
-        """What is to be run of it; then its KV is in the slots that the table says."""
+        """Return the pieces of a prompt to run, and map its slots; afterwards its KV is in these slots."""
         held = self._kept.find(prompt)
         blocks = self._kept.take(len(prompt)) if held is None else held
         self._place(row, 0, blocks)
@@ -218,19 +209,19 @@ class SequenceRows:
         return [_Piece.of(row, prompt, 0, np.full_like(prompt, -1))]
 
     def _cut(self, pieces: list[_Piece]) -> Iterator[_Piece]:
-        """What is run at a time: of one piece, or of all as if they were one, where a row's bits are its own."""
+        """Yield chunks to run: of one piece, or of all together where a row's bits are its own."""
         for piece in [_Piece.joined(pieces)] if self.at_once > 1 else pieces:
             for start in range(0, len(piece.tokens), self._chunk_tokens):
                 yield piece.part(start, start + self._chunk_tokens)
 
     def _place(self, row: int, position: int, blocks: list[int]) -> None:
-        """What stands at `position` and behind it goes into these blocks."""
+        """Map positions from `position` on to these blocks."""
         slots = self._kept.slots(blocks)[: self._slot_table.shape[1] - position]
         self._slot_table[row, position : position + len(slots)] = slots
 
     def _checked(self, prompt: Sequence[int], response: Sequence[int]) -> tuple[IntArray, IntArray, int]:
-        """The tokens that are run (the last one of the response predicts nothing), what each predicts, and from where
-        on that is read: the prompt's last token, which is run with its answer. Before it, -1."""
+        """Return the tokens to run, each token's target, and the first place to read: the prompt's last token. The
+        response's last token predicts nothing; before the first place targets are -1."""
         if not prompt or not response:
             raise InvalidRequest("token_ids", [list(prompt), list(response)], "prompt and response must not be empty")
         size = len(prompt) + len(response)
@@ -245,7 +236,7 @@ class SequenceRows:
         return tokens[:-1], targets, first
 
     def _forward(self, piece: _Piece) -> tuple[torch.Tensor, IntArray] | None:
-        """Output rows, and the tokens that they predict; None where nothing is read."""
+        """Return output rows and the tokens that they predict, or None where nothing is read."""
         meta = AttentionMeta(
             slots=self._slot_table[piece.rows, piece.positions],
             table_rows=piece.rows,
@@ -260,15 +251,15 @@ class SequenceRows:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    place: int  # among what was asked for
-    tokens: IntArray  # that are run
-    targets: IntArray  # and what each predicts
-    first: int  # whose prediction is read
+    place: int  # index among the requests
+    tokens: IntArray  # to run
+    targets: IntArray  # and the token that each predicts
+    first: int  # the first whose prediction is read
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Tokens that are run one behind the other."""
+    """Tokens that run one behind the other."""
 
     tokens: IntArray
     positions: IntArray
@@ -277,7 +268,6 @@ class _Piece:
 
     @classmethod
     def of(cls, row: int, tokens: IntArray, start: int, targets: IntArray) -> _Piece:
-        """A sequence from `start` on."""
         positions = np.arange(start, len(tokens), dtype=np.int32)
         return cls(tokens[start:], positions, np.full_like(positions, row), targets[start:])
 
@@ -294,7 +284,7 @@ class _Piece:
 
 
 def one_of(scored: list[Scored]) -> list[float]:
-    """The only one. Raises what is wrong with it."""
+    """Return the only result, or raise its error."""
     [numbers] = scored
     if not isinstance(numbers, list):
         raise numbers
@@ -302,7 +292,7 @@ def one_of(scored: list[Scored]) -> list[float]:
 
 
 def finite(numbers: torch.Tensor, what: str) -> list[float] | NumericalError:
-    """The numbers [t], unless one is none."""
+    """Return the numbers [t], or NumericalError if one is not finite."""
     wrong = (~numbers.isfinite()).nonzero().flatten().tolist()
     if wrong:
         return NumericalError(f"{what}: {numbers[wrong[0]].item()} at response token {wrong[0]}")

@@ -1,7 +1,6 @@
 """The critic's values of a response, each a pure function of the sample and the critic's weights.
 
-The critic runs on the engine's kernels as a model whose head has one output, so what `log_probs` promises holds here
-too: no batch, chunk, worker or number of threads changes a bit, and on a device what waits is run together.
+The critic runs on the engine's kernels as a model with one output, with the guarantees of `log_probs`.
 
 Example:
     >>> from rlhfspec.training.modeling.loading import prepared
@@ -29,10 +28,7 @@ from rlhfspec.training.scoring.log_probs import Pair, Scored, SequenceRows, one_
 
 
 class ValueScorer:
-    """Scores under the critic's present weights. Calls from several threads wait in line.
-
-    The critic itself is left alone; the scorer keeps weights of its own. max_context, keep_prompts: as LogProbScorer.
-    """
+    """Scorer under the critic's current weights, of which it keeps a copy; calls of several threads are serialised."""
 
     def __init__(
         self,
@@ -54,15 +50,15 @@ class ValueScorer:
         self.at_once = self._rows.at_once
 
     def values(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
-        """Of the state before every response token. Raises NumericalError when the critic gives none."""
+        """Return the value of the state before every response token. Raise NumericalError when one is not finite."""
         return one_of(self.values_of([(prompt_token_ids, token_ids)]))
 
     def values_of(self, pairs: Sequence[Pair]) -> list[Scored]:
-        """Of several; best `at_once` of them, which run together. What is wrong with one is its own result."""
+        """Return the values of several pairs, ideally `at_once` of them; an error is that pair's own result."""
         return self._rows.numbers_of(pairs, lambda output, _: output[:, 0], "critic value")
 
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> None:
-        """The trained critic's `state_dict()`. Versions never go back."""
+        """Load the trained critic's `state_dict()`. The version must not decrease."""
         if version < self.version:
             raise WeightsVersionError(version, self.version, "the critic's weights are older than the loaded ones")
         self._rows.load_weights(state_dict)
@@ -71,15 +67,13 @@ class ValueScorer:
 
 @torch.inference_mode()
 def values_reference(critic: Critic, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
-    """The same, slow and obvious: the critic as the trainer runs it, one sequence a forward."""
+    """Compute the values with the trainer's critic, one sequence a forward: the slow reference."""
     return critic(pack_sequences([prompt_token_ids], [token_ids])).tolist()  # type: ignore[no-any-return]
 
 
 class ScoredCritic(nn.Module):
-    """A copy of the critic that is called as a causal LM is: its logits are the value, and nothing is done to them.
-
-    The head is random: what the engine proves when it takes a model up, a head of zeros would not show.
-    """
+    """Copy of the critic called as a causal LM: its logits are the value. The head is random, as the proof at load
+    would miss errors behind a head of zeros."""
 
     def __init__(self, critic: Critic) -> None:
         super().__init__()
@@ -90,7 +84,6 @@ class ScoredCritic(nn.Module):
 
     @property
     def only_head(self) -> nn.Module:
-        """All that stands behind the trunk."""
         return self.score
 
     def forward(self, input_ids: torch.Tensor, **keywords: Any) -> CausalLMOutput:

@@ -1,4 +1,4 @@
-"""Deadlines, retries and how many calls run at a time: the same for every kind of source."""
+"""Deadlines, retries and concurrency of calls, the same for every kind of source."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from rlhfspec.training.scoring.rewards.base import CallFailed, Reward, Rewarder
 
 FIRST_DELAY_SECONDS = 0.5
 MAX_DELAY_SECONDS = 30.0
-# An endpoint that asks for a longer pause is down as far as a training step is concerned.
+# An endpoint that asks for a longer pause counts as down.
 MAX_RETRY_AFTER_SECONDS = 60.0
 Sleep = Callable[[float], Awaitable[None]]
-Told = Callable[[str, str], None]  # a source's name, and what is wrong with its last call; nothing: it answered
-During = Callable[[str], AbstractContextManager[object]]  # entered where a call really runs, told what it does
+Told = Callable[[str, str], None]  # a source's name, and the error of its last call or ""
+During = Callable[[str], AbstractContextManager[object]]  # entered around each call, with what it does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of a source: calls at a time, seconds of one call, and retries after the first call."""
-
     concurrency: int
     timeout_seconds: float
     retries: int
@@ -40,7 +38,7 @@ class Attempts:
         self._slots = asyncio.Semaphore(limits.concurrency)
 
     async def rewards(self, samples: Sequence[Sample], during: During, told: Told) -> list[Reward] | CallFailed:
-        """Return rewards or the failure, whose meaning for the job is decided once every source has answered."""
+        """Return rewards, or the last failure."""
         attempt = 1
         while True:
             result = await self._call(samples, during)
@@ -55,7 +53,7 @@ class Attempts:
             attempt += 1
 
     async def _call(self, samples: Sequence[Sample], during: During) -> list[Reward] | CallFailed:
-        """Make one call. Its slot is free again while a failed call waits for its next attempt."""
+        """Make one call; its slot is free while a failed call waits for its next attempt."""
         timeout_seconds = self._limits.timeout_seconds
         async with self._slots:
             try:
@@ -69,7 +67,7 @@ class Attempts:
 
 
 def delay_seconds(source: str, sample_id: str, attempt: int) -> float:
-    """Return a delay that doubles with every attempt, spread by sample so that calls which failed together retry apart.
+    """Return a delay that doubles with every attempt, spread by sample so that failed calls retry apart.
 
     Example:
         >>> [round(delay_seconds("judge", "sums/1/0/0", attempt), 2) for attempt in (1, 2, 3)]

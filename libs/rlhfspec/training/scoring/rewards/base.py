@@ -1,4 +1,4 @@
-"""What a reward source promises, and what counts as a reward."""
+"""Interface of reward sources, and the definition of a valid reward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhfspec.messages.records import Sample
 
 
 class CallFailed(RLHFSpecError):
-    """One call of a source gave no rewards. Temporary failures are tried again, after `wait_seconds` at least."""
+    """Error of one call of a source; temporary ones are retried after at least `wait_seconds`."""
 
     def __init__(
         self, problem: str, *, temporary: bool, wait_seconds: float = 0.0, cause: BaseException | None = None
@@ -26,24 +26,21 @@ class CallFailed(RLHFSpecError):
         super().__init__(problem)
 
 
-Reward = float | CallFailed  # failure is a value where others' rewards go on
-Around = Callable[[], AbstractContextManager[object]]  # to be entered where a call really runs, in whatever thread
+Reward = float | CallFailed  # a failure as a value, where other samples' rewards go on
+Around = Callable[[], AbstractContextManager[object]]  # entered around each call, in the thread that runs it
 
 
 class Rewarder(Protocol):
-    """One way to get rewards. The caller sets deadline, retries and how many calls run at a time.
-
-    A reward depends on the sample alone, or on its prompt group when `grouped`: never on when or with what else
-    it was asked for.
-    """
+    """Reward source. The caller sets deadline, retries and concurrency. A reward must depend on the sample alone, or on
+    its prompt group when `grouped`, never on timing or batching."""
 
     @property
     def grouped(self) -> bool:
-        """True: `rewards` gets all samples of one prompt, sorted. False: one sample."""
+        """Return whether `rewards` takes all samples of one prompt, sorted, instead of one sample."""
         ...
 
     async def start(self) -> None:
-        """Load a model, so that the first call is as fast as the others."""
+        """Load a model, so that the first call is fast."""
         ...
 
     async def rewards(self, samples: Sequence[Sample], around: Around = nullcontext) -> list[Reward]:
@@ -54,7 +51,7 @@ class Rewarder(Protocol):
 
 
 def number(value: Any, of: str) -> float:
-    """Return a finite float. Scalars of Python, numpy and torch are numbers, and so are bools.
+    """Return a finite float from a bool or a scalar of Python, numpy or torch; raise CallFailed otherwise.
 
     Example:
         >>> number(True, "the reward"), number(3, "the reward")
@@ -78,7 +75,7 @@ def number(value: Any, of: str) -> float:
 
 
 def numbers_of(values: Any, samples: Sequence[Sample]) -> list[Reward]:
-    """Return a number a sample from the result of a batched function."""
+    """Return one number per sample from the result of a batched function."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     if not isinstance(values, (list, tuple)):
@@ -110,7 +107,7 @@ def describe(value: object) -> str:
 
 
 def columns_of(sample: Sample) -> dict[str, Any]:
-    """Return the data row's other columns, fresh for every call, so that functions cannot change each other's."""
+    """Return the data row's other columns as a new dictionary, so that functions cannot change each other's."""
     columns: dict[str, Any] = json.loads(sample.columns_json)
     return columns
 

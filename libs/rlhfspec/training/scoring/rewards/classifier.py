@@ -1,11 +1,8 @@
-"""A Hugging Face sequence classifier that spares what it can.
+"""A Hugging Face sequence classifier that shares prompts and batches.
 
-On the CPU it runs a prompt once for its answers, where its class can go on behind a cache. Prompt and answer are then
-always run apart, so that a prompt that was kept and one that was not lead to the same bits. A class that cannot (it
-looks ahead, or knows no cache) runs every sample as one sequence, and it is said once.
-
-On a device a forward of one short sequence mostly reads weights: sequences that wait are run together, padded on the
-right. Both are tried when the model is loaded.
+On the CPU a prompt runs once for its answers, always apart from them, so that a cached prompt gives the same bits as a
+new one. Classes without a usable cache run every sample as one sequence, and a log line says so. On a device, waiting
+sequences run together, padded on the right. Both are checked when the model is loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ log = logging.getLogger(__name__)
 KEPT_BYTES = 1 << 30
 BATCH_TOKENS = 1 << 14  # of one forward on a device, padding included
 _PROBE_TOKENS, _PROBE_PROMPT, _NUM_PROBES = 24, 16, 3
-# Of the largest output; a cache or a mask that is not seen, or only in part, changes far more.
+# Relative to the largest output; an ignored cache or mask changes far more.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 _Asked = tuple[list[int], Future[torch.Tensor]]
 _ANEW = "its prompt anew, for the model cannot go on behind one"
@@ -36,7 +33,7 @@ _ALONE = "alone, for the model does not see that shorter ones beside it are padd
 
 
 class Classifier:
-    """Calls may come from several threads: two that want the same new prompt at once both run it."""
+    """Classifier that several threads may call; two that need the same new prompt at once both run it."""
 
     def __init__(self, model: Any, *, keep_prompts: bool, name: str, most_bytes: int = KEPT_BYTES) -> None:
         self.limit: int | None = getattr(model.config, "max_position_embeddings", None)
@@ -45,7 +42,7 @@ class Classifier:
         self._pad = getattr(model.config, "pad_token_id", None)
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
-        self._caches: dict[tuple[int, ...], Any] = {}  # by the prompt; the one that was used last stands last
+        self._caches: dict[tuple[int, ...], Any] = {}  # by prompt, the most recently used last
         on_cpu = self._device.type == "cpu"
         self._keeps_prompts = keep_prompts and on_cpu and self._can(self._kept, name, _ANEW)
         batches = not on_cpu and self._pad is not None and self._can(self._together, name, _ALONE)
@@ -53,7 +50,7 @@ class Classifier:
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], num_shared: int) -> torch.Tensor:
-        """[labels]. num_shared: so many of the tokens stand in front of every answer to this prompt."""
+        """Return logits [labels]. num_shared: number of leading tokens that all answers to this prompt share."""
         if self._batches is not None:
             return self._batches.ask(list(token_ids))
         prompt, answer = tuple(token_ids[:num_shared]), list(token_ids[num_shared:])
@@ -74,17 +71,17 @@ class Classifier:
 
     @torch.inference_mode()
     def _together(self, sequences: list[list[int]]) -> torch.Tensor:
-        """[sequences, labels], in one forward."""
+        """Run sequences in one forward: -> [sequences, labels]."""
         longest = max(map(len, sequences))
         padded = [[*each, *[self._pad or 0] * (longest - len(each))] for each in sequences]
         mask = [[1] * len(each) + [0] * (longest - len(each)) for each in sequences]
         return self._model(self._rows(padded), attention_mask=self._rows(mask)).logits.cpu()  # type: ignore[no-any-return]
 
     def _behind(self, prompt: tuple[int, ...], answer: list[int]) -> torch.Tensor:
-        """Whatever fails, nothing is kept."""
+        """Run an answer behind its prompt's cache; after an error nothing is cached."""
         with ExitStack() as undo:
             undo.callback(self.clear)
-            cache = copy.deepcopy(self._cache(prompt))  # what an answer adds is not the prompt's
+            cache = copy.deepcopy(self._cache(prompt))  # the answer extends the cache
             logits = self._model(self._rows([answer]), past_key_values=cache, use_cache=True).logits[0]
             undo.pop_all()
         return logits  # type: ignore[no-any-return]
@@ -109,7 +106,7 @@ class Classifier:
 
     @torch.inference_mode()
     def _why_not(self, outputs: Callable[[list[list[int]]], torch.Tensor]) -> str:
-        """Tried, since a class may take a cache or a mask and ignore it."""
+        """Try the class with a cache or mask, which it may ignore; return the problem, or ""."""
         random = torch.Generator().manual_seed(0)
         num_ids = int(self._model.get_input_embeddings().num_embeddings)
         drawn = torch.randint(num_ids, (_NUM_PROBES, _PROBE_TOKENS), generator=random).tolist()
@@ -129,7 +126,7 @@ class Classifier:
 
 
 class Batches:
-    """What several threads ask for at a time, run together in the order in which they asked.
+    """Batcher of sequences from several threads, in the order of their calls.
 
     run: sequences -> [sequences, ...], of at most `most_tokens` with the padding, or of one sequence.
 
@@ -144,10 +141,10 @@ class Batches:
         self._waiting: deque[_Asked] = deque()
 
     def ask(self, token_ids: list[int]) -> torch.Tensor:
-        """Return the row of this sequence. What fails together is run alone, so that an error is its own sequence's."""
+        """Return the row of this sequence. A failed batch runs again one by one, so that errors stay apart."""
         mine = (token_ids, Future[torch.Tensor]())
         self._waiting.append(mine)
-        with self._running:  # the thread that gets it runs the others' too, which then find their answers
+        with self._running:  # the holder runs the other threads' sequences too
             if not mine[1].done():
                 self._waiting.remove(mine)
                 self._run_with(mine)

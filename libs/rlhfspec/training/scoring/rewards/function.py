@@ -17,7 +17,7 @@ Function = Callable[..., Any]
 
 
 class FunctionRewards:
-    """Calls `function` with the keyword arguments its signature asks for (docs/rewards.md).
+    """Source that calls `function` with the keyword arguments its signature asks for (docs/rewards.md).
 
     Example:
         >>> def exact(completion: str, answer: str) -> float:
@@ -38,7 +38,7 @@ class FunctionRewards:
 
     @property
     def wanted_columns(self) -> list[str]:
-        """Columns that a data row must have."""
+        """Return the columns that a data row must have."""
         given = self._given_names
         return [p.name for p in self._parameters if p.name not in given and p.default is inspect.Parameter.empty]
 
@@ -48,10 +48,8 @@ class FunctionRewards:
         return (*texts, "finish_reason")
 
     def check_columns(self, columns: Mapping[str, str]) -> None:
-        """Every argument without a default must be given: by the sample or by a column that every row has.
-
-        columns: by name, where it is missing first; empty where it is always there.
-        """
+        """Raise InvalidRequest unless the sample or a column of every row gives each argument without a default.
+        columns: by name, the first place where it is missing, or empty."""
         for name in self.wanted_columns:
             if columns.get(name):
                 problem = f"the function needs this column, and {columns[name]} of the data lacks it: fill it in, or "
@@ -73,7 +71,7 @@ class FunctionRewards:
         outcome = await self._call(arguments, around)
         if outcome.error is not None:
             error = outcome.error
-            said = f": {error}" if str(error) else ""  # a MemoryError says nothing
+            said = f": {error}" if str(error) else ""  # str(MemoryError()) is empty
             raise CallFailed(f"it raised {type(error).__name__}{said}", temporary=True, cause=error)
         return numbers_of(outcome.value, samples) if self.grouped else [number(outcome.value, "what it returned")]
 
@@ -112,7 +110,7 @@ class FunctionRewards:
 
 
 def _parameters(function: Function, field: str) -> tuple[list[inspect.Parameter], bool]:
-    """Those that are given by name, and whether the function takes any other (`**columns`)."""
+    """Return the parameters passed by name, and whether the function takes others (`**columns`)."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""From `module:function` to the function. A file beside the job wins over installed modules."""
+"""Import of `module:function`. A file beside the job wins over installed modules."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rlhfspec.errors import InvalidRequest, did_you_mean
 from rlhfspec.training.scoring.rewards.user_code import in_daemon_thread
 
 IMPORT_SECONDS = 60.0  # reward code may import large libraries on a slow disk
-WARN_AFTER_SECONDS = 5.0  # then a warning says what it waits for
+WARN_AFTER_SECONDS = 5.0  # then a warning names the import
 log = logging.getLogger(__name__)
 
 
 def load_function(reference: str, base_folder: Path, *, field: str) -> Callable[..., Any]:
-    """The function, or an InvalidRequest that says what is missing and what is nearest.
+    """Return the function, or raise InvalidRequest with the nearest name.
 
     Example:
         >>> load_function("math:sqtr", Path("."), field="function")
@@ -45,7 +45,7 @@ def load_function(reference: str, base_folder: Path, *, field: str) -> Callable[
 
 
 def _module(name: str, base_folder: Path, reference: str, field: str) -> ModuleType:
-    """Imports run a user's code: in a thread, with a deadline, and whatever they raise becomes one clear error."""
+    """Import user code in a thread with a deadline; everything it raises becomes InvalidRequest."""
     future = in_daemon_thread(lambda: _import(name, base_folder.absolute()))
     if not wait([future], timeout=min(WARN_AFTER_SECONDS, IMPORT_SECONDS)).done:
         log.warning("%s: importing %r takes long; it is given up after %g s", field, name, IMPORT_SECONDS)
@@ -76,7 +76,7 @@ def _import(name: str, base_folder: Path) -> ModuleType:
 
 
 def _import_file(name: str, path: Path) -> ModuleType:
-    """Under a name of its own: `rewards.py` of one job is not `rewards.py` of another, nor an installed module."""
+    """Import a file under a private name, so that `rewards.py` of two jobs, or an installed module, never mix."""
     fingerprint = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:16]
     private = f"_rlhfspec_job_{fingerprint}_{name}"
     if private in sys.modules:
@@ -95,7 +95,7 @@ def _import_file(name: str, path: Path) -> ModuleType:
 
 @contextmanager
 def _found_first(folder: Path) -> Iterator[None]:
-    """Modules beside the job file may import each other, while they are imported; nobody else sees the folder."""
+    """Put the job file's folder first on the path during an import, so that modules there may import each other."""
     importlib.invalidate_caches()
     sys.path.insert(0, str(folder))
     try:

@@ -20,12 +20,8 @@ if TYPE_CHECKING:
 
 
 class ModelRewards:
-    """On the CPU each sequence is scored alone: batching would let its neighbours' lengths change its last bits. On a
-    device, whose bits depend on the rows of a forward, those that wait are scored together (`Classifier`).
-
-    keep_prompts: answers to one prompt run it once, where the model's class allows it (`Classifier`).
-    Runs with the process's number of threads. torch is imported when the model is loaded.
-    """
+    """Rewards of one label. On the CPU each sequence runs alone, so that its bits do not depend on the batch. On a
+    device, waiting sequences are batched. keep_prompts: answers to one prompt run it once, where the class can."""
 
     grouped = False
 
@@ -92,7 +88,7 @@ class ModelRewards:
         return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
 
     def load(self) -> tuple[Classifier, Any]:
-        """Model and tokenizer. InvalidRequest for what is no reward model."""
+        """Load model and tokenizer. Raise InvalidRequest for a model that gives no rewards."""
         with self._lock:
             if self._loaded is None:
                 self._loaded = self._read()
@@ -114,7 +110,7 @@ class ModelRewards:
         except LOAD_ERRORS as error:
             problem = f"is no sequence-classification model with a tokenizer: {first_line(error)}"
             raise InvalidRequest(f"{self._field}.path", self._path, problem) from error
-        if missing := sorted(report["missing_keys"]):  # transformers would draw them at random
+        if missing := sorted(report["missing_keys"]):  # transformers would initialise them at random
             problem = f"has no trained classification head: {', '.join(missing)} missing"
             raise InvalidRequest(f"{self._field}.path", self._path, problem)
         self._check_label(model.config.num_labels)
@@ -134,7 +130,7 @@ class ModelRewards:
 
 
 def _num_alike(token_ids: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens are the same at the beginning: where words meet, a tokenizer may join them.
+    """Return the number of equal leading tokens; a tokenizer may join words where prompt and answer meet.
 
     >>> _num_alike([5, 6, 7, 8], [5, 6, 9])
     2

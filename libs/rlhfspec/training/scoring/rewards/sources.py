@@ -27,12 +27,11 @@ AnySource = FunctionSource | ModelSource | HttpSource
 
 
 class RewardSources:
-    """Scores samples with every source of the job at once. One object may serve several workers of one event loop.
-    Making it imports functions and loads models, so their errors come before a run begins.
+    """Scorer of samples with every source of the job at once. One object may serve several workers of one event loop.
 
-    A failing source ends the job (`RewardError`) or leaves the sample out (a score with `error`), as its `onError`
-    says. It never counts as zero. device: of reward models. keep_prompts: where prompts have several answers, a model
-    runs each once for them.
+    Construction imports functions and loads models. A failing source ends the job (`RewardError`) or gives a score with
+    `error`, as its `onError` says; it never counts as zero. keep_prompts: a model runs each prompt once for its
+    answers.
 
     Example:
         >>> import tempfile
@@ -61,8 +60,8 @@ class RewardSources:
         ]
         self.names = _names(rewards.sources)
         self._how = rewards.combine
-        self._told_step = 0  # the last step of which a dropped sample was told
-        self._failing: dict[str, str] = {}  # by source: what is wrong with its last call
+        self._told_step = 0  # the last step with a logged failure
+        self._failing: dict[str, str] = {}  # by source: error of its last call
         self._weights = [source.weight for source in rewards.sources]
         self._drops = [source.on_error == "drop" for source in rewards.sources]
         limits = [_limits(source, device) for source in rewards.sources]
@@ -73,17 +72,16 @@ class RewardSources:
 
     @property
     def grouping(self) -> Literal["sample", "group"]:
-        """Return "group" where a source wants all samples of a prompt: `score_many` is called once they are there."""
+        """Return "group" where a source needs all samples of a prompt in one call of `score_many`."""
         return "group" if any(attempts.source.grouped for attempts in self._attempts) else "sample"
 
     def check_columns(self, columns: Mapping[str, str]) -> None:
-        """Check that the data's columns (`Prompts.columns`) have every function's arguments."""
+        """Raise InvalidRequest unless the data's columns (`Prompts.columns`) provide every function's arguments."""
         for attempts in self._attempts:
             if isinstance(attempts.source, FunctionRewards):
                 attempts.source.check_columns(columns)
 
     async def start(self) -> None:
-        """Load models before the first sample."""
         await asyncio.gather(*(attempts.source.start() for attempts in self._attempts))
 
     async def close(self) -> None:
@@ -95,12 +93,9 @@ class RewardSources:
         during: During = lambda what: nullcontext(),
         in_trouble: Callable[[str], None] = lambda what: None,
     ) -> list[Score]:
-        """Score all samples of one prompt, or of any prompts when `grouping` is "sample". Scores are in id order.
-
-        Samples that were not generated are not scored: their scores carry the generator's error. `during`: is around
-        every call of a source, told which sample (of a group, the first) and which source. `in_trouble`: called with
-        what fails whenever that changes, at the first failed call; empty: all answer again.
-        """
+        """Score all samples of one prompt, or any samples when `grouping` is "sample". Scores are in id order. Samples
+        whose generation failed get a score with the generator's error. `during`: entered around every call of a source,
+        with the (first) sample and source. `in_trouble`: called with the failing sources when they change."""
         ordered = sorted(samples, key=lambda sample: sample.sort_key)
         assert self.grouping == "sample" or len({sample.group_id for sample in ordered}) <= 1, "one group at a time"
         usable = [sample for sample in ordered if sample.finish_reason != "error"]
@@ -142,14 +137,14 @@ class RewardSources:
         return problem != before
 
     def _tell(self, sample: Sample, error: str) -> None:
-        """Log the first dropped sample of a step only: a source that is down fails for all of them."""
+        """Log only the first dropped sample of a step: a source that is down fails for all of them."""
         if sample.step != self._told_step:
             self._told_step = sample.step
             log.warning("sample %s is left out: %s (num_dropped counts others of the step)", sample.id, error)
 
 
 async def _from(attempts: Attempts, samples: Sequence[Sample], during: During, told: Told) -> list[Reward]:
-    """Return one result a sample. A failure of a group is one of each of its samples."""
+    """Return one result per sample; a failure of a group counts for each of its samples."""
     groups = [list(samples)] if attempts.source.grouped else [[sample] for sample in samples]
     results = await asyncio.gather(*(attempts.rewards(group, during, told) for group in groups))
     flat: list[Reward] = []
@@ -183,7 +178,7 @@ def _not_generated(sample: Sample) -> Score:
 
 
 def _limits(source: AnySource, device: str) -> Limits:
-    """Return the limits of a source. A model on a device runs waiting calls together, so that more of them may wait."""
+    """Return the limits of a source; a model on a device batches waiting calls, so more of them may wait."""
     concurrency = source.concurrency
     if isinstance(source, ModelSource) and device != "cpu" and "concurrency" not in source.model_fields_set:
         concurrency = ON_DEVICE_CONCURRENCY
@@ -222,7 +217,7 @@ def _function(source: FunctionSource, base_folder: Path, field: str) -> Function
 
 
 def check_functions(rewards: Rewards, base_folder: Path, columns: Mapping[str, str] | None) -> None:
-    """Check before a run that every function can be imported, and called with these columns where they are known."""
+    """Raise InvalidRequest unless every function can be imported, and called with these columns if given."""
     for index, source in enumerate(rewards.sources):
         if isinstance(source, FunctionSource):
             function = _function(source, base_folder, f"spec.rewards.sources[{index}]")
@@ -231,7 +226,7 @@ def check_functions(rewards: Rewards, base_folder: Path, columns: Mapping[str, s
 
 
 def _names(sources: Sequence[AnySource]) -> list[str]:
-    """Return names: given, which the job's rules hold apart, or derived, with a number where one is taken."""
+    """Return the sources' names, given or derived; a derived name gets a number where it is taken."""
     given = [source.name for source in sources if source.name is not None]
     names: list[str] = []
     for source in sources:
@@ -246,7 +241,7 @@ def _derived(source: AnySource) -> str:
             return source.function.rpartition(":")[2]
         case ModelSource():
             return PurePosixPath(source.path).name or source.path
-        case HttpSource():  # never what may hold a secret: user, password, query
+        case HttpSource():  # never user, password or query, which may hold a secret
             parts = urlsplit(source.url)
             return f"{parts.hostname or ''}{parts.path}".rstrip("/")
 

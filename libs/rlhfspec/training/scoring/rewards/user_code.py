@@ -1,7 +1,4 @@
-"""User code runs in daemon threads: a function that never returns may be left behind and keeps no process alive.
-
-What it returns or raises comes back as a value, so that no exception of a user's is ever lost or unwinds our own code.
-"""
+"""User code in daemon threads: a function that never returns keeps no process alive, and exceptions become values."""
 
 from __future__ import annotations
 
@@ -14,24 +11,24 @@ from dataclasses import dataclass
 from typing import Any
 
 PING_SECONDS = 0.1  # part of a call's deadline
-_IDLE_SECONDS = 1.0  # so long a thread waits for another call: starting one costs more than most rewards
+_IDLE_SECONDS = 1.0  # before an idle thread ends; starting one costs more than most rewards
 
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """What became of a call: `error` when it raised, else `value`."""
+    """Result of a call: `error` when it raised, else `value`."""
 
     value: Any = None
     error: BaseException | None = None
 
 
 _Jobs = queue.SimpleQueue[tuple[Callable[[], object], Future[CallResult]]]
-_idle: list[_Jobs] = []  # of threads that have nothing to do; the last to become idle is the first to be used
+_idle: list[_Jobs] = []  # of idle threads, the last used first
 _idle_lock = threading.Lock()
 
 
 def in_daemon_thread(function: Callable[[], object]) -> Future[CallResult]:
-    """Starts at once, in a thread that does nothing else: one that hangs is used for no other call.
+    """Run the function at once in a daemon thread, which no other call uses until it returns.
 
     Example:
         >>> in_daemon_thread(lambda: 6 * 7).result(timeout=10.0)
@@ -40,7 +37,7 @@ def in_daemon_thread(function: Callable[[], object]) -> Future[CallResult]:
         ValueError("invalid literal for int() with base 10: 'x'")
     """
     future: Future[CallResult] = Future()
-    future.set_running_or_notify_cancel()  # a caller that gives up cannot cancel it, and the thread may still end it
+    future.set_running_or_notify_cancel()  # the caller cannot cancel it, so the thread may set its result
     with _idle_lock:
         jobs = _idle.pop() if _idle else None
     if jobs is None:
@@ -64,7 +61,7 @@ def _work(jobs: _Jobs) -> None:
 
 
 def _next(jobs: _Jobs) -> tuple[Callable[[], object], Future[CallResult]] | None:
-    """None: nobody needs this thread any more."""
+    """Return the next call, or None when the thread has been idle for too long."""
     try:
         return jobs.get(timeout=_IDLE_SECONDS)
     except queue.Empty:
@@ -72,11 +69,11 @@ def _next(jobs: _Jobs) -> tuple[Callable[[], object], Future[CallResult]] | None
             if jobs in _idle:
                 _idle.remove(jobs)
                 return None
-        return jobs.get()  # taken from the list a moment ago: the call is on its way
+        return jobs.get()  # removed from the list meanwhile: the call is on its way
 
 
 class LoopThread:
-    """One event loop in a daemon thread, for async user code: what it keeps between calls (a client) stays usable."""
+    """One event loop in a daemon thread for async user code, so that clients stay usable between calls."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -91,7 +88,7 @@ class LoopThread:
             raise
 
     async def _responsive_loop(self) -> asyncio.AbstractEventLoop:
-        """The loop there is, unless a call that never awaits has blocked it."""
+        """Return the current loop, or a new one if a call that never awaits has blocked it."""
         if self._loop is not None and self._gave_up and not await _answers(self._loop):
             await self.close()
         self._gave_up = False
@@ -102,14 +99,14 @@ class LoopThread:
         return self._loop
 
     async def close(self) -> None:
-        """The loop ends as soon as it may; nobody waits for a call that blocks it."""
+        """Stop the loop without waiting for a call that blocks it."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
 
 
 def _serve(runner: asyncio.Runner) -> None:
-    with runner:  # at its end it cancels what is left and closes the loop
+    with runner:  # cancels the remaining tasks and closes the loop
         runner.get_loop().run_forever()
 
 
