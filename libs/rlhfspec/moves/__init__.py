@@ -1,1 +1,1 @@
-"""In-flight sequences move between generators: how (migration), and which and when (rebalancing)."""
+"""Moves of in-flight sequences between generators: how (migration), and which and when (rebalancing)."""

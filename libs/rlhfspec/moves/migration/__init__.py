@@ -1,1 +1,1 @@
-"""In-flight sequences go from one generator to another, with their KV, while both run (docs/moves.md)."""
+"""Migration of in-flight sequences with their KV cache between running generators (docs/moves.md)."""

@@ -1,5 +1,4 @@
-"""What a mover is given: its peers, how to reach them, and what keeps prompts in progress. Contracts, and the error of
-both."""
+"""Contracts that a mover depends on: its peers, the control channel, and the custody of prompts in progress."""
 
 from __future__ import annotations
 
@@ -9,12 +8,12 @@ from typing import Protocol
 from rlhfspec.errors import RLHFSpecError
 from rlhfspec.telemetry.base import SampleProgress
 
-TELL_SECONDS = 6.0  # for a reply: the link's wait, and a step or two of the engine there
+TELL_SECONDS = 6.0  # for a reply: the link's timeout plus one or two engine steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Another generator, as its `WorkerInfo` tells: `address` is its `moves_address`, `incarnation` its id."""
+    """Another generator, from its `WorkerInfo`: `address` is its `moves_address`, `incarnation` its id."""
 
     name: str
     address: str
@@ -22,7 +21,7 @@ class Peer:
 
 
 class NoReply(RLHFSpecError):
-    """A question that was not answered in time: it may have been heard."""
+    """Raised when a question was not answered in time. The peer may still have received it."""
 
     def __init__(self, address: str, problem: str) -> None:
         self.address = address
@@ -32,33 +31,31 @@ class NoReply(RLHFSpecError):
 
 class MoveControl(Protocol):
     async def ask(self, peer: Peer, message: bytes, *, timeout: float = TELL_SECONDS) -> bytes:
-        """The reply. Raises NoReply for whatever keeps it from coming."""
+        """Return the peer's reply. Raises NoReply on any failure."""
         ...
 
 
 class Custody(Protocol):
-    """The generator service: its prompts in progress, each with what it is acknowledged with. Called in the event loop.
-
-    A sample that the engine runs has its prompt in custody, always: it is taken before the engine has it, and given
-    after the engine let go of it.
-    """
+    """Prompts in progress of the generator service, with their ack tokens. Call it in the event loop. Invariant: every
+    sample in the engine has its prompt in custody. It is taken before the import and given after the release."""
 
     def prompt_of(self, sample_id: str) -> tuple[bytes, str] | None:
-        """Its record, as bytes of your own making, and its ack token; None: it is not here."""
+        """Return the prompt's record as bytes and its ack token, or None if it is not here."""
         ...
 
     async def taken(self, sample_id: str, prompt: bytes, token: str) -> None:
-        """Keep it in progress from now on. Raises MalformedRecord, or another RLHFSpecError, for what cannot be."""
+        """Keep the prompt in progress from now on. Raises MalformedRecord or another RLHFSpecError if it cannot be
+        kept."""
         ...
 
     def arrived(self, sample_id: str, progress: SampleProgress) -> None:
-        """What was taken goes on here, from there on."""
+        """Note that a taken sample continues here from `progress`."""
         ...
 
     def given(self, sample_id: str, progress: SampleProgress | None) -> None:
-        """Another one keeps it in progress: forget it without ack or nak. None: it was taken and could not arrive."""
+        """Forget a prompt that another process keeps, without ack or nak. `progress` is None if the import failed."""
         ...
 
     def forgotten(self, sample_id: str, progress: SampleProgress) -> None:
-        """It is nowhere here, and perhaps nowhere: forget it without a word; if need be it is delivered again."""
+        """Forget a prompt that may run nowhere, without ack or nak. It is redelivered if necessary."""
         ...

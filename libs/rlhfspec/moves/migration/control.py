@@ -1,9 +1,6 @@
-"""How the two ends of a move reach each other: by a call in one process, by frames on one kept connection between two.
-
-A frame is the length of its content (u32), the number of its question (u32), its kind (u8), and the content. Replies
-come in any order, so that no question waits for one before it. One kept gRPC stream takes 2.4 to 3.3 times the CPU
-(docs/moves.md).
-"""
+"""Control channel between the two ends of a move: direct calls in one process, frames on a kept TCP connection
+otherwise. A frame is the length of its content (u32), the number of its question (u32), its kind (u8), and the content.
+Replies come in any order."""
 
 from __future__ import annotations
 
@@ -24,16 +21,16 @@ log = logging.getLogger(__name__)
 QUESTION, REPLY, REFUSED = range(3)
 HEADER = struct.Struct("!IIB")
 MOST_FRAME_BYTES = 64 << 20  # of a frame's content
-MOST_BYTES_OF_OTHERS = 1 << 16  # of a question that is going to be refused anyway
+MOST_BYTES_OF_OTHERS = 1 << 16  # limit for a question that will be refused anyway
 MOST_QUESTIONS = 64  # answered at once
 MOST_CONNECTIONS = 256
-FRAME_SECONDS = 10.0  # for a frame that has begun, for a handshake, and for a stranger's first word
+FRAME_SECONDS = 10.0  # for a frame that has begun, a handshake, and a stranger's first frame
 _IDLE_SECONDS = 600.0
 Answer = Callable[[bytes], Awaitable[bytes]]
 
 
 class DirectControl:
-    """Between the movers of one process, by address."""
+    """Control channel between the movers of one process, by address."""
 
     def __init__(self) -> None:
         self._answers: dict[str, Answer] = {}
@@ -45,7 +42,7 @@ class DirectControl:
         answer = self._answers.get(peer.address)
         if answer is None:
             raise NoReply(peer.address, "no process there")
-        working = asyncio.ensure_future(answer(message))  # goes on after the asker lost patience, as a server does
+        working = asyncio.ensure_future(answer(message))  # goes on after the asker's timeout, as a server does
         try:
             return await asyncio.wait_for(asyncio.shield(working), timeout)
         except TimeoutError:
@@ -54,7 +51,7 @@ class DirectControl:
 
 
 class _Frames(asyncio.Protocol):
-    """One end of a connection. `most_bytes`: of a frame's content; more ends the connection."""
+    """One end of a connection. A frame with more than `most_bytes` of content ends the connection."""
 
     most_bytes = MOST_FRAME_BYTES
     transport: asyncio.Transport
@@ -92,12 +89,9 @@ class _Frames(asyncio.Protocol):
         raise NotImplementedError
 
 
-# -- the asker ----------------------------------------------------------------------------------------------------
-
-
 class StreamControl:
-    """Asks the servers of other processes, over a connection to each that is kept. `tls`: of a client. `answerers`:
-    names in the certificates of those that may answer, for an address proves nothing; None: what is there."""
+    """Client that keeps a connection to each peer. `answerers` are the certificate names that may answer, because an
+    address proves nothing; None accepts any."""
 
     def __init__(self, tls: ssl.SSLContext | None = None, *, answerers: Collection[str] | None = None) -> None:
         self._tls = tls
@@ -113,7 +107,7 @@ class StreamControl:
                 kind, content = await line.ask(message)
         except TimeoutError:
             raise NoReply(peer.address, f"no reply for {timeout:g} s") from None
-        except (OSError, ValueError, OverflowError) as error:  # the last two: an address that is none
+        except (OSError, ValueError, OverflowError) as error:  # ValueError and OverflowError: an invalid address
             raise NoReply(peer.address, str(error) or type(error).__name__) from None
         if kind != REPLY:
             raise NoReply(peer.address, content.decode(errors="replace")[:500])
@@ -125,7 +119,8 @@ class StreamControl:
         self._lines.clear()
 
     async def _line(self, address: str) -> _Line:
-        """The one that is open, or being opened; else a new one. The one longest not asked makes room."""
+        """Return the open connection to an address, or a new one. Above the limit, the least recently used one is
+        closed."""
         task = self._lines.pop(address, None)
         if task is None or (task.done() and (task.cancelled() or task.exception() or task.result().is_lost)):
             task = asyncio.create_task(self._open(address))
@@ -157,7 +152,7 @@ def _close(opening: asyncio.Task[_Line]) -> None:
 
 
 class _Line(_Frames):
-    """To one peer. The number tells which question a reply is to."""
+    """Connection to one peer. Replies are matched by the question's number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +161,7 @@ class _Line(_Frames):
         self._asked: dict[int, asyncio.Future[tuple[int, bytes]]] = {}
 
     async def ask(self, message: bytes) -> tuple[int, bytes]:
-        """Raises OSError."""
+        """Return kind and content of the reply. Raises OSError."""
         if self.is_lost or self.transport.is_closing():
             raise ConnectionResetError("the connection is lost")
         number = next(self._numbers) & 0xFFFFFFFF
@@ -180,7 +175,7 @@ class _Line(_Frames):
 
     def came(self, kind: int, number: int, content: bytes) -> None:
         future = self._asked.get(number)
-        if future is not None and not future.done():  # else its asker has lost patience
+        if future is not None and not future.done():  # else its asker timed out
             future.set_result((kind, content))
 
     def nonsense(self, problem: str) -> None:
@@ -194,12 +189,9 @@ class _Line(_Frames):
                 future.set_exception(error if isinstance(error, OSError) else ConnectionResetError("it hung up"))
 
 
-# -- the answerer -----------------------------------------------------------------------------------------------
-
-
 class StreamControlServer:
-    """Hands what comes to what it `serve`s. `askers`: names in the certificates of those that may ask; None: all that
-    can connect. Listens from the first, answers once served. Made in the running event loop."""
+    """Server that passes questions to the function given to `serve`. Only certificate names in `askers` may ask (None:
+    anybody). It listens at once and answers after `serve`. Create it in the running event loop."""
 
     def __init__(
         self,
@@ -227,11 +219,11 @@ class StreamControlServer:
         self.num_questions = 0
 
     def serve(self, answer: Answer) -> None:
-        """From any thread."""
+        """Begin to answer. Callable from any thread."""
         self._loop.call_soon_threadsafe(self._serve, answer)
 
     def close(self) -> None:
-        """In the event loop."""
+        """Close every connection. Call it in the event loop."""
         if self._accepting is not None:
             self._accepting.cancel()
         self._listening.close()
@@ -254,7 +246,7 @@ class StreamControlServer:
         self._begin(self._answered(asker, number, content))
 
     async def _answered(self, asker: _ServedConnection, number: int, content: bytes) -> None:
-        """To its end, whether somebody still waits or not."""
+        """Answer to the end, even if the asker has gone."""
         kind, said = REFUSED, b"no answer could be made"
         try:
             said = await self._answer(content)
@@ -295,7 +287,7 @@ class StreamControlServer:
             await self._loop.connect_accepted_socket(
                 lambda: asked, connection, ssl=self._tls, ssl_handshake_timeout=patience
             )
-        except OSError as error:  # TLS: no certificate, another authority's, no handshake in time
+        except OSError as error:  # TLS: no certificate, an unknown authority, or a late handshake
             self._open.discard(asked)
             connection.close()
             self.refuse("stranger", str(error) or type(error).__name__)
@@ -309,7 +301,8 @@ class StreamControlServer:
 
 
 class _ServedConnection(_Frames):
-    """From one peer. A frame that has begun must end in time; one that does not read replies is not read from."""
+    """Connection from one peer. A frame that has begun has a deadline; a peer that does not read replies is not read
+    from."""
 
     def __init__(self, server: StreamControlServer) -> None:
         super().__init__()
@@ -360,7 +353,7 @@ class _ServedConnection(_Frames):
             self._watching.cancel()
 
     def end(self) -> None:
-        if self._watching is not None:  # else its handshake is not done, and ends by itself
+        if self._watching is not None:  # else the handshake is not done, and times out by itself
             self.transport.abort()
 
     def _watch(self) -> None:

@@ -1,15 +1,13 @@
-"""The destination's half of the protocol: what may be taken, and what never again. Pure: no clock, no engine, no bytes.
+"""Destination's half of the move protocol: which attempts may be taken. Pure: no clock, no engine, no I/O.
 
     arrived(message) -> a reply, or none: do what the message asks, and then done(message) -> the reply
 
-Messages of one sample come one after the other (`Taking` sees to it); nothing else is asked of the network. Two rules
-carry all of it:
+Messages of one sample arrive one at a time (`Taking` ensures it). Two invariants:
 
-- an attempt is taken only while it has a lease, and it can have one only once: its number is used up by the first
-  message that names it. So `Refused` is final, and a copy of a message that comes late changes nothing;
-- what came is not passed on until its source has let go of it (`Settled`), or surely has (`SETTLED_SECONDS`). Else the
-  source could hear from another process in our place that we are no more, and go on with what a third one runs.
-"""
+- An attempt is taken only under a lease, and it gets one only once: the first message that names its number uses it up.
+  So `Refused` is final, and a late copy of a message changes nothing.
+- A taken sequence is not passed on before its source sent `Settled` or `SETTLED_SECONDS` passed. Else the source could
+  hear `Gone` from our successor, and resume a sequence that a third process runs."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ from typing import Literal, NamedTuple
 from rlhfspec.moves.migration import messages
 from rlhfspec.moves.migration.messages import MoveMessage, Reply, Told
 
-LEASE_SECONDS = 15.0  # from a source's last message until what was kept for it is freed
-DOUBT_SECONDS = 20.0  # that a source asks, until it forgets
-SETTLED_SECONDS = 2 * DOUBT_SECONDS  # clocks of two machines do not run alike
+LEASE_SECONDS = 15.0  # from a source's last message until its reservation is freed
+DOUBT_SECONDS = 20.0  # while a source in doubt keeps asking, before it forgets
+SETTLED_SECONDS = 2 * DOUBT_SECONDS  # doubled, because clocks of two machines drift
 MOST_REMEMBERED = 1024  # attempts of one source
 MOST_SOURCES = 1024
 MOST_LEASES = 8  # at once
@@ -30,23 +28,23 @@ Fate = Literal["open", "refused", "taken"]
 
 
 class Judgement(NamedTuple):
-    """`freed`: samples whose reserved memory is to be freed first."""
+    """Decision about a message. Memory reserved for the `freed` samples is freed first."""
 
     freed: list[str]
-    reply: Reply | None  # None: the message is to be carried out
+    reply: Reply | None  # None: the message has to be carried out
 
 
 @dataclass(slots=True)
 class _Lease:
     attempt: messages.Reserve
     until: float
-    is_busy: bool = True  # the engine is at it
+    is_busy: bool = True  # the engine is working on it
     mark: bytes = b""
 
 
 @dataclass(slots=True)
 class _SourceAttempts:
-    """What became of its attempts. Of those up to `floor` only the latest are known."""
+    """Fates of one source's attempts. Of numbers up to `floor` only the latest are known."""
 
     floor: int = 0
     fates: dict[int, Fate] = field(default_factory=dict)
@@ -65,7 +63,7 @@ class _SourceAttempts:
 
 
 class Destination:
-    """Of all moves that come to one process."""
+    """State machine of all moves that arrive at one process."""
 
     def __init__(self, incarnation: str, offer: str = "") -> None:
         self.incarnation = incarnation
@@ -73,25 +71,25 @@ class Destination:
         self.is_closed = False
         self._leases: dict[str, _Lease] = {}  # by sample
         self._sources: dict[str, _SourceAttempts] = {}
-        self._unsettled: dict[str, tuple[str, int, float]] = {}  # sample: its source, the attempt, until when
+        self._unsettled: dict[str, tuple[str, int, float]] = {}  # sample: its source, the attempt, its deadline
 
     @property
     def arriving(self) -> frozenset[str]:
-        """Samples that something is kept for."""
+        """Return the samples with a lease."""
         return frozenset(self._leases)
 
     def may_leave(self, sample: str, now: float) -> bool:
-        """May what came be passed on?"""
+        """Return whether a sample that arrived may be passed on."""
         return sample not in self._unsettled or now >= self._unsettled[sample][2]
 
     def close(self) -> list[str]:
-        """Take nothing new. Return the samples whose memory is to be freed; what the engine is at goes on."""
+        """Refuse new attempts and return the samples whose memory is to be freed. Busy leases go on."""
         self.is_closed = True
         idle = [lease for lease in self._leases.values() if not lease.is_busy]
         return [sample for lease in idle for sample in self._end(lease, "refused")]
 
     def expire(self, now: float) -> list[str]:
-        """Return the samples whose leases ran out, so that their memory is to be freed."""
+        """Return the samples whose leases expired and whose memory is to be freed."""
         over = [lease for lease in self._leases.values() if not lease.is_busy and now >= lease.until]
         for sample in [sample for sample, (_, _, until) in self._unsettled.items() if now >= until]:
             del self._unsettled[sample]
@@ -113,7 +111,7 @@ class Destination:
         mark: bytes = b"",
         num_recomputed: int = 0,
     ) -> Judgement:
-        """Take note that a message was carried out, or refused: (field, reason)."""
+        """Record that a message was carried out, or refused as (field, reason)."""
         freed, lease = self.expire(now), self._lease_of(message)
         assert lease is not None, "it was busy, so it was not ended"
         lease.is_busy, lease.until = False, now + LEASE_SECONDS
@@ -162,7 +160,7 @@ class Destination:
         before = self._leases.get(message.sample)
         freed: list[str] = []
         if before is not None and before.attempt.source == message.source and before.attempt.number < message.number:
-            freed = self._end(before, "refused")  # its source began again
+            freed = self._end(before, "refused")  # its source started a new attempt
         elif before is not None:
             source.settle(message.number, "refused")
             return Judgement([], _refused(message, "sample", "is arriving from another one"))
@@ -191,14 +189,14 @@ class Destination:
         return lease if same else None
 
     def _end(self, lease: _Lease, fate: Fate) -> list[str]:
-        """End a lease. Return its sample if memory is kept for it."""
+        """End a lease and return its sample if memory is reserved for it."""
         del self._leases[lease.attempt.sample]
         self._source(lease.attempt.source).settle(lease.attempt.number, fate)
         return [lease.attempt.sample] if lease.attempt.has_kv else []
 
     def _source(self, incarnation: str) -> _SourceAttempts:
         found = self._sources.pop(incarnation, None) or _SourceAttempts()
-        self._sources[incarnation] = found  # the last one asked about is the last one forgotten
+        self._sources[incarnation] = found  # least recently used sources are forgotten first
         if len(self._sources) > MOST_SOURCES:
             del self._sources[next(iter(self._sources))]
         return found

@@ -1,4 +1,4 @@
-"""Calls into an engine from the event loop, made in the engine's thread between two steps of it.
+"""Calls from the event loop into an engine, executed in the engine's thread between two steps.
 
 Example:
     >>> import asyncio, threading
@@ -22,36 +22,32 @@ from typing import Any, TypeVar
 
 from rlhfspec.errors import RLHFSpecError
 
-BUDGET_SECONDS = 0.001  # between two steps, so that no sequence is held for long
+BUDGET_SECONDS = 0.001  # between two steps, so that sequences are not delayed
 T = TypeVar("T")
 
 
 class EngineStopped(RLHFSpecError):
-    """The engine's thread makes no more calls."""
+    """Raised when the engine's thread makes no more calls."""
 
     def __init__(self) -> None:
         super().__init__("the engine has stopped")
 
 
 class EngineCalls:
-    """`call` in the event loop, `run` in the engine's thread, anything else anywhere.
-
-    `on_call`: told of each call; a loop that waits because its engine is idle must go on and `run`.
-    """
+    """Queue of calls: use `call` in the event loop and `run` in the engine's thread. `on_call` runs at each call and
+    must wake an idle engine loop."""
 
     def __init__(self, on_call: Callable[[], None] = lambda: None) -> None:
         self._on_call = on_call
         self._lock = threading.Lock()
         self._queue: deque[Callable[[], None]] = deque()
         self._closed = False
-        self.longest_seconds = 0.0  # that one call took
+        self.longest_seconds = 0.0  # of one call
 
     def call(self, do: Callable[[], T]) -> asyncio.Future[T]:
-        """In line at once, and made whether its result is awaited or not: calls come in the order of `call`.
-
-        What `do` raises on purpose (RLHFSpecError) comes back; anything else is a bug, told here as EngineStopped and
-        raised in the engine's thread. Raises EngineStopped when closed.
-        """
+        """Queue a call at once; calls run in the order of `call`, even without an awaiting caller. An RLHFSpecError of
+        `do` is re-raised here. Any other exception is a bug: raised here as EngineStopped and as itself in the engine's
+        thread. Raises EngineStopped when closed."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         with self._lock:
@@ -66,7 +62,7 @@ class EngineCalls:
         return len(self._queue)
 
     def run(self, budget_seconds: float = BUDGET_SECONDS) -> None:
-        """One waiting call at least, and more until the budget is spent."""
+        """Run at least one waiting call, and more until the budget is spent."""
         began = time.perf_counter()
         while self._queue:
             self._queue.popleft()()
@@ -74,7 +70,7 @@ class EngineCalls:
                 return
 
     def close(self) -> None:
-        """From the engine's thread, or when it is no more: what waits ends with EngineStopped."""
+        """End waiting calls with EngineStopped. Call it in the engine's thread or after its end."""
         with self._lock:
             self._closed = True
         while self._queue:

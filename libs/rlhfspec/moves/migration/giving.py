@@ -1,7 +1,5 @@
-"""Does what the source's machine says, for one move from its first word to its end.
-
-First it chooses, by what each has cost so far, whether KV goes with the tokens, they go alone, or the sequence stays.
-"""
+"""Source side of one move: executes the actions of its state machine. By measured costs it chooses whether to move KV,
+move tokens only, or stay."""
 
 from __future__ import annotations
 
@@ -29,10 +27,10 @@ from rlhfspec.moves.migration.taking import progress_of, watermark
 from rlhfspec.telemetry.base import SampleProgress
 
 _ASK_SECONDS = 2.0  # for an answer that needs no engine
-_LEAVE_SECONDS = 1.5  # for the first answer to one that leaves: another may be quicker
-_NO_KV = 1 << 30  # the position behind which there is none
-LEAST_BYTES = 1 << 18  # of a range that tells of the way's speed
-_NEWEST = 0.3  # the weight of what was measured last
+_LEAVE_SECONDS = 1.5  # for the first answer when leaving: another peer may be quicker
+_NO_KV = 1 << 30  # a position behind every KV position
+LEAST_BYTES = 1 << 18  # smaller ranges say nothing about bandwidth
+_NEWEST = 0.3  # weight of the newest measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class MoveChoice:
 
 
 class Costs:
-    """What moves from one generator have cost so far: over the link to each peer, and by computing tokens again.
+    """Measured costs of moves from one generator: the link to each peer, and prefill of recomputed tokens.
 
     Example:
         >>> costs = Costs()
@@ -65,8 +63,8 @@ class Costs:
         self.bytes_a_token: float | None = None
 
     def learn_link(self, peer: str, *, num_bytes: int, seconds: float) -> None:
-        """From packing until it was imported there. Small ones say how long the steps of both engines are, and that
-        costs nothing: it decodes on."""
+        """Update a link's cost from the time between packing and import. Small ranges measure engine steps and are
+        ignored."""
         if num_bytes >= LEAST_BYTES:
             known = self._seconds_a_byte.get(peer)
             self._seconds_a_byte[peer] = _newer(known, seconds / num_bytes)
@@ -80,14 +78,14 @@ class Costs:
             self.bytes_a_token = num_bytes / num_tokens
 
     def choose(self, peer: str, num_tokens: int, *, gain_seconds: float, must_go: bool = False) -> MoveChoice:
-        """`must_go`: it cannot stay, whatever it costs: its generator is leaving."""
+        """Choose how to move a sequence. With `must_go` it cannot stay, because its generator is leaving."""
         speed, size, prefill = self._seconds_a_byte.get(peer), self.bytes_a_token, self._prefill_seconds
         if speed is None or size is None or prefill is None:
             return MoveChoice("kv", "not measured yet")
         num_bytes = num_tokens * size
         send, again = num_bytes * speed, num_tokens * prefill
         costs = f"{num_bytes / 1e6:.1f} MB in {send * 1e3:.0f} ms, {num_tokens} tokens again in {again * 1e3:.0f} ms"
-        if send <= again:  # it decodes on meanwhile: what it loses is a pause, which the plan knows
+        if send <= again:  # decoding goes on during the copy, so only the pause counts, which the plan knows
             return MoveChoice("kv", costs)
         if again > gain_seconds and not must_go:
             return MoveChoice("stay", f"{costs}: more than the {gain_seconds * 1e3:.0f} ms that it gains")
@@ -96,7 +94,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveContext:
-    """What all moves of one process work with."""
+    """Dependencies that all moves of one process share."""
 
     engine: MovableByTokens
     calls: EngineCalls
@@ -105,16 +103,16 @@ class MoveContext:
     custody: Custody
     clock: Clock
     costs: Costs = field(default_factory=Costs)
-    parting: set[asyncio.Task[None]] = field(default_factory=set)  # what is told in the background
+    parting: set[asyncio.Task[None]] = field(default_factory=set)  # notifications in the background
 
     def part(self, peer: Peer, message: messages.Told) -> None:
-        """Tell a peer, whose reply is not waited for."""
+        """Send a message without waiting for the reply."""
         task = asyncio.create_task(self._tell(peer, message))
         self.parting.add(task)
         task.add_done_callback(self.parting.discard)
 
     async def _tell(self, peer: Peer, message: messages.Told) -> None:
-        with suppress(NoReply):  # its lease runs out, or it lets the sequence go on a little later
+        with suppress(NoReply):  # then its lease expires, or it waits for SETTLED_SECONDS
             await self.control.ask(peer, messages.to_bytes(message))
 
 
@@ -125,18 +123,18 @@ class Giving:
         self._give_up = ""
         self._was_answered = False
         self._asking: asyncio.Task[bytes] | None = None
-        self._reason = ""  # why this way
-        self._mark: Watermark | None = None  # up to where it was packed
+        self._reason = ""  # of the choice
+        self._mark: Watermark | None = None  # end of what is packed
         self._sending: asyncio.Task[None] | None = None
         self._packed_at = 0.0
         self._num_bytes, self._num_tokens, self._num_spaces = 0, 0, 0
         self._detached_at = 0.0
-        self._progress: SampleProgress | None = None  # when it stood still
+        self._progress: SampleProgress | None = None  # when it was detached
         self._pause = 0.0
         self._moved: Moved | None = None
 
     def give_up(self, reason: str) -> None:
-        """Before it is handed over; afterwards it is not ours to say."""
+        """Stop before the hand-over; afterwards the protocol decides."""
         self._give_up = reason
         if self._asking is not None:
             self._asking.cancel()
@@ -150,7 +148,7 @@ class Giving:
                 continue
             now = self._place.clock.now()
             following = self._machine.on(event, now)
-            if not following and not actions:  # a reply that answers something else
+            if not following and not actions:  # a reply to something else
                 following = self._machine.on(Silence("a reply that is none"), now)
             actions.extend(following)
         return self._moved
@@ -184,8 +182,6 @@ class Giving:
         except MalformedRecord as error:
             return Failed("bytes", str(error))
 
-    # -- of the engine --------------------------------------------------------------------------------------
-
     async def _describe(self) -> Event:
         manifest: Manifest = await self._place.calls.call(lambda: self._place.engine.manifest(self._move.sample_id))
         self._num_tokens, self._num_spaces = manifest.num_tokens, len(manifest.fingerprints)
@@ -200,7 +196,7 @@ class Giving:
         return machines.Described(to_bytes(manifest), manifest.weights_version, has_kv)
 
     async def _pack(self, mark: Watermark, offer: str, key: str) -> Event:
-        """Into the link's memory between two steps; it is sent while the engine goes on."""
+        """Pack a range into the link's memory between two steps; it is sent while the engine goes on."""
         if len(mark.positions) != self._num_spaces:
             raise MalformedRecord("a watermark of other KV spaces")
         mark = self._mark or mark
@@ -241,7 +237,7 @@ class Giving:
         return Detached(content, to_bytes(rest, has_kv=False), _size(rest), *prompt)
 
     def _export(self, start: Watermark | None) -> SequenceState:
-        """Without `start` the KV is not even copied."""
+        """Export the sequence; without `start` no KV is copied."""
         name, engine = self._move.sample_id, self._place.engine.abilities.moves_kv
         if engine is None:
             return self._place.engine.export_sequence(name)
@@ -249,10 +245,8 @@ class Giving:
             start = Watermark(epoch=engine.manifest(name).epoch, positions=(_NO_KV,) * self._num_spaces)
         return engine.export_sequence(name, start)
 
-    # -- of the link ----------------------------------------------------------------------------------------
-
     async def _room(self, offer: str, num_bytes: int) -> tuple[SendingWay, memoryview]:
-        """With the way's lock held, until what is packed was sent."""
+        """Return memory to pack into. The way's lock stays held until that memory was sent."""
         way = self._place.links.way(offer)
         await way.lock.acquire()
         try:
@@ -263,7 +257,7 @@ class Giving:
             raise
 
     def _send(self, way: SendingWay, offer: str, key: str, num_bytes: int) -> asyncio.Task[None]:
-        """And lets go of the way."""
+        """Send what was packed and release the way's lock."""
 
         async def send() -> None:
             try:
@@ -288,8 +282,8 @@ class Giving:
         await self._send(way, offer, key, num_bytes)
 
     async def _tell(self, message: messages.Told) -> Event:
-        """What was packed is on its way meanwhile. A range that cannot be sent is known here first; whether a sequence
-        that was handed over without its rest is refused, only there."""
+        """Send a message while the packed range is on its way. A failed send of a Range raises here; for a HandOver
+        only the destination decides."""
         sending, self._sending = self._sending, None
         asking = self._ask(message)
         if sending is not None:
@@ -317,14 +311,12 @@ class Giving:
         return Heard(said)
 
     def _ask(self, message: messages.Told) -> asyncio.Task[bytes]:
-        """Not longer than until it is given up."""
+        """Send a question, which `give_up` cancels."""
         hurries = self._must_go and not self._was_answered
         timeout = _ASK_SECONDS if isinstance(message, messages.Ask) else _LEAVE_SECONDS if hurries else TELL_SECONDS
         question = messages.to_bytes(message)
         self._asking = asyncio.create_task(self._place.control.ask(self._peer, question, timeout=timeout))
         return self._asking
-
-    # -- of its end -----------------------------------------------------------------------------------------
 
     async def _end(self, action: Action) -> None:
         engine, name, custody = self._place.engine, self._move.sample_id, self._place.custody
@@ -348,7 +340,7 @@ class Giving:
         return self._progress
 
     async def _quietly(self, do: Callable[[], object]) -> bool:
-        """Else it was cancelled meanwhile, or the engine stopped: there is nothing left to be done here."""
+        """Call the engine; return False if the sequence was cancelled meanwhile or the engine stopped."""
         try:
             await self._place.calls.call(do)
         except RLHFSpecError as error:

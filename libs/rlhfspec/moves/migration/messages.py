@@ -1,14 +1,13 @@
-"""What the two ends of a move say to each other, as bytes and back.
+"""Messages between the two ends of a move, as bytes and back.
 
-The source tells, the destination replies. Every message names the move, the sample, both processes by their
-incarnation (new with every start), and a number that the source's process gives each of its attempts and never again.
+Each names the move, the sample, both processes by incarnation (new at every start), and the source's attempt number,
+which is never reused.
 
     "RLHFTELL" | length of the header, uint32 | header in JSON | fields of bytes, one behind the other | crc32 of all
 
-Manifests, states and KV are bytes here, in the format of `engine.state_bytes`: the engine reads and judges them. KV
-itself is in no message; it comes over a link, under a key.
+Manifests, states and ranges are opaque bytes here (`engine.state_bytes`). KV itself travels over a link, under a key.
 
-| the source tells | the destination replies |
+| the source sends | the destination replies |
 |---|---|
 | Reserve | Reserved, Refused |
 | Range | Copied, Refused |
@@ -46,7 +45,7 @@ _MOST_NUMBER = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveMessage:
-    """The head of all of them. `number`: of the attempt, unique for the source's incarnation and growing."""
+    """Fields of every message. `number` is the attempt's; it grows and is unique for the source's incarnation."""
 
     move: str
     sample: str
@@ -58,12 +57,12 @@ class MoveMessage:
         return {field.name: getattr(self, field.name) for field in fields(MoveMessage)}
 
 
-# ---- the source tells -----------------------------------------------------------------------------------------------
+# ---- sent by the source ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve(MoveMessage):
-    """Without `has_kv` the tokens alone will come: no memory is kept for them."""
+    """Request to reserve memory for a sequence; without `has_kv` only tokens will come."""
 
     manifest: bytes
     weights_version: int
@@ -72,7 +71,7 @@ class Reserve(MoveMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range(MoveMessage):
-    """KV that lies at the link under `key`; `kv` says what it is (`to_bytes(KVRange, has_kv=False)`)."""
+    """Announcement of KV at the link under `key`, described by `kv` (`to_bytes(KVRange, has_kv=False)`)."""
 
     kv: bytes
     key: str
@@ -81,37 +80,37 @@ class Range(MoveMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOver(MoveMessage):
-    """The sequence stands still at its source. With an empty `key` no KV comes with it any more."""
+    """Hand-over of a sequence that is detached at its source. An empty `key` means that no KV follows."""
 
     state: bytes  # without its KV
     kv: bytes
     key: str
     num_bytes: int
-    prompt: bytes  # the record, and ...
-    token: str  # ... with what it is acknowledged, or kept in progress
+    prompt: bytes  # the record
+    token: str  # to ack the record, or keep it in progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort(MoveMessage):
-    """The source goes on with it; this attempt will never be handed over."""
+    """Notice that the source keeps the sequence and will never hand over this attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask(MoveMessage):
-    """Was it taken? If not, it never will be."""
+    """Question whether the attempt was taken. If it was not, it never will be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled(MoveMessage):
-    """The source heard that it was taken, and has let go of it."""
+    """Notice that the source heard Taken and has released the sequence."""
 
 
-# ---- the destination replies ----------------------------------------------------------------------------------------
+# ---- sent by the destination -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved(MoveMessage):
-    mark: bytes  # a Watermark: what need not be sent; empty for tokens alone
+    mark: bytes  # a Watermark of KV that need not be sent; empty for tokens only
     offer: str  # of the link
 
 
@@ -122,14 +121,14 @@ class Copied(MoveMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken(MoveMessage):
-    """It runs here, or did."""
+    """Reply: the destination owns the sequence, or owned it."""
 
-    num_recomputed: int = 0  # tokens whose KV is computed again
+    num_recomputed: int = 0  # tokens whose KV is recomputed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused(MoveMessage):
-    """This attempt has not been taken and never will be, whatever else of it arrives."""
+    """Reply: this attempt was not taken and never will be, whatever arrives later."""
 
     field: str  # what does not fit
     reason: str
@@ -137,12 +136,12 @@ class Refused(MoveMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unknown(MoveMessage):
-    """So long ago that this process does not know."""
+    """Reply: the attempt is so old that this process has forgotten it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone(MoveMessage):
-    """The process that is meant is no more: `here` has taken its place, and nothing of it."""
+    """Reply of the process `here`, which has replaced the destination and owns nothing of it."""
 
     here: str
 
@@ -167,7 +166,7 @@ def to_bytes(message: MoveMessage) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """A `Told` or a `Reply`. Raises MalformedRecord, whatever the bytes are; nothing in them is executed."""
+    """Read a `Told` or a `Reply`. Raises MalformedRecord for any other bytes; nothing in them is executed."""
     body, checksum = data[: -_LENGTH.size], data[-_LENGTH.size :]
     if _LENGTH.pack(zlib.crc32(body)) != checksum:
         raise MalformedRecord("its checksum is another one: bytes were changed or lost")

@@ -1,14 +1,13 @@
-"""Sequences from this generator to others, and from others to this one, while both run.
+"""Mover: sequences from this generator to others, and from others to this one, while both run.
 
     calls, links = EngineCalls(on_call=wake_the_loop), Links(make_landing("auto"), open_sending)
     mover = Mover("generator-1", incarnation, engine, calls, control, links, custody, clock)
-    moved = await mover.move(move, peer)      # source: how it ended; raises nothing that can be foreseen
+    moved = await mover.move(move, peer)      # source: returns the outcome, also of failures
     reply = await mover.answer(question)      # destination: given to the control's server
     calls.run()                               # the engine's thread, between two steps
     await mover.close()                       # first of all when leaving; then close `calls` and the custody
 
-The service asks `mover.moving` before it gives the engine a prompt: what is there is about to come, or about to go.
-"""
+Before the service gives the engine a prompt it checks `mover.moving`: such a sequence is about to arrive or leave."""
 
 from __future__ import annotations
 
@@ -25,12 +24,13 @@ from rlhfspec.moves.migration.links.opening import Links
 from rlhfspec.moves.migration.source import MoveSource
 from rlhfspec.moves.migration.taking import Taking
 
-_MOST_MOVES = 4  # from here at once; others wait
-_CLOSE_SECONDS = 0.5  # for those that wait for what does not come to be told so
+_MOST_MOVES = 4  # outgoing at once; others wait
+_CLOSE_SECONDS = 0.5  # for pending notifications
 
 
 class Mover:
-    """`costs`: told of what prefill costs by what steps the engine (`costs.learn_prefill`)."""
+    """Both ends of moves in one generator. The loop that steps the engine reports prefill costs to
+    `costs.learn_prefill`."""
 
     def __init__(
         self,
@@ -58,17 +58,17 @@ class Mover:
 
     @property
     def moving(self) -> frozenset[str]:
-        """Samples that the engine knows, or may know, without running them. A prompt of one waits."""
+        """Return the samples that the engine may know without running them. Their prompts must wait."""
         return self._taking.arriving | self._giving.keys()
 
     @property
     def refused(self) -> dict[str, int]:
-        """What came and did not fit, by what was wrong."""
+        """Return how many messages were refused, by field."""
         return dict(self._taking.refused)
 
     async def move(self, move: Move, peer: Peer, *, must_go: bool = False) -> Moved:
-        """`must_go`: this generator is leaving; without KV rather than not at all. Goes on to its end even if the task
-        that awaits it is cancelled."""
+        """Move a sequence and return the outcome. With `must_go` (a leaving generator) it goes without KV rather than
+        stays. The move goes on even if the awaiting task is cancelled."""
         reason = self._why_not(move)
         if reason:
             return _kept(move, reason)
@@ -83,21 +83,21 @@ class Mover:
         return await asyncio.shield(task)
 
     async def begun(self) -> list[str]:
-        """Return the samples here that are worth more than their prompts."""
+        """Return the samples that have made progress beyond their prompts."""
         views = await self._place.calls.call(self.engine.sequences)
         return [each.id for each in views if each.num_generated or not each.is_waiting]
 
     async def answer(self, data: bytes) -> bytes:
-        """To what a source tells. Raises MalformedRecord for what is no message of a move."""
+        """Answer a source's message. Raises MalformedRecord for other bytes."""
         return await self._taking.answer(data)
 
     async def refuse(self) -> None:
-        """Nothing comes any more; what is here may still go."""
+        """Refuse arrivals; local sequences may still leave."""
         await self._taking.refuse()
 
     async def close(self) -> None:
-        """What is not handed over stays; what is in doubt is forgotten. Nothing comes any more; the links are closed.
-        The engine's thread must still `run` calls."""
+        """Refuse arrivals, end outgoing moves and close the links. Sequences not handed over stay; those in doubt are
+        forgotten. The engine's thread must still `run` calls."""
         self._is_closed = True
         for giving in self._giving.values():
             giving.give_up("its generator is leaving")
@@ -110,8 +110,6 @@ class Mover:
                 each.cancel()
             await asyncio.gather(*silent, return_exceptions=True)
         await asyncio.get_running_loop().run_in_executor(None, self._place.links.close)
-
-    # -- of moves from here ---------------------------------------------------------------------------------
 
     def _why_not(self, move: Move) -> str:
         if self._is_closed:

@@ -1,15 +1,12 @@
-"""The source's half of the protocol: one move of one sequence, from its first word to its end. Pure.
+"""Source's half of the move protocol: state machine of one move of one sequence. Pure: no clock, no engine, no I/O.
 
-    start() --> action --done--> event --on--> actions ... --> End
+    start() --action--> done --event--> on --actions--> ... --> MoveEnd
 
-One action at a time, each with the one event that it ends in; `Tell` ends in Heard, or in Silence when no reply came in
-time. Whatever is heard that does not belong to the present attempt is passed over: an old reply changes nothing.
+Each action ends in one event; `Tell` ends in Heard, or in Silence after a timeout. Replies to old attempts are ignored.
 
-The owner: this source, until Taken is heard. From HandOver until a reply we are in doubt: the sequence stands still
-here, and we ask. Only Refused (never taken, and never will be) or Gone (that process is no more, and has passed nothing
-on) lets it go on here. A source that hears nothing for DOUBT_SECONDS forgets it; no generator, or one other, keeps its
-prompt in progress.
-"""
+Ownership: the source owns the sequence until it hears Taken. Between HandOver and the reply it is in doubt: the
+sequence stays detached and the source asks. Only Refused or Gone let it resume here. After DOUBT_SECONDS of silence the
+source forgets it; then no generator, or exactly one other, keeps its prompt in progress."""
 
 from __future__ import annotations
 
@@ -21,26 +18,26 @@ from rlhfspec.moves.migration import messages
 from rlhfspec.moves.migration.destination import DOUBT_SECONDS
 from rlhfspec.moves.migration.messages import Reply, Told
 
-_ASK_SECONDS = 0.5  # between two questions of one in doubt
+_ASK_SECONDS = 0.5  # between two questions in doubt
 MOST_ROUNDS = 3
 MOST_ATTEMPTS = 3  # of one move; each preemption costs one
-_WEIGHTS = ("weights_version", "fingerprint")  # what differs while tokens alone are still welcome
+_WEIGHTS = ("weights_version", "fingerprint")  # refusals after which tokens are still welcome
 How = Literal["kv", "tokens", "kept", "lost"]
 
 
-# ---- what happens ---------------------------------------------------------------------------------------------------
+# ---- events ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
     manifest: bytes
     weights_version: int
-    has_kv: bool  # any of it: it runs here
+    has_kv: bool  # the sequence runs here, so that it has some KV
 
 
 @dataclass(frozen=True, slots=True)
 class PackedKV:
-    """Lies at the link, or is on its way there. `is_last`: nothing more was there to be sent at that moment."""
+    """Event: a range is packed and at the link, or on its way. `is_last`: no more KV existed at that moment."""
 
     kv: bytes
     end: bytes
@@ -50,7 +47,7 @@ class PackedKV:
 
 @dataclass(frozen=True, slots=True)
 class Detached:
-    """It stands still now."""
+    """Event: the sequence is detached."""
 
     state: bytes
     kv: bytes
@@ -61,7 +58,8 @@ class Detached:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """`epoch`: it lost its memory meanwhile; `finished`: it is not here any more; `link`; or any other word."""
+    """Event: an action failed. `field` is `epoch` (it lost its KV), `finished` (it is no longer here), `link`, or
+    another field."""
 
     field: str
     reason: str
@@ -79,37 +77,37 @@ class Silence:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Asked for from here. It stays; one in doubt is forgotten at once."""
+    """Event: this process cancels the move. The sequence stays; in doubt it is forgotten at once."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTick:
-    """Time went by."""
+    """Event: a Wait is over."""
 
 
 Event = Described | PackedKV | Detached | Failed | Heard | Silence | GiveUp | SourceTick
 
 
-# ---- what is to be done ---------------------------------------------------------------------------------------------
+# ---- actions --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """Then Described or Failed."""
+    """Action that ends in Described or Failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Then Heard or Silence; of a Range that could not be sent, Failed."""
+    """Action that ends in Heard or Silence, or in Failed for a Range that could not be sent."""
 
     message: Told
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """A range behind `mark`, sent to `offer` under `key`; then Packed or Failed."""
+    """Action: pack a range behind `mark` and send it to `offer` under `key`. Ends in PackedKV or Failed."""
 
     mark: bytes
     offer: str
@@ -118,35 +116,36 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """Stop it and pack what is left; then Detached or Failed. Failed: it goes on."""
+    """Action: detach the sequence and pack what is left. Ends in Detached, or in Failed while the sequence goes on."""
 
-    mark: bytes  # empty: tokens alone
+    mark: bytes  # empty: tokens only
     offer: str
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Then Tick."""
+    """Action that ends in SourceTick."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Reattach:
-    """It goes on here."""
+    """Action: resume the detached sequence here."""
 
 
 @dataclass(frozen=True, slots=True)
 class LetGo:
-    """It is another's. `is_known`: the destination said so; else it is forgotten without a word."""
+    """Action: release the sequence. `is_known`: the destination confirmed it; else it is forgotten without ack or
+    nak."""
 
     is_known: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """A message whose reply is not waited for."""
+    """Action: send a message without waiting for the reply."""
 
     message: Told
 
@@ -174,7 +173,8 @@ class MoveSource:
         numbers: Iterator[int],
         must_go: bool = False,
     ) -> None:
-        """`numbers`: of attempts, never given twice by one process. `must_go`: without KV rather than not at all."""
+        """Begin a move. `numbers` are attempt numbers, never reused by a process. With `must_go` the sequence goes
+        without KV rather than stays."""
         self.state: State = "describing"
         self._move, self._sample, self._ends = move, sample, (source, destination)
         self._numbers = numbers
@@ -185,8 +185,8 @@ class MoveSource:
         self._mark, self._offer = b"", ""
         self._sent: PackedKV | None = None
         self._keys = 0
-        self._rounds, self._ranges = 0, 0  # whole rounds, and ranges of the present one
-        self._since = 0.0  # in doubt
+        self._rounds, self._ranges = 0, 0  # whole rounds, and ranges of the present round
+        self._since = 0.0  # begin of doubt
 
     def start(self) -> list[Action]:
         return [Describe()]
@@ -204,7 +204,7 @@ class MoveSource:
             case Heard(messages.Refused(field=field, reason=reason)) if self._has_kv and self._goes_without(field):
                 self._has_kv = False
                 return self._again(reason)
-            case Heard(messages.Refused(field="reservation", reason=reason)):  # it lost its memory there
+            case Heard(messages.Refused(field="reservation", reason=reason)):  # it was preempted there
                 return self._again(reason)
             case Heard(messages.Refused(field=field, reason=reason)):
                 return self._keep(f"{field}: {reason}")
@@ -241,11 +241,9 @@ class MoveSource:
                 return self._hand_over(event, now)
         return []
 
-    # -- in order -------------------------------------------------------------------------------------------
-
     @property
     def key(self) -> str:
-        """Of what is packed now, or next."""
+        """Return the link key of the present or next range."""
         return f"{self._ends[0]}/{self._number}/{self._keys}"
 
     def _reserve(self, described: Described) -> list[Action]:
@@ -263,8 +261,8 @@ class MoveSource:
         return [Pack(self._mark, self._offer, self.key)]
 
     def _copied(self) -> list[Action]:
-        """A round ends where nothing more was there. One of a single range leaves little: a few positions that were
-        decoded while it travelled."""
+        """Go on after a copied range. A round ends when no more KV existed; after a round of a single range only a few
+        positions are left, so detach."""
         assert self._sent is not None
         self._mark = self._sent.end
         self._ranges += 1
@@ -287,8 +285,6 @@ class MoveSource:
         )  # fmt: skip
         return [Tell(message)]
 
-    # -- in doubt -------------------------------------------------------------------------------------------
-
     def _doubt(self, event: Event, now: float) -> list[Action]:
         match event:
             case Heard(messages.Taken(num_recomputed=recomputed)):
@@ -298,7 +294,7 @@ class MoveSource:
                 return [LetGo(is_known=True), settled, MoveEnd(how, "", self._rounds, recomputed)]
             case Heard(messages.Refused(field=field, reason=reason)):
                 return [Reattach(), *self._keep(f"{field}: {reason}")]
-            case _ if now - self._since >= DOUBT_SECONDS:  # from here on Gone says nothing: it may have been passed on
+            case _ if now - self._since >= DOUBT_SECONDS:  # a later Gone proves nothing: it may have been passed on
                 self.state = "over"
                 return [LetGo(is_known=False), MoveEnd("lost", "it was never said whether it was taken", self._rounds)]
             case GiveUp(reason):
@@ -311,8 +307,6 @@ class MoveSource:
             case Heard(messages.Unknown()) | Silence():
                 return [Wait(_ASK_SECONDS)]
         return []
-
-    # -- otherwise ------------------------------------------------------------------------------------------
 
     def _again(self, reason: str) -> list[Action]:
         if self._attempts >= MOST_ATTEMPTS:
@@ -327,7 +321,7 @@ class MoveSource:
         return field in _WEIGHTS or (self._must_go and field in ("link", "room"))
 
     def _parting(self) -> list[Action]:
-        """The destination need not wait for its lease to run out."""
+        """Tell the destination to free its lease now."""
         return [Notify(messages.Abort(**self._head()))] if self._number else []
 
     def _keep(self, reason: str) -> list[Action]:

@@ -1,4 +1,4 @@
-"""Does what the destination's machine says: to the engine between two steps, to the link in a thread, to custody."""
+"""Destination side of moves: executes what its state machine decides on the engine, the links and the custody."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from rlhfspec.moves.migration.engine_calls import EngineCalls
 from rlhfspec.moves.migration.links.opening import Links
 from rlhfspec.telemetry.base import SampleProgress
 
-LINK_SECONDS = 4.0  # for what is told of to come over the link
+LINK_SECONDS = 4.0  # for an announced range to arrive
 _TICK_SECONDS = 1.0
-_MOST_BYTES = 1 << 30  # of one range: a lie, or a mistake
+_MOST_BYTES = 1 << 30  # of one range; more is malformed
 
 
 class Taking:
@@ -39,25 +39,25 @@ class Taking:
         clock: Clock,
     ) -> None:
         self.machine = Destination(incarnation, links.landing.offer)
-        self.refused: Counter[str] = Counter()  # by what did not fit
+        self.refused: Counter[str] = Counter()  # by field
         self._engine = engine
         self._kv = engine.abilities.moves_kv
         self._calls = calls
         self._links = links
         self._custody = custody
         self._clock = clock
-        self._lines: dict[str, tuple[asyncio.Lock, int]] = {}  # by sample, and how many stand there
+        self._lines: dict[str, tuple[asyncio.Lock, int]] = {}  # by sample, with the number of waiting messages
         self._freeing: dict[str, asyncio.Future[bool]] = {}
-        self._waits: dict[str, tuple[messages.MoveMessage, asyncio.Event]] = {}  # for the link; or is it given up?
+        self._waits: dict[str, tuple[messages.MoveMessage, asyncio.Event]] = {}  # waits for the link
         self._ticking: asyncio.Task[None] | None = None
 
     @property
     def arriving(self) -> frozenset[str]:
-        """Samples that the engine keeps something for, or still does until its next step."""
+        """Return the samples for which the engine keeps memory, or will until its next step."""
         return self.machine.arriving | self._freeing.keys()
 
     async def answer(self, data: bytes) -> bytes:
-        """Raises MalformedRecord for what is no question."""
+        """Answer a message. Raises MalformedRecord if it is no question."""
         message = messages.told(data)
         self._ticking = self._ticking or asyncio.create_task(self._tick())
         self._part(message)
@@ -74,7 +74,7 @@ class Taking:
             return messages.to_bytes(reply)
 
     async def refuse(self) -> None:
-        """Nothing more is taken; what was kept is freed."""
+        """Refuse new attempts and free reservations."""
         await self._free(self.machine.close())
 
     async def close(self) -> None:
@@ -82,8 +82,6 @@ class Taking:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
         await self.refuse()
-
-    # -- what the machine says ------------------------------------------------------------------------------
 
     async def _do(self, message: messages.Told) -> Judgement:
         mark, num_recomputed, refusal = b"", 0, None
@@ -148,7 +146,7 @@ class Taking:
             self._links.landing.done(message.key)
 
     async def _adopt(self, message: messages.HandOver, state: SequenceState) -> int:
-        """Its prompt is kept in progress before it can run, and so before it can be finished."""
+        """Import the sequence. Its prompt is in custody first, so that it cannot finish without one."""
         await self._custody.taken(message.sample, message.prompt, message.token)
 
         def take() -> int:
@@ -169,7 +167,7 @@ class Taking:
         if num_bytes > _MOST_BYTES:
             raise MalformedRecord(f"a range of {num_bytes} bytes")
         if landing.has(key):
-            return landing.take(key, num_bytes, timeout=0.0)  # most do: they are sent before they are told of
+            return landing.take(key, num_bytes, timeout=0.0)  # the usual case: sent before announced
         given_up = asyncio.Event()
         self._waits[message.sample] = (message, given_up)
         watching = asyncio.create_task(given_up.wait())
@@ -192,7 +190,7 @@ class Taking:
         return taking.result()
 
     def _part(self, message: messages.Told) -> None:
-        """Nothing waits any more for what the source of an attempt has given up."""
+        """Cancel the wait for a range whose attempt its source has given up."""
         waiting, given_up = self._waits.get(message.sample, (None, None))
         if waiting is None or given_up is None or waiting.source != message.source:
             return
@@ -201,12 +199,12 @@ class Taking:
             given_up.set()
 
     def _free(self, samples: list[str]) -> asyncio.Future[list[Any]]:
-        """In line at once, so that what is asked of the engine afterwards finds it free."""
+        """Cancel these samples in the engine. The calls are queued at once, before any later call."""
         freed = {sample: self._calls.call(partial(self._engine.cancel, sample)) for sample in samples}
         self._freeing |= freed
         for sample in samples:
             freed[sample].add_done_callback(partial(self._freed, sample))
-        return asyncio.gather(*freed.values(), return_exceptions=True)  # without its engine nothing is kept any more
+        return asyncio.gather(*freed.values(), return_exceptions=True)  # a stopped engine keeps nothing
 
     def _freed(self, sample: str, call: asyncio.Future[bool]) -> None:
         if self._freeing.get(sample) is call:
@@ -219,7 +217,7 @@ class Taking:
 
     @asynccontextmanager
     async def _in_line(self, sample: str) -> AsyncIterator[None]:
-        """Messages of one sample come one after the other."""
+        """Process the messages of one sample one at a time."""
         lock, count = self._lines.get(sample, (asyncio.Lock(), 0))
         self._lines[sample] = (lock, count + 1)
         try:
@@ -248,7 +246,7 @@ def watermark(said: bytes) -> Watermark:
 
 
 def progress_of(state: SequenceState) -> SampleProgress:
-    """How far a sequence is as it changes hands, now, for observers: of a state that an engine made, or found right."""
+    """Return the progress of a moving sequence, timestamped now. The engine must have made or validated the state."""
     stats = stats_of(state.counters, state.strategies)
     return SampleProgress(
         num_moves=stats.num_moves,

@@ -1,1 +1,1 @@
-"""Which sequences should go on elsewhere, and when that pays: numpy only, pure."""
+"""Planner of moves between generators: numpy only, pure."""

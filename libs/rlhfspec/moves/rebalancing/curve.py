@@ -1,8 +1,6 @@
-"""What a token of each of B sequences costs an engine: `step_seconds + sequence_seconds * B`, learnt from its steps.
-
-Least squares that forget, never below 0. An engine that has only ever run one B says nothing of the slope: two
-observations that are made up from a prior (the fleet's curve, or a guess of the shape) are always there, scaled through
-what was really seen, and weigh little beside steps of different B.
+"""Learned cost of one token for each of B sequences: `step_seconds + sequence_seconds * B`. Least squares with
+forgetting, never below 0. Two synthetic observations from a prior (the fleet's curve, or a guess) are always included,
+scaled to the real ones. They define the slope until steps of different B are seen.
 
 Example:
     >>> curve = LearnedCurve()
@@ -18,15 +16,15 @@ import numpy as np
 
 from rlhfspec.common.arrays import Floats
 
-_KEEP = 0.997  # of what was learnt, at each step: it halves in 230
-_GUESS = (8.0, 1.0)  # the shape of a curve that is not known: a step costs as much as eight sequences in it
-_MADE_UP = ((1.0, 2.0), (32.0, 2.0))  # B and weight of what a prior is worth
-_FEW = 16  # observations, before any can be called an outlier
-_MOST_TIMES = 4.0  # what was expected: a step in which the process was stopped is no news of the engine
+_KEEP = 0.997  # share kept at each step: half-life of 230 steps
+_GUESS = (8.0, 1.0)  # assumed shape: a step costs as much as eight sequences
+_MADE_UP = ((1.0, 2.0), (32.0, 2.0))  # B and weight of the prior's observations
+_FEW = 16  # observations before outliers are cut
+_MOST_TIMES = 4.0  # times the expected cost; longer steps are cut, because the process was stopped
 
 
 class LearnedCurve:
-    """`prior`: (step_seconds, sequence_seconds); only their ratio counts."""
+    """Cost curve of one engine. `prior` is (step_seconds, sequence_seconds), of which only the ratio counts."""
 
     def __init__(self, prior: tuple[float, float] = _GUESS) -> None:
         self.prior = prior if sum(prior) > 0 else _GUESS
@@ -50,7 +48,7 @@ class LearnedCurve:
 
     @property
     def prefill_seconds(self) -> float:
-        """Of a token; 0: none was seen."""
+        """Return the prefill cost of a token; 0 if none was observed."""
         tokens, seconds = self._prefill
         return seconds / tokens if tokens else 0.0
 
@@ -59,7 +57,8 @@ class LearnedCurve:
         return step + sequence * num_running
 
     def learn(self, num_running: float, seconds: float) -> None:
-        """A token of each of so many took so long (a step, or with drafts its share for one token)."""
+        """Update the curve with the time of one step (with drafts, its share for one token) at `num_running`
+        sequences."""
         if num_running <= 0 or seconds <= 0:
             return
         if self._num_learnt >= _FEW:
@@ -71,7 +70,7 @@ class LearnedCurve:
         self._solved = None
 
     def learn_prefill(self, num_tokens: int, seconds: float) -> None:
-        """So many tokens of prompts took so long, beyond what else their step did."""
+        """Update the prefill cost, with the seconds beyond the step's other work."""
         if num_tokens <= 0:
             return
         own = max(seconds, 0.0)
@@ -86,9 +85,7 @@ class LearnedCurve:
 
     def _solve(self) -> tuple[float, float]:
         shape = np.array(self.prior)
-        scale = self._against[0] / (
-            self._moments[0] @ shape
-        )  # so that the prior goes through the middle of what was seen
+        scale = self._against[0] / (self._moments[0] @ shape)  # scales the prior through the mean of the observations
         moments, against = self._moments.copy(), self._against.copy()
         for rows, weight in _MADE_UP:
             ones = np.array([1.0, rows])
@@ -98,7 +95,7 @@ class LearnedCurve:
 
 
 def _not_negative(moments: Floats, against: Floats) -> tuple[float, float]:
-    """The least squares of both, or of one alone where the other would be below 0."""
+    """Solve for both coefficients, or for one alone if the other would be negative."""
     step, sequence = np.linalg.solve(moments, against).tolist()
     if step < 0:
         return 0.0, float(against[1] / moments[1, 1])

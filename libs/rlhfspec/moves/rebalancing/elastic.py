@@ -1,16 +1,13 @@
-"""How many generators pay: pure but for the moments it is told of.
+"""How many generators pay off. Pure: time is an argument.
 
-A stage with n engines of one curve is done after about `F(n) = t0 * max(longest, tokens / (n * rows)) + (c * tokens +
-prefill) / n`: the engine with the longest answer makes as many steps as that has tokens, an engine with more work than
-rows makes more, and a step of B sequences takes t0 + c * B. One more pays when F falls by 15 % or more, one less when F
-grows by less than 5 %: what is between is left as it is, so no work of one size asks for both.
+A stage with n engines takes `F(n) = t0 * max(longest, tokens / (n * rows)) + (c * tokens + prefill) / n`, where a step
+of B sequences takes t0 + c * B. One generator more pays when F falls by at least 15 %, one less when F grows by less
+than 5 %. The gap keeps one workload from asking for both.
 
-A stage begins with all of its work and ends with none, so what counts is a stage as a whole: how it was when it had
-most to do. Two in a row must ask for more, and three for fewer; in one that takes long its own course is enough to ask
-for more. Whenever fewer were too few, the next time fewer needs twice as many stages in a row to be believed.
+A stage is judged by its outlook when it had most to do. Two stages in a row must ask for more, three for fewer; a long
+stage alone may ask for more. Whenever fewer were too few, the required number of stages for fewer doubles.
 
 Example: 64 answers of 200 tokens, one generator of 16 rows.
-
     >>> outlook = StageOutlook(step_seconds=0.01, sequence_seconds=0.001, tokens=12_800.0, longest=200.0, rows=16)
     >>> [round(outlook.seconds(number), 1) for number in (1, 2, 4, 8)]
     [20.8, 10.4, 5.2, 3.6]
@@ -23,25 +20,25 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-MORE_SHARE = 0.15  # of the end that one more must save
-FEWER_SHARE = 0.05  # that one less may cost
+MORE_SHARE = 0.15  # of F that one more must save
+FEWER_SHARE = 0.05  # of F that one less may cost
 STAGES_FOR_MORE, STAGES_FOR_FEWER = 2, 3
-MOST_STAGES = 1 << 10  # that fewer may need to be believed
+MOST_STAGES = 1 << 10  # limit of the stages that fewer may need
 COOLDOWN_SECONDS = 30.0  # between two changes
 LONG_STAGE_SECONDS = 30.0
-_START_SECONDS = 30.0  # that another generator may take until it helps: a long stage must save more than that
+_START_SECONDS = 30.0  # start time of a generator: in a long stage, more must save longer than that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOutlook:
-    """What is left of a stage, at whatever generator it is or will be."""
+    """Remaining work of a stage, for any number of generators."""
 
-    step_seconds: float  # of the usual engine
+    step_seconds: float  # of the median engine
     sequence_seconds: float
-    tokens: float  # that are expected of all that run, wait and are still to be pulled
-    longest: float  # expected of one of them
+    tokens: float  # expected in all: running, waiting and still to be pulled
+    longest: float  # expected tokens of the longest sequence
     rows: int  # sequences that a generator runs at once
-    prefill_seconds: float = 0.0  # owed
+    prefill_seconds: float = 0.0  # of prompts not yet prefilled
 
     @property
     def is_known(self) -> bool:
@@ -54,7 +51,7 @@ class StageOutlook:
 
 
 def worth(outlook: StageOutlook, wanted: int, *, least: int, most: int) -> int:
-    """How many would pay where so many are wanted: several more, or one less."""
+    """Return how many generators pay off: any number more than `wanted`, or one less."""
     number = min(max(wanted, least), most)
     while number < most and outlook.seconds(number + 1) <= (1 - MORE_SHARE) * outlook.seconds(number):
         number += 1
@@ -70,8 +67,8 @@ class Wanted:
 
 
 class Elastic:
-    """least, most: as the job allows. Once it knows, what it wants follows from the work alone: what carries it out
-    may be late."""
+    """Decision on the number of generators, within the job's `least` and `most`. Once enough is known it depends on the
+    work alone, since the change may take effect late."""
 
     def __init__(self, *, least: int, most: int) -> None:
         self._least, self._most = least, most
@@ -89,7 +86,8 @@ class Elastic:
         self._was_lowered = False
 
     def learn(self, stage: int, outlook: StageOutlook, now: float, *, num_generators: int) -> Wanted | None:
-        """stage: a number that grows. num_generators: that there are; some may still be starting. None: too early."""
+        """Update with an outlook and return the wanted number, or None while too little is known. `stage` grows;
+        `num_generators` exist, perhaps still starting."""
         self._begin(now, num_generators)
         if stage > self._stage:
             self._end_stage(now)
@@ -103,7 +101,7 @@ class Elastic:
         return self._wanted if self._is_known else None
 
     def _begin(self, now: float, num_generators: int) -> None:
-        """Until it knows, so many as there are are wanted."""
+        """Until enough is known, want the present number."""
         if self._began_looking_at is None:
             self._began_looking_at = now
         self._is_known |= self._num_stages >= STAGES_FOR_FEWER and now - self._began_looking_at >= COOLDOWN_SECONDS

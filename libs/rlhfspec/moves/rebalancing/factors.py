@@ -1,4 +1,4 @@
-"""Which prompts are answered at length: by the answers to it that are finished, of this step and of earlier ones.
+"""Length factor of each prompt, from finished answers of this step and earlier ones.
 
 Example:
     >>> factors = Factors()
@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 
-_CORRELATION = 0.5  # of log lengths of one prompt's answers, as taken where nothing is known
+_CORRELATION = 0.5  # assumed, between log lengths of one prompt's answers
 _KEPT_GROUPS, _KEPT_PROMPTS = 1 << 13, 1 << 16
-_MOST_OF_HISTORY = 8.0  # answers that all earlier ones together count for
-_RATE = 0.01  # of the usual length's following
+_MOST_OF_HISTORY = 8.0  # weight limit of all earlier answers, in answers
+_RATE = 0.01  # of the running mean length
 
 
 class Factors:
-    """`group`: of samples, one prompt's of one step. `prompt`: the same whenever the prompt comes again."""
+    """Length factors. `group`: the samples of one prompt in one step. `prompt`: stable across steps."""
 
     def __init__(self) -> None:
         self._usual = 0.0  # mean log length
@@ -35,12 +35,12 @@ class Factors:
         self._usual += (log - self._usual) * max(_RATE, 1 / self._num_learnt)
         _, number, total = self._groups.pop(group, (prompt, 0, 0.0))
         self._groups[group] = (prompt, number + 1, total + log - self._usual)
-        if len(self._groups) > _KEPT_GROUPS:  # the oldest: their step is over
+        if len(self._groups) > _KEPT_GROUPS:  # the oldest: its step is over
             _, (of, count, deviations) = self._groups.popitem(last=False)
             self._remember(of, count, deviations)
 
     def of(self, group: str) -> float:
-        """What the lengths of this group are multiples of, beside the usual."""
+        """Return the expected ratio of this group's lengths to the usual length."""
         if group not in self._groups:
             return 1.0
         prompt, number, total = self._groups[group]

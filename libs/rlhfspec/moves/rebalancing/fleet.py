@@ -1,4 +1,4 @@
-"""What a plan knows: generators and their unfinished sequences, as arrays.
+"""Input of a plan: generators and their unfinished sequences, as arrays.
 
 Example: two engines of one host, the first with two long sequences, the second idle.
 
@@ -23,23 +23,23 @@ from rlhfspec.common.arrays import BoolArray, Floats
 Ints = npt.NDArray[np.int64]
 Numbers = Sequence[float] | Floats | Ints | BoolArray
 OF_SEQUENCES = ("generator", "generated", "held", "remaining", "limit", "moved_at")
-MUCH = 1 << 40  # room that never ends
+MUCH = 1 << 40  # unlimited room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
-    """What a plan may do, and when it is worth it."""
+    """Limits and thresholds of a plan."""
 
-    pause_seconds: float = 0.02  # of one move: about a step of the destination and 5 ms
-    num_rounds: int = 4  # so many moves a generator and plan
-    least_share: float = 0.05  # two whose ends differ by less of the later end are alike
-    least_pauses: float = 4.0  # nor by so many pauses
+    pause_seconds: float = 0.02  # of one move: about one step of the destination and 5 ms
+    num_rounds: int = 4  # moves per generator and plan
+    least_share: float = 0.05  # smaller differences of two ends, as a share of the later one, are ignored
+    least_pauses: float = 4.0  # as are differences below this many pauses
     rest_seconds: float = 0.5  # between two moves of one sequence
-    moves_of_leaving: int = 32  # a generator that is leaving, or is to be empty, hands over at most so many a plan
-    engine_cost: float = 0.0  # of another running engine, as a share of the time until its host is done
-    consolidating_share: float = 0.05  # fewer or more engines of a host must be faster by this
-    scoring_seconds: float = 1.0  # a generator that stays dry for longer may do other work
-    learns: bool = False  # the drafters of the generators learn
+    moves_of_leaving: int = 32  # moves per plan from a generator that is leaving or should be empty
+    engine_cost: float = 0.0  # of another running engine, as a share of the host's remaining time
+    consolidating_share: float = 0.05  # by which another number of engines of a host must be faster
+    scoring_seconds: float = 1.0  # a generator that stays idle for longer may score
+    learns: bool = False  # the generators train their drafters
 
 
 STANDARD = PlannerSettings()
@@ -47,11 +47,10 @@ STANDARD = PlannerSettings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Per generator [N] and per sequence [S]; sequences are sorted by generator.
+    """Generators [N] and sequences [S], sorted by generator.
 
-    A step of B sequences takes `step_seconds + sequence_seconds * B`, learnt while the host's other engines run; alone
-    on its host, an engine takes `alone_step_seconds + alone_sequence_seconds * B`.
-    """
+    A step of B sequences takes `step_seconds + sequence_seconds * B`, learned while the host's other engines run. Alone
+    on its host, an engine takes `alone_step_seconds + alone_sequence_seconds * B`."""
 
     step_seconds: Floats
     sequence_seconds: Floats
@@ -59,16 +58,16 @@ class Fleet:
     alone_sequence_seconds: Floats
     prefill_owed: Floats  # seconds
     free_rows: Ints
-    free_tokens: Ints  # that KV blocks are free for
+    free_tokens: Ints  # of free KV blocks
     weights_version: Ints
     is_leaving: BoolArray
     host: Ints
 
     generator: Ints
-    generated: Ints  # tokens of its response so far
-    held: Ints  # tokens its KV grows with
-    remaining: Floats  # tokens that are expected to come
-    limit: Ints  # the most that can come
+    generated: Ints  # response tokens so far
+    held: Ints  # tokens in its KV cache
+    remaining: Floats  # expected tokens
+    limit: Ints  # most tokens possible
     moved_at: Floats  # seconds on the planner's clock; -inf: never
 
     def __post_init__(self) -> None:
@@ -84,25 +83,25 @@ class Fleet:
 
     @property
     def starts(self) -> Ints:
-        """[N + 1]: where each generator's sequences begin, and their end."""
+        """[N + 1]: Return where each generator's sequences begin, and their end."""
         return np.searchsorted(self.generator, np.arange(self.num_generators + 1))
 
     def work(self) -> tuple[Floats, Floats]:
-        """[N], [N]: tokens that are expected of each generator in all, and of its longest sequence."""
+        """[N], [N]: Return each generator's expected tokens, in all and of its longest sequence."""
         starts = self.starts
         return segment_sums(self.remaining, starts), segment_maxima(self.remaining, starts)
 
     def drain_seconds(self) -> Floats:
-        """[N]: until each generator is done with what it has: the law that plans follow."""
+        """[N]: Return the time until each generator is done, the quantity that plans minimize."""
         total, longest = self.work()
         return self.step_seconds * longest + self.sequence_seconds * total + self.prefill_owed
 
     def only(self, chosen: BoolArray) -> Fleet:
-        """With these sequences alone."""
+        """Return the fleet with these sequences only."""
         return replace(self, **{name: getattr(self, name)[chosen] for name in OF_SEQUENCES})
 
     def moved(self, sequence: int, destination: int, now: float) -> Fleet:
-        """With that sequence over there (tests and small simulations; a copy of everything)."""
+        """Return a copy with one sequence moved, for tests and simulations."""
         generator, moved_at = self.generator.copy(), self.moved_at.copy()
         free_rows, free_tokens = self.free_rows.copy(), self.free_tokens.copy()
         for place, sign in ((generator[sequence], 1), (destination, -1)):
@@ -135,7 +134,7 @@ class Fleet:
         limit: Numbers | None = None,
         moved_at: Numbers | None = None,
     ) -> Fleet:
-        """What is not said: room without end, one version, none that leaves, each engine on a host of its own."""
+        """Build a fleet. Defaults: unlimited room, one version, none leaving, each engine on its own host."""
         num_generators, num_sequences = len(step_seconds), len(generator)
 
         def ints(given: Numbers | None, default: int, size: int) -> Ints:
@@ -169,7 +168,7 @@ class Fleet:
 
 
 def members_of(starts: Ints, generators: Ints) -> tuple[Ints, Ints]:
-    """The sequences of these generators one after the other, and how many each has.
+    """Return the sequences of these generators, concatenated, and their counts.
 
     >>> [array.tolist() for array in members_of(np.array([0, 2, 2, 5]), np.array([0, 2]))]
     [[0, 1, 2, 3, 4], [2, 3]]
@@ -180,7 +179,7 @@ def members_of(starts: Ints, generators: Ints) -> tuple[Ints, Ints]:
 
 
 def segment_sums(values: Floats, starts: Ints) -> Floats:
-    """Of each [starts[i], starts[i + 1]); nothing is 0.
+    """Return the sum of each [starts[i], starts[i + 1]); 0 for empty segments.
 
     >>> segment_sums(np.array([1.0, 2.0, 4.0]), np.array([0, 2, 2, 3])).tolist()
     [3.0, 0.0, 4.0]
@@ -189,7 +188,7 @@ def segment_sums(values: Floats, starts: Ints) -> Floats:
 
 
 def segment_maxima(values: Floats, starts: Ints) -> Floats:
-    """Of values that are not negative; nothing is 0.
+    """Return the maximum of each segment of non-negative values; 0 for empty segments.
 
     >>> segment_maxima(np.array([1.0, 2.0, 4.0]), np.array([0, 2, 2, 3])).tolist()
     [2.0, 0.0, 4.0]
@@ -199,7 +198,7 @@ def segment_maxima(values: Floats, starts: Ints) -> Floats:
 
 def _reduced(how: np.ufunc, values: Floats, starts: Ints) -> Floats:
     reduced = np.zeros(len(starts) - 1)
-    filled = starts[1:] > starts[:-1]  # reduceat gives the value itself where a segment is empty
+    filled = starts[1:] > starts[:-1]  # reduceat returns the value itself for an empty segment
     if filled.any():
         reduced[filled] = how.reduceat(values, starts[:-1][filled])
     return reduced

@@ -1,10 +1,7 @@
-"""How many engines of a host should run: they share its memory's bandwidth, so that fewer, fuller ones can be faster.
-
-A host's k engines, of n, take `F_k = t0_k * longest + c_k * max(longest, sum / k)`, with t0 and c between those of an
-engine alone (k = 1) and those learnt with all running (k = n). That depends only on what the host has, not on where: a
-move inside it changes nothing, so a decision stands until lengths turn out otherwise. A host that consolidates keeps
-to itself: nothing comes from other hosts or goes there, or their decisions would swing with each other.
-"""
+"""How many engines of a host should run: they share memory bandwidth, so fewer, fuller engines can be faster. With k of
+n engines a host takes `F_k = t0_k * longest + c_k * max(longest, sum / k)`, where t0 and c are interpolated between one
+engine alone and all n. F_k depends on the host's total work only, so moves within it do not change the decision. A
+consolidating host exchanges nothing with other hosts, or their decisions would oscillate."""
 
 from __future__ import annotations
 
@@ -15,22 +12,23 @@ import numpy as np
 from rlhfspec.common.arrays import BoolArray, Floats
 from rlhfspec.moves.rebalancing.fleet import Fleet, Ints, PlannerSettings
 
-_ALIKE = 0.97  # alone, an engine that takes this share of its time among others shares nothing worth knowing
+_ALIKE = 0.97  # of the shared time; engines that are alone hardly faster share nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Which engines should be empty, and the curves of all when so many of each host run."""
+    """Engines that should be empty, and all cost curves once they are."""
 
     step_seconds: Floats
     sequence_seconds: Floats
     is_closing: BoolArray
-    num_kept: Ints  # [N]: of its host
-    apart: Ints  # [N]: its host, where that keeps to itself; else -1
+    num_kept: Ints  # [N]: engines kept on its host
+    apart: Ints  # [N]: its host if that consolidates, else -1
 
 
 def engines_to_run(fleet: Fleet, settings: PlannerSettings) -> Running:
-    """Nothing closes where engines share and cost nothing, where versions differ, or where the rest lacks room."""
+    """Choose engines to close. None closes where engines share nothing and cost nothing, versions differ, or room is
+    short."""
     closing, kept = np.zeros(fleet.num_generators, bool), np.zeros(fleet.num_generators, np.int64)
     apart = np.full(fleet.num_generators, -1)
     step, sequence = fleet.step_seconds.copy(), fleet.sequence_seconds.copy()
@@ -47,7 +45,7 @@ def engines_to_run(fleet: Fleet, settings: PlannerSettings) -> Running:
 
 
 def _hosts_to_ask(fleet: Fleet, settings: PlannerSettings) -> Ints:
-    """Those with several engines that are worth a thought."""
+    """Return the hosts with several busy engines of one version that may gain."""
     staying = ~fleet.is_leaving
     hosts, place = np.unique(fleet.host[staying], return_inverse=True)
     several = np.bincount(place, minlength=len(hosts)) > 1
@@ -64,7 +62,7 @@ def _hosts_to_ask(fleet: Fleet, settings: PlannerSettings) -> Ints:
 
 
 def _best_number(fleet: Fleet, engines: Ints, total: Floats, longest: Floats, settings: PlannerSettings) -> int:
-    """Of engines that run; as many as now unless another number is clearly better."""
+    """Return the number of engines to run: the present one unless another is clearly better."""
     now = max(int((total > 0).sum()), 1)
     costs = [
         _cost(fleet, engines, number, float(total.sum()), float(longest.max()), settings)
@@ -83,7 +81,7 @@ def _cost(fleet: Fleet, engines: Ints, number: int, total: float, longest: float
 
 
 def _curves(fleet: Fleet, engines: Ints, number: int) -> tuple[Floats, Floats]:
-    """Of so many that run: between alone and all."""
+    """Return the cost curves with this many running engines, interpolated between alone and all."""
     share = (number - 1) / max(len(engines) - 1, 1)
     alone_step, alone_sequence = fleet.alone_step_seconds[engines], fleet.alone_sequence_seconds[engines]
     step = alone_step + (fleet.step_seconds[engines] - alone_step) * share
@@ -91,7 +89,7 @@ def _curves(fleet: Fleet, engines: Ints, number: int) -> tuple[Floats, Floats]:
 
 
 def _has_room(fleet: Fleet, engines: Ints, number: int) -> bool:
-    """Whether the largest of them can hold all that the host has, wherever that is now: no move changes the answer."""
+    """Return whether the largest engines can hold all of the host's work. Independent of where the work is now."""
     held, need = (
         np.bincount(fleet.generator, tokens, minlength=fleet.num_generators)[engines]
         for tokens in (fleet.held, fleet.held + fleet.remaining)

@@ -1,11 +1,8 @@
-"""Which sequences go where: `plan(fleet, now, settings)`, pure, the same code in production and in the simulator.
-
-An engine that drains what it has is done after `F = t0 * longest + c * sum + prefill owed` (a step of B sequences takes
-t0 + c * B). Moves change only the sum and the longest. Four rounds; in each, of one weights version, the latest is
-paired with the earliest that has room, and the one sequence goes over that lowers the later end of the two most. So
-with what remains fixed, every move lowers the larger F of its pair: the ends, sorted downwards, fall, and nothing
-swings back. Where t0 rules there is nothing to gain and nothing moves. First of all go the sequences of engines that
-leave, and of engines that should be empty (`hosts`).
+"""Planner of moves: `plan(fleet, now, settings)`, pure, the same code in production and in the simulator. An engine
+finishes after `F = t0 * longest + c * sum + prefill owed`. Each of four rounds pairs, within a weights version, the
+latest engine with the earliest that has room, and moves the sequence that lowers the later end most. Every move lowers
+the larger F of its pair, so plans cannot oscillate. Engines that are leaving or should be empty (`hosts`) hand over
+first.
 
 Example: 300 and 200 tokens on one engine, nothing on the other.
 
@@ -48,13 +45,13 @@ from rlhfspec.moves.rebalancing.planned import (
     PlannedMoves,
 )
 
-_A_LITTLE = 1e-4  # of an end: less is no gain
-_MOST_HANDED_OVER = 4096  # a plan
-_Entry = tuple[float, float, int, int]  # a place: its end, what breaks ties, which it is
+_A_LITTLE = 1e-4  # of an end; smaller gains are ignored
+_MOST_HANDED_OVER = 4096  # per plan
+_Entry = tuple[float, float, int, int]  # a generator: its end, two tie breakers, its index
 
 
 def plan(fleet: Fleet, now: float, settings: PlannerSettings = STANDARD) -> PlannedMoves:
-    """`now`: seconds on the clock of `fleet.moved_at`."""
+    """Plan moves. `now` is in seconds on the clock of `fleet.moved_at`."""
     state = _State(fleet, now, settings)
     state.hand_over(fleet.is_leaving, LEAVING, state.version)
     if state.is_closing.any():
@@ -74,7 +71,7 @@ class _Pairs(NamedTuple):
 
 
 class _State:
-    """The fleet as it will be after the moves so far."""
+    """The fleet after the moves planned so far."""
 
     def __init__(self, fleet: Fleet, now: float, settings: PlannerSettings) -> None:
         self.fleet, self.settings = fleet, settings
@@ -82,24 +79,22 @@ class _State:
         self.step, self.sequence = running.step_seconds, running.sequence_seconds
         self.is_closing, self.num_kept = running.is_closing, running.num_kept
         self.version = fleet.weights_version
-        self.group = _joint(self.version, running.apart)  # of generators that may be paired
+        self.group = _joint(self.version, running.apart)  # generators that may be paired share a group
         self.starts = fleet.starts
         self.total = segment_sums(fleet.remaining, self.starts)
         self.longest = segment_maxima(fleet.remaining, self.starts)
         self.ends = self.step * self.longest + self.sequence * self.total + fleet.prefill_owed
         self.before = self.ends.copy()
-        self.longest_come = np.zeros(fleet.num_generators)  # of those that moved here
+        self.longest_come = np.zeros(fleet.num_generators)  # of sequences that moved here
         self.num_sequences = np.diff(self.starts)
         self.rows, self.tokens = fleet.free_rows.copy(), fleet.free_tokens.copy()
-        self.remaining = fleet.remaining.copy()  # 0: has moved
-        self.need = fleet.held + fleet.remaining  # tokens of KV, in the end
+        self.remaining = fleet.remaining.copy()  # 0: it has moved
+        self.need = fleet.held + fleet.remaining  # tokens of KV at its end
         self.may_move = now - fleet.moved_at >= settings.rest_seconds
         self.notes = Notes()
 
-    # -- of two generators, one sequence ----------------------------------------------------------------------
-
     def balance(self, is_first: bool) -> bool:
-        """One round; False: nothing moved."""
+        """Plan one round; return False if nothing moved."""
         pairs = self._pairs()
         later, earlier = self.ends[pairs.source], self.ends[pairs.destination]
         differ = later - earlier > self._least(later)
@@ -109,17 +104,17 @@ class _State:
             stays = ~(differ & pays)
             apart = pairs.where(stays)
             self.notes.pairs(apart.source, apart.destination, later[stays], earlier[stays], why_not[stays])
-        had_any = self.starts[pairs.source + 1] > self.starts[pairs.source]  # what has just come does not go on
+        had_any = self.starts[pairs.source + 1] > self.starts[pairs.source]  # new arrivals do not move again
         pairs = pairs.where(differ & pays & had_any)
         return bool(len(pairs.source)) and self._move_one_each(pairs)
 
     def _pairs(self) -> _Pairs:
-        """The k-th latest with the k-th earliest that has room, of each group."""
+        """Pair, in each group, the k-th latest with the k-th earliest that has room."""
         stays = ~(self.fleet.is_leaving | self.is_closing)
         sources = np.flatnonzero(stays & (self.num_sequences > 0))
         places = np.flatnonzero(stays & (self.rows > 0) & (self.tokens > 0))
         sources = sources[np.argsort(-self.ends[sources], kind="stable")]
-        # Of ends that are alike (a dry one ends at once) the faster engine comes first, then the one with more room.
+        # Ties in the end (idle engines): first the faster engine, then the one with more room.
         places = places[np.lexsort((-self.tokens[places], self.sequence[places], self.ends[places]))]
         if (self.group == self.group[:1]).all():
             number = min(len(sources), len(places))
@@ -137,7 +132,7 @@ class _State:
         return np.maximum(self.settings.least_share * later, self.settings.least_pauses * self.settings.pause_seconds)
 
     def _most_gain(self, pairs: _Pairs) -> Floats:
-        """What all moves of a pair together can bring at most: the longest stays, or it goes."""
+        """Return an upper bound of a pair's gain, whether its longest sequence stays or goes."""
         source, destination = pairs.source, pairs.destination
         longest = self.longest[source]
         sharing = (self.ends[source] - self.ends[destination]) / 2
@@ -146,7 +141,7 @@ class _State:
         return np.maximum(stays, self.ends[source] - there)
 
     def _end_with(self, place: Ints, remaining: Floats) -> Floats:
-        """A generator's end with one more sequence."""
+        """Return a generator's end with one more sequence."""
         longest = np.maximum(self.longest[place], remaining)
         work = self.sequence[place] * (self.total[place] + remaining)
         return self.step[place] * longest + work + self.fleet.prefill_owed[place] + self.settings.pause_seconds
@@ -180,7 +175,8 @@ class _State:
         return True
 
     def _later_end(self, pairs: _Pairs, counts: Ints, remaining: Floats) -> Floats:
-        """[members]: the later end of both, should this one go. (The source's is a bound: its longest may be gone.)"""
+        """[members]: Return the later end of the pair if this sequence moves. The source's is a bound, since its
+        longest may leave."""
         source, destination = pairs.source, pairs.destination
         here = np.repeat(self.ends[source], counts)
         here -= np.repeat(self.sequence[source], counts) * remaining
@@ -192,7 +188,7 @@ class _State:
         return np.maximum(here, there, out=here)
 
     def _shortest_of_best(self, members: Ints, worse: Floats, best: Floats, counts: Ints) -> Ints:
-        """Of each pair that gains, the place of its best; ties: the shorter context, then the first."""
+        """Return the best sequence of each pair that gains. Ties: the shorter context, then the first."""
         hits = np.flatnonzero(worse == np.repeat(best, counts))
         pair = np.repeat(np.arange(len(counts)), counts)[hits]
         if len(hits) > (best >= 0).sum():
@@ -201,7 +197,7 @@ class _State:
         return hits[np.concatenate(([True], pair[1:] != pair[:-1]))] if len(hits) else hits
 
     def _go(self, sequences: Ints, pairs: _Pairs, came: Floats) -> None:
-        """Pairs without a generator twice; of the source, `longest` is set already."""
+        """Apply moves of pairs with distinct generators. The source's `longest` is set already."""
         source, destination = pairs.source, pairs.destination
         need = np.ceil(self.need[sequences]).astype(np.int64)
         self.remaining[sequences], self.may_move[sequences] = 0.0, False
@@ -217,10 +213,8 @@ class _State:
             work = self.step[place] * self.longest[place] + self.sequence[place] * self.total[place]
             self.ends[place] = work + self.fleet.prefill_owed[place]
 
-    # -- all that a generator has -----------------------------------------------------------------------------
-
     def hand_over(self, is_source: BoolArray, why: int, group: Ints) -> None:
-        """The longest first, each to the earliest end of its group that has room."""
+        """Move the longest sequences first, each to the earliest end of its group that has room."""
         chosen = self._handed_over(is_source)
         if not len(chosen):
             return
@@ -269,16 +263,14 @@ class _State:
     def _entry(self, place: int) -> _Entry:
         return float(self.ends[place]), float(self.sequence[place]), -int(self.tokens[place]), place
 
-    # -- and what comes of it ---------------------------------------------------------------------------------
-
     def planned(self) -> PlannedMoves:
         dry = np.flatnonzero((self.num_sequences == 0) & ~self.fleet.is_leaving)
         return self.notes.planned(self.before, self.ends, self.is_closing, self.num_kept, dry, self._advice(dry))
 
     def _advice(self, dry: Ints) -> tuple[str, ...]:
-        """Of several that may score, one learns: what it learns goes to all."""
+        """Return advice for idle generators. Of several that may score one learns, because all get what it learns."""
         latest = float(self.ends.max(initial=0.0))
-        goes_on = latest > self.settings.scoring_seconds or not latest  # all are dry: it is others that are awaited
+        goes_on = latest > self.settings.scoring_seconds or not latest  # all are idle: they wait for other stages
         free = [place for place in dry if not self.is_closing[place]]
         told = dict.fromkeys(dry, "consolidate") | dict.fromkeys(free, "score" if goes_on else "wait")
         if self.settings.learns:
@@ -287,7 +279,7 @@ class _State:
 
 
 def _ranks(groups: Ints) -> Ints:
-    """Of sorted groups, each member's place in its group.
+    """Return each member's rank in its group; groups are sorted.
 
     >>> _ranks(np.array([3, 3, 5])).tolist()
     [0, 1, 0]

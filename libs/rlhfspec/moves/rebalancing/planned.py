@@ -1,4 +1,4 @@
-"""A plan and its reasons: arrays, and words for the reader."""
+"""Result of a plan with its reasons, as arrays and as text."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 from rlhfspec.common.arrays import BoolArray, Floats
 from rlhfspec.moves.rebalancing.fleet import Ints
 
-BALANCE, LEAVING, CLOSING = range(3)  # why one moves
-MOVED, ALIKE, BOUND, NO_GAIN, NONE_MAY, NO_PLACE = range(6)  # what became of a pair
+BALANCE, LEAVING, CLOSING = range(3)  # reasons of a move
+MOVED, ALIKE, BOUND, NO_GAIN, NONE_MAY, NO_PLACE = range(6)  # outcomes of a pair
 Name = Callable[[int], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """[V]: pairs that were looked at; a pair that moved one after the other is there once for each."""
+    """[V]: Pairs that were considered. A pair occurs once for each round in which it moved."""
 
     source: Ints
     destination: Ints  # -1: no generator has room
@@ -29,27 +29,27 @@ class Verdicts:
 
 @dataclass(frozen=True, slots=True)
 class PlannedMoves:
-    """[P] moves, by index into the fleet; [N] ends before and after; why not."""
+    """[P] moves as indices into the fleet, [N] ends before and after, and verdicts on all pairs."""
 
     sequence: Ints
     source: Ints
     destination: Ints
-    gain: Floats  # seconds by which the later end of the two comes earlier; 0: it has to go anyway
+    gain: Floats  # seconds by which the later end becomes earlier; 0: the sequence must go anyway
     why: Ints
     verdicts: Verdicts
     before: Floats
     after: Floats
     is_closing: BoolArray  # should be empty
-    num_kept: Ints  # engines of its host that should run; 0: as they like
-    dry: Ints  # generators with nothing to do
-    advice: tuple[str, ...]  # consolidate | score | learn | wait, for each of them
+    num_kept: Ints  # engines of its host that should run; 0: no advice
+    dry: Ints  # idle generators
+    advice: tuple[str, ...]  # for each idle generator: consolidate | score | learn | wait
 
     @property
     def num_moves(self) -> int:
         return len(self.sequence)
 
     def why_move(self, move: int, name: Name = str) -> str:
-        """Words for one move."""
+        """Return the reason of one move as text."""
         source, destination = int(self.source[move]), int(self.destination[move])
         there = f"{self.before[destination]:.2f} s"
         if self.why[move] == LEAVING:
@@ -60,7 +60,7 @@ class PlannedMoves:
         return f"{ends}; the later end comes {self.gain[move]:.2f} s earlier"
 
     def why_not(self, most: int = 8, name: Name = str) -> list[str]:
-        """Words for pairs of which nothing moved, those that end latest first."""
+        """Return reasons of sources that moved nothing, the latest ends first."""
         stays = np.flatnonzero(self.verdicts.verdict != MOVED)
         seen: dict[int, str] = {}
         for index in stays[np.argsort(-self.verdicts.later[stays], kind="stable")].tolist():
@@ -88,7 +88,7 @@ _WORDS = {
 
 
 class Notes:
-    """What a plan in the making has decided."""
+    """Recorder of a plan's decisions."""
 
     def __init__(self) -> None:
         self._moves: list[tuple[Ints, Ints, Ints, Floats, Ints]] = []

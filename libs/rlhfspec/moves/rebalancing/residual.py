@@ -1,8 +1,6 @@
-"""How much longer a sequence will be, given how long it is: survival of recent lengths.
-
-Lengths are learnt as multiples of what is typical of their prompt (`factor`), so that prompts of every kind teach one
-table. The mean residual life comes from a Kaplan-Meier estimate, in which answers that were cut off count as "at least
-so long".
+"""Expected remaining length of a sequence, from the survival of recent lengths. Lengths are learned relative to their
+prompt's typical length (`factor`), so that all prompts share one table. The mean residual life is a Kaplan-Meier
+estimate; truncated answers are censored observations.
 
 Example:
     >>> residual = Residual()
@@ -20,13 +18,13 @@ from rlhfspec.common.arrays import BoolArray, Floats
 from rlhfspec.moves.rebalancing.fleet import Numbers
 
 _KEPT = 4096  # recent lengths
-_FEW = 8  # fewer say nothing of a distribution
-_PER_OCTAVE = 16  # rows of the table per doubling of what was generated
+_FEW = 8  # below this number the prior is used
+_PER_OCTAVE = 16  # table rows per doubling of the generated length
 _OCTAVES = 20
 
 
 class Residual:
-    """Half of what can still come is expected until lengths were seen."""
+    """Estimator of remaining tokens. Before enough lengths were seen, it expects half of the limit."""
 
     def __init__(self) -> None:
         self._lengths = np.zeros(_KEPT)
@@ -39,14 +37,14 @@ class Residual:
         return self._num_learnt
 
     def learn(self, length: int, *, is_censored: bool = False, factor: float = 1.0) -> None:
-        """Of a finished answer; censored: it was cut off at that length."""
+        """Learn the length of a finished answer; `is_censored` if it was truncated there."""
         place = self._num_learnt % _KEPT
         self._lengths[place], self._is_censored[place] = max(length, 1) / factor, is_censored
         self._num_learnt += 1
         self._table = None
 
     def remaining(self, generated: Numbers, factor: Numbers, limit: Numbers) -> Floats:
-        """[S]: tokens that are expected to come, at least 1 and at most `limit`."""
+        """[S]: Return expected remaining tokens, between 1 and `limit`."""
         most = np.asarray(limit, np.float64)
         if self._num_learnt < _FEW:
             return np.asarray(np.maximum(most / 2, 1.0))
@@ -65,19 +63,18 @@ def _table(lengths: Floats, is_censored: BoolArray) -> Floats:
 
 
 def mean_residual_life(lengths: Floats, is_censored: BoolArray, elapsed: Floats) -> Floats:
-    """[E]: the mean of what remains at each elapsed length, over those that got there.
-
-    Past the last length nothing is known: there, a tenth of what has elapsed.
+    """[E]: Return the mean remaining length at each elapsed length. Beyond the last length it assumes a tenth of the
+    elapsed.
 
     >>> mean_residual_life(np.array([1.0, 3.0, 5.0]), np.zeros(3, bool), np.array([0.0, 2.0, 20.0])).round(6).tolist()
     [3.0, 2.0, 2.0]
     """
-    order = np.lexsort((is_censored, lengths))  # at one length, the end comes before the cut
+    order = np.lexsort((is_censored, lengths))  # ends sort before censored lengths of the same value
     lengths, is_end = lengths[order], ~is_censored[order]
     at_risk = np.arange(len(lengths), 0, -1)
     survival = np.concatenate(([1.0], np.cumprod(1.0 - is_end / at_risk)))  # after each length
     edges = np.concatenate(([0.0], lengths))
-    tail = survival[-1] * edges[-1] * 0.1  # of those that were never seen to end
+    tail = survival[-1] * edges[-1] * 0.1  # of sequences never seen to end
     areas = np.diff(edges) * survival[:-1]
     # [L + 1]: the area under the survival curve from each edge on
     beyond = np.concatenate((np.cumsum(areas[::-1])[::-1], [0.0])) + tail

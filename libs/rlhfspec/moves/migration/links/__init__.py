@@ -1,1 +1,1 @@
-"""How the bytes of a moving sequence get from one process to another."""
+"""Links that carry the bytes of a moving sequence between processes."""

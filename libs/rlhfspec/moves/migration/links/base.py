@@ -1,17 +1,17 @@
-"""What a link is: bytes by key from one engine's process into another's, packed where they travel from.
+"""Contract of a link: bytes by key from one engine's process into another's, packed where they travel from.
 
     landing = opening.make_landing("auto")                           # destination: once, for all sources and moves
     sending = opening.open_sending(landing.offer)                    # source: once for each destination
+
     room = sending.room(4096)                                        # memory of the link, to pack into
     sending.send("move-1/0", 4096)
+
     view = landing.take("move-1/0", 4096, timeout=5.0)               # destination, told of the key over its control
     landing.done("move-1/0")                                         # its memory may be used again
 
-All of it blocks: call it in a thread, never in an event loop. Everything that can go wrong is a LinkError, by a
-deadline: an end that was killed, cut off, slow, hostile or never came. A LinkError of `take` concerns one key; one of
-`room` or `send` ends the sending: close it, and open another when there is a next move. No link promises that bytes are
-right: `KVRange.checksum` does.
-"""
+All calls block: use a thread, never an event loop. Every failure is a LinkError by a deadline. A LinkError of `take`
+concerns one key; after one of `room` or `send`, close the sending and open another. Links do not verify bytes:
+`KVRange.checksum` does."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from typing import Any, Protocol, runtime_checkable
 
 from rlhfspec.errors import LinkError
 
-MOST_LANDED_BYTES = 256 << 20  # of ranges that landed and are not done, all together
-SECONDS = 10.0  # for the other end to answer, to make room, or to send all of a range that it began
-KEPT_SECONDS = 60.0  # what landed and was not taken
+MOST_LANDED_BYTES = 256 << 20  # of all ranges that landed and are not done
+SECONDS = 10.0  # for the other end to answer, to make room, or to finish a range
+KEPT_SECONDS = 60.0  # for ranges that landed and were not taken
 MOST_KEY_BYTES = 512
 
 
 class LandingWay(Protocol):
-    """One kind of link into a `Landing`. `way`: where sources find it."""
+    """One kind of link into a `Landing`. `way` is the address for sources."""
 
     way: Mapping[str, Any]
 
@@ -39,7 +39,7 @@ class LandingWay(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandingAddress:
-    """Where a way listens, and how long it waits. `host`: where others find it, too. `tls`: of a server."""
+    """Address where a way listens, which others use too, its server TLS context, and its timeout."""
 
     host: str = "127.0.0.1"
     port: int = 0  # 0: any that is free
@@ -48,14 +48,14 @@ class LandingAddress:
 
 
 class Sending(Protocol):
-    """The source's end of one pair, kept for later moves; for one thread at a time."""
+    """Source's end of one pair, kept for later moves. Use it from one thread at a time."""
 
     def room(self, num_bytes: int) -> memoryview:
-        """Writable, exactly so long; there is one at a time. Waits while earlier ranges are not yet done there."""
+        """Return writable memory of this length; there is one at a time. Waits while earlier ranges are not done."""
         ...
 
     def send(self, key: str, num_bytes: int) -> None:
-        """The first bytes of the room. Returns when the next room may be asked for."""
+        """Send the first bytes of the room. Returns when the next room may be requested."""
         ...
 
     def close(self) -> None: ...
@@ -63,16 +63,16 @@ class Sending(Protocol):
 
 @runtime_checkable
 class QuickSending(Sending, Protocol):
-    """One that need not always wait, so that it need not always have a thread."""
+    """Sending that often returns at once, so that it needs no thread."""
 
     def is_at_once(self, num_bytes: int) -> bool:
-        """`room` for so many bytes, and `send` after it, return at once."""
+        """Return whether `room` for this size, and `send` after it, return at once."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """`ways`: of each kind, where.
+    """Token and addresses of a landing; each way has a kind.
 
     >>> offer = Offer(token="ab", ways=({"kind": "tcp", "host": "127.0.0.1", "port": 1},))
     >>> Offer.of(offer.to_json()) == offer

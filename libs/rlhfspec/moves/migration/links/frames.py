@@ -1,11 +1,10 @@
-"""What two ends say to each other over a socket: that both know the offer's token, then one header a range.
+"""Socket protocol of links: mutual proof of the offer's token, then one header per range.
 
     destination -> source: MAGIC, nonce; source -> destination: nonce, proof; destination -> source: proof
     source -> destination, for each range: header, key, and what the link puts behind it
 
-A proof is an HMAC of both nonces under the token, which itself never travels here. Lengths are checked before anything
-is read or kept, and an end that stops in the middle is given up at a deadline. A `Door` is where sources connect.
-"""
+A proof is an HMAC of both nonces under the token, which itself is never sent. Lengths are checked before anything is
+read, and a stalled peer is given up at a deadline. Sources connect to a `Door`."""
 
 from __future__ import annotations
 
@@ -26,12 +25,12 @@ from rlhfspec.moves.migration.links.base import MOST_KEY_BYTES, SECONDS
 MAGIC = b"RLHFKV01"
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
-_HEADER = struct.Struct("!4sHIQ")  # mark, length of the key, place (the link's own number), bytes of the range
+_HEADER = struct.Struct("!4sHIQ")  # mark, length of the key, place (a number of the link), bytes of the range
 _MARK = b"KVRG"
-CHUNK_BYTES = 1 << 20  # so that a close is noticed
+CHUNK_BYTES = 1 << 20  # small enough to notice a close
 _MOST_CONNECTIONS = 128
-_MOST_STRANGERS = 16  # which have not yet shown that they know the token
-_PAUSE_SECONDS = 0.1  # when there are no files left to open
+_MOST_STRANGERS = 16  # peers that have not yet proved the token
+_PAUSE_SECONDS = 0.1  # when no file descriptors are left
 
 
 class FrameHeader(NamedTuple):
@@ -47,7 +46,7 @@ class FrameHeader(NamedTuple):
 
     @classmethod
     def read(cls, connection: socket.socket, first: bytes, deadline: float, *, most_bytes: int) -> FrameHeader:
-        """`first`: the byte that it begins with, which has been waited for. `most_bytes`: of the range."""
+        """Read a header whose first byte was already read. Raises LinkError if the range has more than `most_bytes`."""
         fixed = first + read_exactly(connection, _HEADER.size - len(first), deadline)
         mark, length, place, num_bytes = _HEADER.unpack(fixed)
         if mark != _MARK or not 0 < length <= MOST_KEY_BYTES:
@@ -61,11 +60,8 @@ class FrameHeader(NamedTuple):
         return cls(name, num_bytes, place)
 
 
-# --- greeting ---------------------------------------------------------------------------------------------------------
-
-
 def welcome(connection: socket.socket, token: str, *, timeout: float) -> None:
-    """The destination's part. LinkError where the other end does not know the token."""
+    """Run the destination's handshake. Raises LinkError if the peer does not know the token."""
     deadline = time.monotonic() + timeout
     ours = secrets.token_bytes(_NONCE_BYTES)
     send_all(connection, [MAGIC + ours], deadline)
@@ -77,7 +73,7 @@ def welcome(connection: socket.socket, token: str, *, timeout: float) -> None:
 
 
 def greet(connection: socket.socket, token: str, *, timeout: float) -> None:
-    """The source's part. LinkError where somebody else listens."""
+    """Run the source's handshake. Raises LinkError if the peer is no landing of this token."""
     deadline = time.monotonic() + timeout
     if read_exactly(connection, len(MAGIC), deadline) != MAGIC:
         raise LinkError("greeting", "no landing listens there")
@@ -93,11 +89,8 @@ def _proof(token: str, end: bytes, *nonces: bytes) -> bytes:
     return hmac.digest(bytes.fromhex(token), b"\0".join((MAGIC, end, *nonces)), "sha256")
 
 
-# --- bytes ------------------------------------------------------------------------------------------------------------
-
-
 def read_exactly(connection: socket.socket, num_bytes: int, deadline: float | None) -> bytes:
-    """`deadline` None: as long as it takes, where nothing has begun."""
+    """Read exactly this many bytes. Without a deadline it waits forever, for use between ranges."""
     buffer = bytearray(num_bytes)
     read_into(connection, memoryview(buffer), deadline)
     return bytes(buffer)
@@ -134,7 +127,7 @@ def send_all(connection: socket.socket, parts: Sequence[bytes | memoryview], dea
 
 
 def refuse_dead(connection: socket.socket) -> None:
-    """Where nothing is expected from the other end but its end."""
+    """Raise LinkError if the peer closed the connection. For connections on which it sends nothing else."""
     connection.settimeout(0)
     try:
         if connection.recv(1, socket.MSG_PEEK) == b"":
@@ -149,13 +142,9 @@ def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.001, deadline - time.monotonic())
 
 
-# --- where sources connect --------------------------------------------------------------------------------------------
-
-
 class Door:
-    """One thread that listens and one for each connection, all ended and joined by `close`.
-
-    `serve(connection)` runs in a thread of the connection until it returns or raises LinkError."""
+    """Server with one listening thread and one thread per connection; `close` joins them all. `serve(connection)` runs
+    in the connection's thread until it returns or raises LinkError."""
 
     def __init__(
         self,
@@ -196,7 +185,7 @@ class Door:
         while not self._closed.is_set():
             try:
                 connection, _ = self._listening.accept()
-            except OSError:  # the other end is gone already, or we close
+            except OSError:  # the peer is gone already, or the door closes
                 self._closed.wait(_PAUSE_SECONDS)
                 continue
             with self._lock:
@@ -214,7 +203,7 @@ class Door:
         try:
             connection.settimeout(self._seconds)
             if self._tls is not None:
-                with self._lock:  # from here on it is the wrapped one that a close must shut
+                with self._lock:  # from here on `close` must shut the wrapped socket
                     connection = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
                     self._connections[this] = connection
                 connection.do_handshake()
@@ -222,7 +211,7 @@ class Door:
             self._strangers.discard(this)
             self._serve(connection)
         except (LinkError, OSError):
-            pass  # what waits for a range was told by `serve`; the source sees its connection end
+            pass  # `serve` has failed the waiting range; the source sees its connection end
         finally:
             with self._lock:
                 self._strangers.discard(this)
@@ -232,5 +221,5 @@ class Door:
 
 
 def _shut(connection: socket.socket) -> None:
-    with suppress(OSError):  # it is not connected any more
-        connection.shutdown(socket.SHUT_RDWR)  # wakes what waits on it
+    with suppress(OSError):  # it is no longer connected
+        connection.shutdown(socket.SHUT_RDWR)  # wakes threads that wait on it

@@ -1,4 +1,4 @@
-"""What has landed: bytes by key, in bounded memory, until somebody takes them and is done with them."""
+"""Inbox of a landing: bytes by key in bounded memory, until a reader has taken them and is done."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 from rlhfspec.errors import LinkError
 from rlhfspec.moves.migration.links.base import KEPT_SECONDS, MOST_LANDED_BYTES, LandingAddress, LandingWay, Offer
 
-_REMEMBERED = 1024  # keys that failed, or that are not wanted
+_REMEMBERED = 1024  # keys that failed or are unwanted
 _LEAST_BUFFER = 1 << 16
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class _Landed:
 
 
 class KVInbox:
-    """For any number of threads.
+    """Thread-safe store of ranges that landed, by key.
 
     >>> inbox = KVInbox()
     >>> buffer = inbox.buffer(3, timeout=1.0); buffer[:] = b"abc"
@@ -49,17 +49,15 @@ class KVInbox:
 
     @property
     def num_bytes(self) -> int:
-        """In buffers that somebody writes or reads."""
+        """Return the bytes in buffers that somebody writes or reads."""
         return self._buffers.num_used
 
     @property
     def num_keys(self) -> int:
         return len(self._landed)
 
-    # --- for links ---------------------------------------------------------------------------------------------------
-
     def buffer(self, num_bytes: int, *, timeout: float) -> memoryview:
-        """Memory for one range; goes back by `land` and `done`, or by `give_back`."""
+        """Return memory for one range. It is returned by `land` and `done`, or by `give_back`."""
         if num_bytes > self.most_bytes:
             raise LinkError("range", f"has {num_bytes} bytes, more than {self.most_bytes}")
         deadline = time.monotonic() + timeout
@@ -77,7 +75,8 @@ class KVInbox:
             self._changed.notify_all()
 
     def land(self, key: str, view: memoryview, release: Callable[[], None] | None = None) -> None:
-        """`release` is called once, when the memory may be used again; None: `view` is a buffer of ours."""
+        """Make a range available. `release` is called once, when its memory is free again; None: `view` comes from
+        `buffer`."""
         release = release or (lambda: self.give_back(view))
         with self._changed:
             self._forget_old()
@@ -92,19 +91,17 @@ class KVInbox:
             raise LinkError(key, "was sent twice")
 
     def fail(self, key: str, problem: str) -> None:
-        """It will not come."""
+        """Record that a range will not come, so that `take` raises."""
         with self._changed:
             _remember(self._failed, key, problem)
             self._changed.notify_all()
-
-    # --- for the reader ----------------------------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
         """Return whether it has landed, so that `take` returns at once."""
         return key in self._landed
 
     def take(self, key: str, num_bytes: int, *, timeout: float) -> memoryview:
-        """Wait for these bytes. They are the caller's until `done`."""
+        """Wait for these bytes. They belong to the caller until `done`. Raises LinkError."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while key not in self._landed:
@@ -118,7 +115,7 @@ class KVInbox:
             return landed.view
 
     def done(self, key: str) -> None:
-        """Let the memory be used again. What has not come is dropped when it comes."""
+        """Free the memory of a range. A range that has not landed yet is dropped when it lands."""
         with self._changed:
             landed = self._landed.pop(key, None)
             if landed is None and self._failed.pop(key, None) is None and not self._is_closed:
@@ -135,8 +132,6 @@ class KVInbox:
             each.release()
         self._buffers.clear()
 
-    # --- with the lock -----------------------------------------------------------------------------------------------
-
     def _wait(self, deadline: float, what: str, problem: str) -> None:
         self._refuse_closed()
         if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
@@ -148,7 +143,7 @@ class KVInbox:
             raise LinkError("landing", "is closed")
 
     def _forget_old(self) -> None:
-        """What was not taken. A source tells the keys of a move within seconds, or never."""
+        """Drop ranges that were not taken. A source announces the keys of a move within seconds, or never."""
         before = time.monotonic() - self._kept_seconds
         old = [key for key, each in self._landed.items() if each.at < before and not each.is_taken]
         for key in old:
@@ -156,10 +151,8 @@ class KVInbox:
 
 
 class Landing(KVInbox):
-    """The destination's end of all links that lead here: what arrives, by whatever way, is in one inbox.
-
-    `offer`: how to send here. It holds a secret: let it travel over connections that are trusted only.
-    """
+    """Destination's end of all links to this process, with one inbox. `offer` is the address with a secret: send it
+    over trusted connections only."""
 
     def __init__(
         self,
@@ -175,14 +168,14 @@ class Landing(KVInbox):
         self.offer = Offer(token=token, ways=[each.way for each in self._ways]).to_json()
 
     def close(self) -> None:
-        """End every connection and thread. What was taken may not be in use."""
-        super().close()  # nothing waits for room any more
+        """End every connection and thread. Taken ranges must no longer be in use."""
+        super().close()  # first, so that nothing waits for room
         for way in self._ways:
             way.close()
 
 
 class _Buffers:
-    """Reused, for fresh pages cost more than what is copied into them."""
+    """Buffers that are reused, because fresh pages cost more than the copy into them."""
 
     def __init__(self, most_bytes: int) -> None:
         self.num_used = 0

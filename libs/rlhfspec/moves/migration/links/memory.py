@@ -1,4 +1,4 @@
-"""Between engines of one process: the range is handed over where it was packed."""
+"""Link within one process: the range is handed over in the buffer it was packed into."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ _inboxes: dict[str, KVInbox] = {}  # of the landings of this process, by token
 
 
 class MemoryWay:
-    """The destination's part."""
-
     def __init__(self, inbox: KVInbox, token: str, at: LandingAddress) -> None:
         self._token = token
         _inboxes[token] = inbox

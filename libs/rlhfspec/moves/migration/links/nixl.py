@@ -1,10 +1,7 @@
-"""By NIXL over UCX: one-sided, by RDMA where there is one, else through shared memory or TCP (`UCX_TLS` says which).
-
-The destination reads the source's room. A TCP connection beside it, as of the `tcp` link, proves the token and says
-what is where and when it is done. Without RDMA the source has to help; it does so while it waits for the destination,
-for NIXL's own progress thread would keep a core busy for ever. Memory of a transfer that failed is not used again
-before the end: bytes may still arrive there.
-"""
+"""Link by NIXL over UCX: one-sided reads by RDMA, shared memory or TCP (`UCX_TLS` chooses). The destination reads the
+source's room. A TCP connection beside it proves the token and carries headers and completions. Without RDMA the source
+must drive progress; it does so while it waits, because NIXL's progress thread would keep a core busy. Memory of a
+failed transfer is never reused, because bytes may still arrive."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from rlhfspec.moves.migration.links.frames import FrameHeader, greet, read_exact
 from rlhfspec.moves.migration.links.inbox import KVInbox
 
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")  # the first picks by torch's CUDA, and knows no other
-_AGENT, _RANGE = 0, 1  # what a header's place says here
+_AGENT, _RANGE = 0, 1  # kind of frame, in the header's `place`
 _MOST_AGENT_BYTES = 1 << 20
 _ADDRESS = struct.Struct("!Q")
 _DONE = b"+"
@@ -49,8 +46,6 @@ def _package() -> ModuleType | None:
 
 @dataclass(slots=True)
 class _Region:
-    """Registered memory."""
-
     array: npt.NDArray[np.uint8]
     registered: Any
 
@@ -60,7 +55,7 @@ class _Region:
 
 
 class _Agent:
-    """NIXL's agent and its memory, for any number of threads."""
+    """NIXL agent and its registered memory. Thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
         if (package := _package()) is None:
@@ -75,7 +70,7 @@ class _Agent:
         self._nixl = package.nixl_agent(f"rlhfspec-{secrets.token_hex(8)}", config)
 
     def describe(self) -> bytes:
-        """For the other end; again whenever there is new memory."""
+        """Return the metadata for the other end. Send it again after every registration."""
         with self._guarded():
             return bytes(self._nixl.get_agent_metadata())
 
@@ -93,7 +88,7 @@ class _Agent:
             self._nixl.get_new_notifs()
 
     def read(self, ours: int, theirs: int, num_bytes: int, name: str, deadline: float) -> None:
-        """Read memory of another agent into memory of this one."""
+        """Read another agent's memory into local memory. Raises LinkError."""
         if num_bytes == 0:
             return
         with self._guarded():
@@ -114,10 +109,10 @@ class _Agent:
             for region in tuple(self._all):
                 with suppress(LinkError):
                     self._drop(region)
-            self._nixl = None  # its threads and files end with it
+            self._nixl = None  # ends its threads and closes its files
 
     def take(self, num_bytes: int, deadline: float) -> _Region:
-        """Memory, used again where it can be."""
+        """Return registered memory, reused if possible."""
         size = max(1 << 16, 1 << (num_bytes - 1).bit_length())
         with self._lock:
             while not (fitting := [each for each in self._free if len(each.array) >= num_bytes]):
@@ -151,7 +146,7 @@ class _Agent:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """One thread at a time; NIXL's errors are of no common kind."""
+        """Hold the lock and turn NIXL's errors, which share no base class, into LinkError."""
         with self._lock:
             if self._nixl is None:
                 raise LinkError("nixl", "is closed")
@@ -162,8 +157,6 @@ class _Agent:
 
 
 class NixlWay:
-    """The destination's part."""
-
     def __init__(self, inbox: KVInbox, token: str, at: LandingAddress) -> None:
         self._inbox = inbox
         self._seconds = at.seconds
@@ -187,7 +180,7 @@ class NixlWay:
 
 
 class _NixlSource:
-    """One of them, as the destination sees it."""
+    """Destination's view of one source."""
 
     def __init__(self, connection: socket.socket, agent: _Agent, inbox: KVInbox, seconds: float) -> None:
         self.name = ""
@@ -212,7 +205,7 @@ class _NixlSource:
 
     def _receive(self, header: FrameHeader, deadline: float) -> None:
         (theirs,) = _ADDRESS.unpack(read_exactly(self._connection, _ADDRESS.size, deadline))
-        region = self._agent.take(header.num_bytes, deadline)  # not given back where the transfer failed
+        region = self._agent.take(header.num_bytes, deadline)  # lost if the transfer fails
         self._agent.read(region.address, theirs, header.num_bytes, self.name, deadline)
         view = memoryview(region.array.data)[: header.num_bytes]
         self._inbox.land(header.key, view, lambda: self._agent.give(region))

@@ -1,4 +1,5 @@
-"""Makes either end of a link, of the kinds that `rlhfspec.job.choices.links` lists, and holds those of one process."""
+"""Factory of landings and sendings for the link kinds of `rlhfspec.job.choices.links`, and the open links of one
+process."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from rlhfspec.moves.migration.links.base import (
 )
 from rlhfspec.moves.migration.links.inbox import Landing
 
-_NUM_THREADS = 8  # that wait in links: neither the event loop nor the engine ever does
+_NUM_THREADS = 8  # that block on links, so that neither event loop nor engine does
 T = TypeVar("T")
 
 
@@ -36,7 +37,8 @@ def make_landing(
     seconds: float = SECONDS,
     kept_seconds: float = KEPT_SECONDS,
 ) -> Landing:
-    """`host`, `port`: to listen at, and where others find it. `tls`: of a server, for ways between hosts.
+    """Open a landing. `host` and `port` are the address to listen at, which sources use too. `tls` is for links between
+    hosts.
 
     >>> landing = make_landing("memory")
     >>> sending = open_sending(landing.offer)
@@ -58,7 +60,7 @@ def make_landing(
 
 
 def open_sending(offer: str, *, tls: ssl.SSLContext | None = None, seconds: float = SECONDS) -> Sending:
-    """By the first way of the offer that both ends share. `seconds`: how long each call may take."""
+    """Connect by the first way of the offer that both ends support. `seconds` is the timeout of each call."""
     read = Offer.of(offer)
     for way in read.ways:
         link = LINKS.get(way["kind"])
@@ -72,16 +74,16 @@ def open_sending(offer: str, *, tls: ssl.SSLContext | None = None, seconds: floa
 
 @dataclass(slots=True)
 class SendingWay:
-    """To one offer. `lock`: a link has one room at a time."""
+    """Connection to one offer. `lock` guards its single room."""
 
     sending: Sending | None = None
-    is_at_once: bool = False  # what there was room for can be sent without a thread
+    is_at_once: bool = False  # the present room can be sent without a thread
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Links:
-    """Where KV lands in this process, and an open way to each process that it was ever sent to. `open_sending`: the
-    function above, with what TLS it needs."""
+    """Landing of this process and one connection per destination. `open_sending` connects with the right TLS
+    context."""
 
     def __init__(self, landing: Landing, open_sending: Callable[[str], Sending]) -> None:
         self.landing = landing
@@ -96,7 +98,7 @@ class Links:
         return self._ways.setdefault(offer, SendingWay())
 
     async def room(self, way: SendingWay, offer: str, num_bytes: int) -> memoryview:
-        """With the way's lock held. Raises LinkError; then the next one opens it anew."""
+        """Return memory to pack into. Call it with the way's lock held. Raises LinkError; then `drop` the way."""
 
         sending = way.sending
         try:
@@ -114,7 +116,7 @@ class Links:
         return await self.in_thread(open_and_ask)
 
     async def send(self, way: SendingWay, key: str, num_bytes: int) -> None:
-        """What was packed into its room. Raises LinkError."""
+        """Send what was packed into the room. Raises LinkError."""
         sending = way.sending
         assert sending is not None, "nothing was packed"
         if way.is_at_once:
@@ -123,14 +125,14 @@ class Links:
             await self.in_thread(lambda: sending.send(key, num_bytes))
 
     def drop(self, way: SendingWay, offer: str) -> None:
-        """It failed."""
+        """Close a failed connection, so that the next `room` opens a new one."""
         self._ways.pop(offer, None)
         sending, way.sending = way.sending, None
         if sending is not None:
             self._threads.submit(sending.close)
 
     def close(self) -> None:
-        """Blocks until its threads are gone."""
+        """Close everything; blocks until the threads have ended."""
         for way in self._ways.values():
             if way.sending is not None:
                 way.sending.close()

@@ -1,10 +1,7 @@
-"""Between processes of one host: the source packs into memory that the destination has mapped too.
-
-The memory is of files without a name (memfd), handed over a local socket: no other process can open them, they cannot
-shrink under their reader, and the kernel frees them when both ends are gone, however they ended. So a killed process
-leaves nothing to clean up, and no path is ever taken from the other end. Each is reused from range to range, for fresh
-pages cost more than what is copied into them: the destination sends its number back when it is done.
-"""
+"""Link between processes of one host: the source packs into memory that the destination has mapped. The memory is
+anonymous files (memfd) passed over a local socket. No other process can open them, seals forbid shrinking under a
+reader, and the kernel frees them when both ends are gone. Files are reused, because fresh pages cost more than the
+copy: the destination returns a file's number when it is done."""
 
 from __future__ import annotations
 
@@ -29,20 +26,18 @@ from rlhfspec.moves.migration.links.inbox import KVInbox
 
 _PLACE = struct.Struct("!I")
 _LEAST_BYTES = 1 << 16
-_MOST_PLACES = 8  # ranges on the way at once
-_SEALS = 0x0001 | 0x0002 | 0x0004  # of F_ADD_SEALS: no other seals, no shrinking, no growing
+_MOST_PLACES = 8  # ranges in transit
+_SEALS = 0x0001 | 0x0002 | 0x0004  # for F_ADD_SEALS: no other seals, no shrinking, no growing
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 
 
 def this_host() -> str:
-    """Names of local sockets are known within one network namespace of one start of a machine."""
+    """Return an id of this boot and network namespace, within which local sockets are visible."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 class ShmWay:
-    """The destination's part."""
-
     def __init__(self, inbox: KVInbox, token: str, at: LandingAddress) -> None:
         self._inbox = inbox
         self._seconds = at.seconds
@@ -73,7 +68,7 @@ class ShmWay:
         deadline = time.monotonic() + self._seconds
         header = FrameHeader.read(connection, first, deadline, most_bytes=self._inbox.most_bytes)
         try:
-            if files:  # it replaces what had the number before
+            if files:  # it replaces the file of this number
                 places[header.place] = _mapped(files[0], self._inbox.most_bytes)
             if header.place not in places or len(places) > _MOST_PLACES:
                 raise LinkError("place", "is none that was handed over")
@@ -103,7 +98,8 @@ class ShmSending:
             raise LinkError("shm", f"cannot connect to {way.get('name')}: {error}") from error
 
     def is_at_once(self, num_bytes: int) -> bool:
-        """There is memory, and it is free. What is sent then is a header, to an end that has eight of them at most."""
+        """Return whether free memory is available. `send` then only writes a header, of which at most eight are in
+        transit."""
         if select.select([self._connection], [], [], 0.0)[0]:
             heard = self._connection.recv(1024, socket.MSG_PEEK)
             if not heard or len(heard) % _PLACE.size:
@@ -115,7 +111,7 @@ class ShmSending:
         if num_bytes > MOST_LANDED_BYTES:
             raise LinkError("range", f"has {num_bytes} bytes, more than {MOST_LANDED_BYTES}")
         if self._packing is not None:
-            self._free.add(self._packing)  # what was packed into it was never sent
+            self._free.add(self._packing)  # its range was never sent
         self._packing = None
         deadline = time.monotonic() + self._seconds
         self._hear(0.0)
@@ -156,7 +152,7 @@ class ShmSending:
         self._packing = None
 
     def _hear(self, seconds: float) -> None:
-        """Which places are free again."""
+        """Read which places are free again."""
         while select.select([self._connection], [], [], seconds)[0]:
             seconds = 0.0
             (place,) = _PLACE.unpack(read_exactly(self._connection, _PLACE.size, time.monotonic() + self._seconds))
@@ -165,7 +161,7 @@ class ShmSending:
             self._free.add(place)
 
     def _place_for(self, num_bytes: int) -> int | None:
-        """The smallest free one that fits, else a new one: in place of a free one, for those are too small."""
+        """Return the smallest free place that fits, else a new one, replacing a free one that is too small."""
         fitting = [place for place in self._free if len(self._memory[place]) >= num_bytes]
         if fitting:
             return min(fitting, key=lambda place: len(self._memory[place]))
@@ -176,7 +172,7 @@ class ShmSending:
         unused = set(range(_MOST_PLACES)) - set(self._memory)
         if not unused and not self._free:
             return None
-        place = min(self._free or unused)  # memory that is too small is given up first
+        place = min(self._free or unused)  # replace memory that is too small first
         self._drop(place)
         self._files[place], self._memory[place] = _new(size)
         self._free.add(place)
@@ -201,7 +197,7 @@ def _new(size: int) -> tuple[int, mmap.mmap]:
 
 
 def _mapped(file: int, most_bytes: int) -> mmap.mmap:
-    """Only what cannot shrink: reading behind the end of a file kills the process."""
+    """Map a file whose seals forbid shrinking: reading behind the end of a file would kill the process."""
     try:
         seals = fcntl.fcntl(file, _F_GET_SEALS)
         size = os.fstat(file).st_size
@@ -213,7 +209,7 @@ def _mapped(file: int, most_bytes: int) -> mmap.mmap:
 
 
 def _tell(connection: socket.socket, place: int) -> None:
-    with suppress(OSError):  # the source is gone; so is the connection
+    with suppress(OSError):  # the source is gone
         connection.send(_PLACE.pack(place), socket.MSG_DONTWAIT)
 
 

@@ -1,8 +1,6 @@
-"""Over TCP, from the memory it was packed into to the memory it is read from, without a copy of ours in between.
-
-Every connection begins with proof of the offer's token. With credentials all of it is TLS, both ends with certificates:
-that costs more than everything else here, so it is for ways between hosts (docs say how much).
-"""
+"""Link over TCP, without an intermediate copy between packing and reading. Every connection begins with a proof of the
+offer's token. With credentials all traffic is TLS with certificates on both ends, which costs more than everything else
+here."""
 
 from __future__ import annotations
 
@@ -27,8 +25,6 @@ from rlhfspec.moves.migration.links.inbox import KVInbox
 
 
 class TcpWay:
-    """The destination's part."""
-
     def __init__(self, inbox: KVInbox, token: str, at: LandingAddress) -> None:
         self._inbox = inbox
         self._seconds = at.seconds
@@ -42,7 +38,7 @@ class TcpWay:
         if not isinstance(connection, ssl.SSLSocket):
             keep_alive(connection, self._seconds)
         while True:
-            first = read_exactly(connection, 1, None)  # an idle source may be silent for ever, one that began may not
+            first = read_exactly(connection, 1, None)  # no deadline between ranges, only within one
             self._receive(connection, first, time.monotonic() + self._seconds)
 
     def _receive(self, connection: socket.socket, first: bytes, deadline: float) -> None:
@@ -62,7 +58,7 @@ class TcpWay:
 
 
 class SocketSending:
-    """Packs into memory of this process, beside a connection that has proved the token."""
+    """Sending that packs into process memory, beside a connection that has proved the token."""
 
     def __init__(
         self, way: Mapping[str, Any], token: str, *, tls: ssl.SSLContext | None = None, seconds: float = SECONDS
@@ -146,7 +142,7 @@ def connected(way: Mapping[str, Any], *, tls: ssl.SSLContext | None, seconds: fl
 
 
 def keep_alive(connection: socket.socket, seconds: float) -> None:
-    """A host that vanished without a word is noticed too."""
+    """Enable keep-alive, so that a vanished host is noticed."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):

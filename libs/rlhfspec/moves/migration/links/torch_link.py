@@ -1,9 +1,6 @@
-"""By torch.distributed: point-to-point sends of gloo, in a group of two for each pair.
-
-A TCP connection beside it, as of the `tcp` link, proves the token and says what comes. The store where the two of a
-group meet and gloo's own connections prove nothing: for networks that are trusted. What is packed lies in the memory
-of the host, so there is no NCCL here: it would want it on the device.
-"""
+"""Link by torch.distributed: gloo point-to-point sends in a group of two per pair. A TCP connection beside it proves
+the token and carries headers. The c10d store and gloo's connections prove nothing, so use it on trusted networks only.
+KV is packed in host memory, so NCCL does not apply."""
 
 from __future__ import annotations
 
@@ -36,14 +33,12 @@ _open: weakref.WeakSet[TorchWay] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A thread that is still within gloo when the interpreter ends would abort the process."""
+    """Close open links: a thread still within gloo at interpreter exit would abort the process."""
     for each in tuple(_open):
         each.close()
 
 
 class TorchWay:
-    """The destination's part."""
-
     def __init__(self, inbox: KVInbox, token: str, at: LandingAddress) -> None:
         self._inbox = inbox
         self._seconds = at.seconds
@@ -126,7 +121,7 @@ def _group(store: Store, number: int, rank: int, seconds: float) -> Any:
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """What torch.distributed raises is of many kinds, all of them RuntimeErrors."""
+    """Turn the RuntimeErrors of torch.distributed into LinkErrors."""
     try:
         yield
     except RuntimeError as error:
