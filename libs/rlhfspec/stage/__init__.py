@@ -1,1 +1,1 @@
-"""What the code of every stage sees: the bus it speaks on, the thread it computes in, and its vital signs."""
+"""Base of every stage: its bus, compute thread, supervision and vital signs."""

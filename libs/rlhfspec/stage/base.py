@@ -1,4 +1,4 @@
-"""What a stage's worker is: it runs until its work is done or it is asked to stop, and says what it does meanwhile."""
+"""Base class of a stage's worker, which runs until its work is done or it is asked to stop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhfspec.stage.bus import Delivery, Inbox
 from rlhfspec.stage.threads import ComputeThread
 from rlhfspec.stage.vitals import Vitals
 
-PULL_SECONDS = 5.0  # for records; whatever comes ends the wait at once, and so does a stop
+PULL_SECONDS = 5.0  # timeout of a pull; records or a stop end it at once
 P = ParamSpec("P")
 _R = TypeVar("_R")
 _Received = TypeVar("_Received", bound=Record)
@@ -23,10 +23,9 @@ _Received = TypeVar("_Received", bound=Record)
 class Service(ABC):
     """One worker of one stage. A subclass's docstring says *consumes / produces / waits for / unblocked by*.
 
-    - `run` returns when the work is done, or soon after `stop`; it raises when it cannot go on.
-    - All it does is said to `self.vitals`: `working` with a deadline, or `waiting` for something named.
-      A worker that says nothing counts as waiting.
-    - What takes longer than a moment runs through `in_thread`, never in the event loop itself.
+    - `run` returns when the work is done or soon after `stop`; it raises when it cannot go on.
+    - It reports its state to `self.vitals`: `working` with a deadline, or `waiting`. A silent worker counts as waiting.
+    - Anything slow runs through `in_thread`, never in the event loop.
 
     Example:
         >>> class Echo(Service):
@@ -43,26 +42,25 @@ class Service(ABC):
         self.worker = worker
         self.vitals = vitals.worker(stage, worker)
         self.stopping = asyncio.Event()
-        self.models: Mapping[str, ModelReport] = {}  # by role: of each that it loaded
-        self.beside: list[Service] = []  # that its process runs along with it
-        self.leaving = ExitStack()  # what is to be given back when the worker is closed
+        self.models: Mapping[str, ModelReport] = {}  # loaded models, by role
+        self.beside: list[Service] = []  # services that run in the same process
+        self.leaving = ExitStack()  # resources to release when the worker is closed
         self._thread = ComputeThread(f"{stage}-{worker}")
 
     @abstractmethod
     async def run(self) -> None: ...
 
     async def stop(self) -> None:
-        """Asks `run` to return soon. By default sets `self.stopping`, which `run` looks at."""
+        """Ask `run` to return soon. By default it sets `self.stopping`, which `run` checks."""
         self.stopping.set()
 
     @property
     def said_at_the_end(self) -> str:
-        """Return how far it came, for the state of its process afterwards."""
+        """Return the final state that the process reports."""
         return "left: it was asked to"
 
     async def unless_stopped(self, wait: Coroutine[Any, Any, list[_R] | None], *events: asyncio.Event) -> list[_R]:
-        """Return what the wait brings. Cancel it, and return nothing, as soon as the worker is asked to stop, or one of
-        these is set."""
+        """Return the result of a wait. Cancel it and return [] once a stop, or one of `events`, is set."""
         waiting = asyncio.create_task(wait)
         ends = [asyncio.create_task(event.wait()) for event in (self.stopping, *events)]
         try:
@@ -75,22 +73,22 @@ class Service(ABC):
     async def arrivals(
         self, inbox: Inbox[_Received], *, most_at_once: int = 1024
     ) -> AsyncIterator[list[Delivery[_Received]]]:
-        """Yield what comes to an inbox, as it comes, until the worker is asked to stop."""
+        """Yield batches of records as they come, until the worker is asked to stop."""
         while not self.stopping.is_set():
             pulling = inbox.pull(max_records=most_at_once, timeout_seconds=PULL_SECONDS)
             if arrived := await self.unless_stopped(pulling):
                 yield arrived
 
     async def pause(self, what: str, seconds: float) -> None:
-        """Waits for that long, saying for what; not longer than until it is asked to stop."""
+        """Sleep, or return early when asked to stop. `what` is reported as the reason."""
         with self.vitals.waiting(what), suppress(TimeoutError):
             await asyncio.wait_for(self.stopping.wait(), seconds)
 
     async def in_thread(self, function: Callable[P, _R], /, *args: P.args, **kwargs: P.kwargs) -> _R:
-        """Computes in this worker's own thread (`ComputeThread`)."""
+        """Run a function in this worker's own thread (`ComputeThread`)."""
         return await self._thread.in_thread(function, *args, **kwargs)
 
     def close(self) -> None:
-        """Said when the run is over, however it ended: the worker's thread may end, and others take what it held."""
+        """End the worker's thread and release its resources after the run, however it ended."""
         self._thread.close()
         self.leaving.close()

@@ -1,4 +1,4 @@
-"""Records instead of bytes, by THE MAP: a stage publishes and reads what `messages.loop` gives it, and nothing else.
+"""Typed records over a transport. A stage publishes and reads only what `messages.loop` allows.
 
 Example:
     >>> from rlhfspec.messages.records import Demand
@@ -36,19 +36,19 @@ from rlhfspec.telemetry.base import Delivered, How, SampleProgress, Watcher, Wor
 
 log = logging.getLogger("rlhfspec.stage")
 _R = TypeVar("_R", bound=Record)
-_AT_ONCE = 512  # acknowledgements on their way together
+_AT_ONCE = 512  # concurrent acknowledgements
 Tell = Callable[[How, SampleProgress | None], None]
 
 
 class Held:
-    """The right to end one delivery (`transport.base.Receipt`); until it is ended, its inbox keeps it in progress."""
+    """Right to end one delivery (`transport.base.Receipt`). Until then its inbox keeps it in progress."""
 
     def __init__(self, receipt: Receipt, id: str, kept: dict[str, Receipt], tell: Tell | None = None) -> None:
         self._receipt = receipt
         self._id = id
         self._kept = kept
         self._tell = tell
-        kept[id] = receipt  # of a message that comes again, the latest delivery
+        kept[id] = receipt  # the latest delivery of a redelivered message
 
     @property
     def token(self) -> str:
@@ -70,8 +70,8 @@ class Held:
         self._ended("term")
 
     def leave(self, progress: SampleProgress | None) -> None:
-        """Another worker ends it, which has the token; or none, and it is delivered again. `progress`: what was made
-        of it; None: it never began here."""
+        """Give up this delivery without ack or nak: another worker with the token ends it, or it is redelivered.
+        `progress` is None if it never began here."""
         self._forget()
         self._ended("moved", progress)
 
@@ -80,7 +80,7 @@ class Held:
             del self._kept[self._id]
 
     def watched(self, tell: Tell | None) -> None:
-        """Tell the watcher from now on how it ends."""
+        """Set the callback that hears how the delivery ends."""
         self._tell = tell
 
     def _ended(self, how: How, progress: SampleProgress | None = None) -> None:
@@ -89,7 +89,7 @@ class Held:
 
 
 class Delivery(Generic[_R]):
-    """A record to handle. Exactly one of ack, nak and term ends it. `held` alone may be kept, without the record."""
+    """Record to handle. Exactly one of ack, nak and term ends it. `held` may be kept without the record."""
 
     def __init__(self, record: _R, held: Held, num_deliveries: int, headers: Mapping[str, str]) -> None:
         self.record: _R = record
@@ -108,10 +108,8 @@ class Delivery(Generic[_R]):
 
 
 class Inbox(Generic[_R]):
-    """Records of one type for one worker. What cannot be decoded goes to the dead letters and is never seen.
-
-    Inside `async with`, nothing that was pulled and not ended is delivered to anybody else, however long it takes.
-    """
+    """Records of one type for one worker. Records that cannot be decoded go to the dead letters. Inside `async with`,
+    pulled records stay in progress and go to no other worker."""
 
     def __init__(
         self,
@@ -131,7 +129,7 @@ class Inbox(Generic[_R]):
         self._keeping: asyncio.Task[None] | None = None
 
     async def pull(self, *, max_records: int, timeout_seconds: float) -> list[Delivery[_R]]:
-        """At least one as soon as there is one, at most `max_records`; an empty list at the timeout."""
+        """Return up to `max_records` as soon as there is one, or [] at the timeout."""
         end = self._clock.now() + timeout_seconds
         while True:
             left = max(end - self._clock.now(), 0.0)
@@ -175,9 +173,8 @@ class Inbox(Generic[_R]):
         return Delivery(record, held, message.num_deliveries, message.headers)
 
     async def adopt(self, data: bytes, id: str, token: str, headers: Mapping[str, str]) -> Delivery[_R]:
-        """What was delivered to another worker of the stage, which goes on with it no more. Raises MalformedRecord
-        where it is no such record with this id, InvalidRequest where the token is none of such a delivery. Whether
-        anything comes of it is not known yet: the watcher is told when it has `arrived`."""
+        """Take over a delivery from another worker of the stage. The watcher hears of it at `arrived`. Raises
+        MalformedRecord if the data is no such record, InvalidRequest if the token is invalid."""
         record = self._bus.read(self._record_type, f"{self._bus.uid}/{id}", data)
         subject = self._bus.subject(self._record_type)
         receipt = await self._bus.transport.adopt(token, subject, self._place.stage)
@@ -186,12 +183,12 @@ class Inbox(Generic[_R]):
         return Delivery(record, held, receipt.num_deliveries, headers)
 
     def arrived(self, delivery: Delivery[_R], progress: SampleProgress) -> None:
-        """What was adopted goes on here."""
+        """Report to the watcher that an adopted record continues here."""
         delivered = Delivered(delivery.headers, delivery.num_deliveries, progress)
         delivery.held.watched(self._watched(delivery.record, delivered, True))
 
     def _watched(self, record: _R, delivered: Delivered, can_end: bool) -> Tell | None:
-        """Tell the watcher that it is taken; return what tells that it was ended."""
+        """Report to the watcher that a record was taken; return the callback for its end."""
         if self._watcher is None:
             return None
         self._watcher.taken(self._place, record, delivered)
@@ -199,19 +196,19 @@ class Inbox(Generic[_R]):
 
 
 async def ack_all(held: Iterable[Held]) -> None:
-    """Many at a time: one after the other, thousands would wait for a round trip each."""
+    """Acknowledge many deliveries concurrently: sequential round trips would take too long."""
     waiting = list(held)
     for start in range(0, len(waiting), _AT_ONCE):
         await asyncio.gather(*(one.ack() for one in waiting[start : start + _AT_ONCE]))
 
 
 async def give_back(held: Iterable[Held]) -> None:
-    """Give all back at once: a worker that exits makes no other wait for the ack wait."""
+    """Give all back at once, so that no other worker waits for the ack timeout."""
     await asyncio.gather(*(one.nak() for one in held))
 
 
 class StageBus:
-    """The bus as one worker of a stage (or an observer) may use it."""
+    """View of the bus with the rights of one worker or observer."""
 
     def __init__(self, bus: Bus, stage: loop.Stage, worker: int) -> None:
         self._bus = bus
@@ -221,7 +218,7 @@ class StageBus:
         self._place = WorkerPlace(stage.name, worker)
 
     async def publish(self, record: Record) -> bool:
-        """False: this id was published before, and nothing changed. Waits for room (`TransportFull` after long)."""
+        """Publish a record; return False if its id was published before. Waits for room, then raises TransportFull."""
         if type(record) not in self.stage.produces:
             raise InvalidRequest("record", type(record).__name__, f"{self.stage.name} does not produce it (loop.py)")
         watcher = self._bus.watcher
@@ -234,7 +231,7 @@ class StageBus:
             return is_new
 
     async def subscribe(self, record_type: type[_R]) -> Inbox[_R]:
-        """A stage's workers compete for work. State and signals they watch, as an observer does everything."""
+        """Subscribe to a record type. Workers of a stage share work; state, signals and observers get every record."""
         if record_type not in (*self.stage.consumes, *self.stage.watches, *loop.SEEN_BY_ALL):
             raise InvalidRequest("record", record_type.__name__, f"{self.stage.name} does not consume it (loop.py)")
         transport, subject = self._bus.transport, self._bus.subject(record_type)
@@ -247,12 +244,8 @@ class StageBus:
 
 
 class Bus:
-    """One run's records over one transport. `uid`: of the run, so that two runs of one job never meet.
-
-    `workers`: every stage and observer that runs in this job, and how many of each. Work is kept for these stages
-    only: a job without a critic has no consumer `critic`. `watcher`: is told of what the stages say and hear; set
-    before anybody subscribes.
-    """
+    """Records of one run over one transport. `uid` separates runs of one job. `workers` are the number per stage and
+    observer; work is kept only for these stages. Set `watcher` before the first subscription."""
 
     def __init__(
         self, transport: Transport, job: str, *, uid: str, workers: Mapping[str, int], clock: Clock | None = None
@@ -281,20 +274,20 @@ class Bus:
         return bus
 
     async def declare(self) -> None:
-        """Opens every subject of the run; before anybody publishes or reads."""
+        """Declare every subject of the run, before anybody publishes or reads."""
         for declaration in loop.declarations(self.job, self.uid, self.workers):
             await self.transport.declare(*declaration)
 
     @property
     def last_declared(self) -> str:
-        """The subject that says, by being declared, that all are."""
+        """Return the subject that is declared last, so that its existence means all are declared."""
         return self.subject(loop.LAST_DECLARED)
 
     def subject(self, record_type: type) -> str:
         return loop.subject(self.job, self.uid, record_type)
 
     def read(self, record_type: type[_R], message_id: str, data: bytes) -> _R:
-        """Raises `MalformedRecord` for whatever is no such record of this run, under its own id."""
+        """Decode a record of this run. Raises MalformedRecord for another type, job or id."""
         record = decode(data)
         if not isinstance(record, record_type):
             raise MalformedRecord(f"a {type(record).__name__} among records of {record_type.__name__}")
@@ -305,14 +298,14 @@ class Bus:
         return record
 
     def of(self, name: str, worker: int = 0) -> StageBus:
-        """The bus as this worker of this stage or observer may use it."""
+        """Return the bus for one worker of a stage or observer."""
         num_workers = self.workers.get(name, 0)
         if not 0 <= worker < num_workers:
             raise InvalidRequest("stage", f"{name} {worker}", f"this job runs {num_workers} workers of it")
         return StageBus(self, _known(name), worker)
 
     async def publish(self, record: Record, headers: Mapping[str, str] | None = None) -> bool:
-        """Publish what no stage says (the heartbeats of a process); a stage publishes through its `StageBus`."""
+        """Publish a record of no stage, such as heartbeats. Stages publish through their `StageBus`."""
         return await self.transport.publish(
             self.subject(type(record)),
             encode(record),
@@ -322,14 +315,13 @@ class Bus:
         )
 
     async def release(self, name: str) -> None:
-        """Called before the only worker of a stage restarts: what the one that died held is delivered at once, not
-        after the ack wait."""
+        """Redeliver at once what a dead worker held. Call it before the only worker of a stage restarts."""
         for record_type in _known(name).consumes:
             if loop.KINDS[record_type] == "work":
                 await self.transport.release(self.subject(record_type), name)
 
     async def dead_letters(self) -> Subscription:
-        """What no worker could handle; the data is a `transport.dead_letters.DeadLetter`."""
+        """Subscribe to the dead letters (`transport.dead_letters.DeadLetter`)."""
         return await self.transport.watch(loop.dead_letters(self.job, self.uid))
 
 

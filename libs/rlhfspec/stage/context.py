@@ -1,7 +1,5 @@
-"""What a stage's builder gets beside the job: where the worker speaks, where weights are, where the run keeps things.
-
-Torch-free, like every builder's module: what is heavy is imported when a service is built.
-"""
+"""Context that a stage's builder gets beside the job: bus, weights, run folder. Torch-free; builders import heavy
+modules late."""
 
 from __future__ import annotations
 
@@ -22,24 +20,24 @@ if TYPE_CHECKING:
     from rlhfspec.worker.ends import MoveEndpoint
     from rlhfspec.worker.mirror import Mirror
 
-KEPT_VERSIONS = 2  # of weights: the newest, and the one before it while others are still about to take that
+KEPT_VERSIONS = 2  # the newest version and the one before, which others may still be loading
 
 
 def kept_versions(job: RLHFJob, stage: str = "trainer") -> int:
-    """How many a store has. The trainer's has those that staleness allows to be in use besides; a generator's and a
-    critic's, which hand on what they have received, are asked for the newest two at most."""
+    """Return how many weight versions a store keeps. The trainer's store adds those that staleness allows; relaying
+    stores keep two."""
     return KEPT_VERSIONS + (job.spec.training.max_staleness if stage == "trainer" else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run of a job. `uid`: of this start, in every subject. `base_folder`: the job file's. `folder`: the run's."""
+    """One run of a job. `uid` is in every subject; `base_folder` is the job file's folder, `folder` the run's."""
 
     uid: str
     base_folder: Path
     folder: Path
     folder_is_kept_by: Literal["supervisor", "trainer"] = "supervisor"
-    mirror: Mirror | None = None  # of the folder, where storage is an object store
+    mirror: Mirror | None = None  # of the folder, if storage is an object store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,20 +47,20 @@ class Context:
     weights: WeightStore
     vitals: Vitals
     run: Run
-    say: Callable[[str], None]  # a line for the person at the terminal
+    say: Callable[[str], None]  # shows a line to the user
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorContext(Context):
-    """Context of a worker whose sequences may move, and which may score while it has no prompts."""
+    """Context of a worker whose sequences may move, and which may score while it is idle."""
 
     move_endpoint: MoveEndpoint | None = None  # None: sequences stay
-    hosted_scoring: HostedScoring | None = None  # None: there is no stage that it can help
+    hosted_scoring: HostedScoring | None = None  # None: no stage that it can help
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerContext(Context):
-    """Context of a trainer in a process of its own."""
+    """Context of a trainer in its own process."""
 
-    at_end: ExitStack  # told what ended the process, once the service is closed
-    group_sender: GroupSender | None = None  # None: weights go by the store alone
+    at_end: ExitStack  # closed after the service, with the error that ended the process
+    group_sender: GroupSender | None = None  # None: weights travel through the store only

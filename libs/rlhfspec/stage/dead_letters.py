@@ -1,4 +1,4 @@
-"""Ends the run when no worker could handle a record: without it a step would wait for ever."""
+"""Watch that ends the run when a record is undeliverable: without it a step would wait forever."""
 
 from __future__ import annotations
 
@@ -19,13 +19,9 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class DeadLetterWatch(Service):
-    """Give it to the supervisor beside the stages.
-
-    consumes: the dead letters of the job; produces: nothing; waits for: a record that a stage refused for good, or
-    never acknowledged; unblocked by: any stage. It raises `RecordUndeliverable` with the first.
-
-    What is no record of this run, no step waits for: it ends nothing, and the log tells of it.
-    """
+    """Service that raises RecordUndeliverable at the first dead letter of this run; others are logged only. consumes:
+    the dead letters of the job; produces: nothing; waits for: a record that a stage refused for good, or never
+    acknowledged; unblocked by: any stage."""
 
     def __init__(self, bus: Bus, vitals: Vitals) -> None:
         super().__init__("supervisor", 0, vitals)
@@ -42,10 +38,10 @@ class DeadLetterWatch(Service):
 
 
 def undeliverable(bus: Bus, message: Message) -> RecordUndeliverable | None:
-    """The record of this run that a letter tells of; None, and a line in the log: it is none."""
+    """Return the error for a dead letter, or log and return None if it is no record of this run."""
     try:
         letter = decode(message.data)
-        if letter.data or letter.reason.startswith(MALFORMED):  # a record may be too large for a letter
+        if letter.data or letter.reason.startswith(MALFORMED):  # else the record was too large for a letter
             _read(bus, letter)
     except MalformedRecord as error:
         log.warning("a dead letter that ends nothing: %s", error)

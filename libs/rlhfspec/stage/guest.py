@@ -1,11 +1,6 @@
-"""A worker that has nothing to do as one more worker of a scoring stage, until there is something to do again.
-
-The guest is the stage's own service, made by the stage's own builder, so its scores have the same bits; it pulls as the
-stage's workers do, with the stage's own rights, and so takes what none of them has. What it does, its host does: no
-other process sees a worker of it, and a host that dies with it is started again as what it was.
-
-Only a worker with a process of its own has a guest: in one process all stages compute on the same device already, and
-loading beside them would change settings that they share.
+"""Idle workers that act as an additional worker of a scoring stage until their own work returns. The guest is built by
+the stage's own builder and pulls with the stage's rights, so its scores are bit-identical. Its activity is reported as
+the host's. Only a worker with its own process has a guest: loading changes process-wide settings.
 
 Example:
     >>> async def main() -> list[str]:
@@ -41,8 +36,8 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class HostedScoring:
-    """`make`: builds the service, when it is first needed; it is kept. What cannot be made is said once, and not tried
-    again: the host then only waits."""
+    """Guest of an idle worker. `make` builds the service at first use. If that fails it is logged, and the host only
+    waits."""
 
     def __init__(self, stage: str, make: Callable[[], Awaitable[Service]]) -> None:
         self.stage = stage
@@ -51,8 +46,8 @@ class HostedScoring:
         self._was_tried = False
 
     async def score_while(self, waiting: asyncio.Task[Any]) -> None:
-        """Until that is over, and the sample at hand then; what else it has pulled goes back. The first time the host
-        waits for loading to end as well: that changes settings of the whole process, such as torch's default dtype."""
+        """Score until `waiting` is done and the current sample is finished; return the other pulled samples. Waits for
+        the first load to end, because loading changes settings of the whole process (torch's default dtype)."""
         service = await self._made()
         if service is None:
             await waiting
@@ -67,7 +62,7 @@ class HostedScoring:
             running.cancel()
 
     def close(self) -> None:
-        """Said by the host when its run is over."""
+        """Close the guest when its host's run is over."""
         if self._service is not None:
             self._service.close()
 
@@ -76,13 +71,13 @@ class HostedScoring:
             self._was_tried = True
             try:
                 self._service = await self._make()
-            except (RLHFSpecError, OSError, RuntimeError) as error:  # no room on the device is torch's RuntimeError
+            except (RLHFSpecError, OSError, RuntimeError) as error:  # torch raises RuntimeError when the device is full
                 log.warning("cannot help %s while there are no prompts: %s", self.stage, error)
         return self._service
 
 
 class HostedVitals(Vitals):
-    """All that a guest does is said of its host."""
+    """Vitals that report a guest's activity as its host's."""
 
     def __init__(self, vitals: Vitals, stage: str, worker: int) -> None:
         super().__init__(vitals.clock)

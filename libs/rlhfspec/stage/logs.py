@@ -1,6 +1,5 @@
-"""Logs as JSON, one line a record: what happened, to which worker of which run, and to which sample.
-
-No line holds a secret: seeds of keys, passwords in URLs and private keys are hidden wherever they stand in it.
+"""JSON logs, one line per record, with run, worker and sample. Key seeds, passwords in URLs and private keys are
+masked.
 
 Example:
     >>> import io
@@ -32,7 +31,7 @@ _SECRETS = (
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), "..."),
     (re.compile(r"(?i)(bearer |password['\"]?\s*[:=]\s*['\"]?)[^\s'\",]+"), r"\1..."),
 )
-# Said by libraries at every connection or reconnection, and nothing that anybody could act on.
+# Frequent messages of libraries that call for no action.
 _NOISE = (
     re.compile(r"returning true from eof_received\(\) has no effect when using ssl"),
     re.compile(r"SSL connection is closed|SSL error in data received"),
@@ -41,7 +40,7 @@ _NOISE = (
 
 @contextmanager
 def about(sample: str) -> Iterator[None]:
-    """What is logged within is about this sample (or prompt, or score: whatever id)."""
+    """Attach this sample's id (or any record's) to everything logged within."""
     token = _SAMPLE.set(sample)
     try:
         yield
@@ -51,7 +50,7 @@ def about(sample: str) -> Iterator[None]:
 
 @contextmanager
 def configure(*, job: str, run: str, stage: str, worker: int, stream: TextIO | None = None) -> Iterator[None]:
-    """Until the block ends everything that is logged in this process goes there, and warnings of Python too."""
+    """Log as JSON to `stream` until the block ends, Python warnings included."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_AsJson({"job": job, "run": run, "stage": stage, "worker": worker}))
     handler.addFilter(_is_worth_a_line)

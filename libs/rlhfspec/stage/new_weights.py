@@ -1,4 +1,4 @@
-"""How a worker gets weights that were announced, and what it does when they cannot be had yet."""
+"""Loading of announced weights, with retries while they are unavailable."""
 
 from __future__ import annotations
 
@@ -27,11 +27,9 @@ async def load_newest(
     deadline_seconds: float,
     clock: Clock,
 ) -> None:
-    """Bring the newest of these versions to `load(tensors, version)`, which runs in the worker's thread.
-
-    The process that has them may just be starting again: what cannot be had for now is asked for again until it comes,
-    the worker is asked to stop, or `deadline_seconds` are over and supervision ends the run, naming the version.
-    """
+    """Pass the newest of these versions to `load(tensors, version)`, which runs in the worker's thread. Retries until
+    it succeeds or the worker stops, since the sender may be restarting. After `deadline_seconds` supervision ends the
+    run."""
     from rlhfspec.training.weights import newest_kept
 
     def get_and_load() -> WeightsVersionError | None:

@@ -1,4 +1,4 @@
-"""How often to look, or to tell: soon after something happened, less and less often while nothing does.
+"""Polling intervals: short after news, longer and longer without.
 
 Example:
     >>> pace = Pace(0.5, 5.0)
@@ -21,8 +21,7 @@ LIVE_BEAT_SECONDS, IDLE_BEAT_SECONDS = 0.25, 2.0
 
 
 class Pace:
-    """`seconds` until the next time: `shortest` at first and after news, twice as long after each time without, up to
-    `longest`."""
+    """Interval that starts at `shortest`, returns to it after news, and doubles up to `longest` without."""
 
     def __init__(self, shortest: float, longest: float) -> None:
         self.seconds = shortest
@@ -30,13 +29,13 @@ class Pace:
         self._longest = longest
 
     def after(self, news: object) -> float:
-        """What has come since the last time, or changed; nothing that is false."""
+        """Return the seconds until the next look; truthy `news` resets the interval."""
         self.seconds = self._shortest if news else min(2 * self.seconds, self._longest)
         return self.seconds
 
 
 class Beats:
-    """When a process tells again what it does: at once when it begins something after a while in which it did not."""
+    """Times of a process's heartbeats: at once when something begins after a quiet while."""
 
     def __init__(self, vitals: Vitals) -> None:
         self._vitals = vitals
@@ -44,7 +43,7 @@ class Beats:
         self._told: object = None
 
     async def next(self, told: object, stopping: asyncio.Event) -> None:
-        """Returns when it is time, or when it is to stop. `told`: the last time, without what only time changes."""
+        """Wait for the next beat or a stop. `told` is the last report without its times."""
         seconds, self._told = self._pace.after(told != self._told), told
         waits: list[asyncio.Task[Any]] = [asyncio.create_task(stopping.wait())]
         if seconds > LIVE_BEAT_SECONDS:
@@ -57,8 +56,8 @@ class Beats:
 
 
 class Heartbeats(Service):
-    """consumes: the vitals of this process; produces: Heartbeat; waits for: the next beat; unblocked by: time, and
-    a worker that begins something after a while in which nothing changed."""
+    """Service that publishes heartbeats. consumes: the vitals of this process; produces: Heartbeat; waits for: the next
+    beat; unblocked by: time, and a worker that begins something after a quiet while."""
 
     def __init__(self, bus: Bus, vitals: Vitals) -> None:
         super().__init__("heartbeats", 0, vitals)
@@ -73,7 +72,7 @@ class Heartbeats(Service):
                 await self._bus.publish(self._beat(state))
             with self.vitals.waiting("the next beat"):
                 await beats.next([state.without_times() for state in states], self.stopping)
-        for state in self._all.snapshot():  # the last: a worker that exits is not taken for one that died
+        for state in self._all.snapshot():  # a last beat, so that a worker that leaves is not taken for dead
             await self._bus.publish(self._beat(replace(state, doing="stopped", what="leaves")))
 
     def _beat(self, state: WorkerState) -> Heartbeat:

@@ -1,4 +1,4 @@
-"""What reference and critic have in common: samples in, a number for each of their tokens."""
+"""Base of reference and critic: samples in, a number per token out."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from rlhfspec.stage.bus import Delivery, StageBus, give_back
 from rlhfspec.stage.logs import about
 from rlhfspec.stage.vitals import Vitals
 
-_MOST_TOKENS = 1 << 15  # of samples that are scored together: half a second of an 8B model on a GPU
+_MOST_TOKENS = 1 << 15  # of samples scored together: half a second of an 8B model on a GPU
 
 
 class TokenScoringService(Service):
-    """Consumes Sample; produces Score; waits for finished samples; unblocked by generator.
-
-    A score is a function of its sample alone: which worker makes it, when and with what else, leaves no trace.
-    """
+    """Consumes Sample; produces Score; waits for finished samples; unblocked by generator. A score depends on its
+    sample alone, not on worker, time or batch."""
 
     def __init__(
         self,
@@ -30,7 +28,7 @@ class TokenScoringService(Service):
         deadline_seconds: float,
         at_once: int = 1,
     ) -> None:
-        """at_once: so many samples may be scored together."""
+        """Create the service; up to `at_once` samples are scored together."""
         super().__init__(stage, worker, vitals)
         self._scoring_stage = stage
         self._bus = bus
@@ -39,11 +37,10 @@ class TokenScoringService(Service):
 
     @abstractmethod
     def score(self, samples: Sequence[Sample]) -> Sequence[Sequence[float] | Exception]:
-        """Of each sample a number for each response token, or what is wrong with it; runs in the worker's thread."""
+        """Return a value per response token of each sample, or its error. Runs in the worker's thread."""
 
     async def prepare(self, sample: Sample) -> bool:
-        """Waits for whatever must be there before samples of its step can be scored; False: asked to stop before it
-        was."""
+        """Wait until samples of this step can be scored; return False if asked to stop first."""
         return True
 
     @property
@@ -74,7 +71,7 @@ class TokenScoringService(Service):
             arrived = arrived[count:]
             if self.stopping.is_set():
                 break
-        await give_back([each.held for each in arrived])  # another worker gets them at once
+        await give_back([each.held for each in arrived])  # so that another worker gets them at once
 
     async def _score(self, together: Sequence[Delivery[Sample]]) -> None:
         samples = [delivery.record for delivery in together]
@@ -89,7 +86,7 @@ class TokenScoringService(Service):
                 continue
             await self._bus.publish(self._as_score(delivery.record, values, worked.seconds / len(samples)))
             await delivery.ack()
-        if problems:  # of what others are not to be scored again for
+        if problems:  # after the others are published, so that they are not scored again
             raise problems[0]
 
     def _as_score(self, sample: Sample, values: Sequence[float], seconds: float) -> Score:
@@ -106,8 +103,8 @@ class TokenScoringService(Service):
 
 
 def _num_together(deliveries: Sequence[Delivery[Sample]]) -> int:
-    """How many of the first ones are scored together: of one step, of so many tokens. What was delivered before is
-    alone, for the worker that had it may have died of it."""
+    """Return how many of the first samples to score together: one step, limited tokens. A redelivered sample is alone,
+    since it may have killed its worker."""
     first, num_tokens = deliveries[0], 0
     for place, each in enumerate(deliveries):
         num_tokens += len(each.record.prompt_token_ids) + len(each.record.token_ids)

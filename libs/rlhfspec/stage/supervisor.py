@@ -1,4 +1,4 @@
-"""Runs all services of a process; the first that fails, stalls or waits for ever ends the run with a named reason.
+"""Supervisor of a process: the first service that fails, stalls or waits forever ends the run with a reason.
 
 Example:
     >>> class Once(Service):
@@ -23,18 +23,15 @@ from rlhfspec.stage.vitals import Vitals, WorkerState
 
 log = logging.getLogger("rlhfspec.stage")
 STAGE_NAMES = {stage.name for stage in STAGES}
-STALL_SECONDS = 300.0  # so long all workers may wait for each other
+STALL_SECONDS = 300.0  # for which all workers may wait for each other
 GRACE_SECONDS = 120.0  # for the trainer to end its step and write a checkpoint
 Tasks = dict[asyncio.Task[None], Service]
 
 
 class Supervisor:
-    """Watches over one run.
-
-    `stall_seconds`: so long all may wait while none works. `grace_seconds`: so long services have to end when
-    asked to (a trainer writes its checkpoint in it), and once more when cancelled. `final`: when every service of
-    these stages has returned, the run is over; where there is none of them, when all services have.
-    """
+    """Supervisor of one run. Services have `grace_seconds` to stop when asked, and again when cancelled. The run ends
+    when all services of the `final` stages have returned (without such stages, when all have), or with an error when
+    all wait for `stall_seconds`."""
 
     def __init__(
         self,
@@ -53,7 +50,7 @@ class Supervisor:
         self._final = final
 
     async def run(self, services: Sequence[Service], stop: asyncio.Event) -> None:
-        """Until the final services are done or `stop` is set. Raises the `StageError` that ended it, if one did."""
+        """Run until the final services are done or `stop` is set. Raises the `StageError` that ended it."""
         tasks = {_start(service, service.run()): service for service in services}
         stopped = asyncio.create_task(stop.wait())
         began = self._clock.now()
@@ -74,7 +71,7 @@ class Supervisor:
         return not _pending(final or tasks)
 
     async def _ask_to_stop(self, tasks: Tasks) -> None:
-        """Name each service that has not stopped after the grace; `run` cancels it then."""
+        """Ask all to stop, and log those that have not after the grace."""
         asked = {_start(tasks[task], tasks[task].stop()): tasks[task] for task in _pending(tasks)}
         try:
             await self._wait_within_grace(tasks | asked)
@@ -86,7 +83,7 @@ class Supervisor:
             log.warning("%s did not stop within %g s and is cancelled", task.get_name(), self._grace_seconds)
 
     async def _cancel(self, tasks: Tasks) -> None:
-        """No task outlives the run but one that refuses its cancellation, and that is named."""
+        """Cancel what is left, and log tasks that refuse their cancellation."""
         cancelled = _pending(tasks)
         for task in cancelled:
             task.cancel()
@@ -118,7 +115,7 @@ def is_overdue(state: WorkerState, by_seconds: float = 0.0) -> bool:
 
 
 def raise_if_all_wait(states: Iterable[WorkerState], quiet_seconds: float, stall_seconds: float) -> None:
-    """`quiet_seconds`: since anybody worked."""
+    """Raise LoopStalled if all workers have been idle for longer than `stall_seconds`."""
     waiting = [state for state in states if state.doing == "waiting"]
     if waiting and quiet_seconds > stall_seconds:
         raise LoopStalled(quiet_seconds, _waits(waiting))
@@ -139,7 +136,7 @@ def _note_the_ended(tasks: Tasks) -> None:
 
 
 def _raise_failure(tasks: Tasks) -> None:
-    """Of the services that failed, the first in the order they were given."""
+    """Raise the error of the first service, in the given order, that failed."""
     for task, service in tasks.items():
         if not task.done():
             continue
@@ -152,12 +149,12 @@ def _raise_failure(tasks: Tasks) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Our own errors say it all; of others the kind is needed too (a KeyError says only the key)."""
+    """Return an error as text. Foreign errors need their type (a KeyError has only the key)."""
     return str(error) if isinstance(error, RLHFSpecError) else f"{type(error).__name__}: {error}"
 
 
 def _waits(states: Iterable[WorkerState]) -> list[tuple[str, int, str, float]]:
-    """Return stages before mere watchers, the longest wait first, and with each what could end it."""
+    """Return the waits, stages before watchers and the longest first, each with what could end it."""
     ordered = sorted(states, key=lambda state: (state.stage not in STAGE_NAMES, -state.since_seconds))
     return [(state.stage, state.worker, _wait(state), state.since_seconds) for state in ordered]
 

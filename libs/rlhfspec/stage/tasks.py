@@ -1,4 +1,4 @@
-"""Several tasks at once: waiting for all of them, and ending them."""
+"""Groups of tasks: run together, end, or finish despite cancellation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _AGAIN_SECONDS = 0.1
 
 
 async def together(*parts: Coroutine[Any, Any, None]) -> None:
-    """Until all are done; the first that fails ends the others, and is raised as it is.
+    """Run until all are done; the first failure cancels the others and is raised unchanged.
 
     >>> async def fails() -> None:
     ...     raise KeyError("answer")
@@ -30,9 +30,8 @@ async def together(*parts: Coroutine[Any, Any, None]) -> None:
 
 
 async def ended(*tasks: asyncio.Task[Any]) -> None:
-    """Cancels until each of them is over: a library that waits for two things at once may lose a cancellation.
-
-    redis-py does when its own timeout or its answer comes at the same moment (asyncio.wait_for of Python 3.11).
+    """Cancel tasks repeatedly until they are over, because redis-py may lose a cancellation (asyncio.wait_for of Python
+    3.11).
 
     >>> async def loses_the_first() -> None:
     ...     try:
@@ -54,7 +53,7 @@ async def ended(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def to_the_end(part: Coroutine[Any, Any, None]) -> None:
-    """A cancellation of the waiting one comes through only when the part is done.
+    """Await a part to its end; a cancellation of the caller is raised afterwards.
 
     >>> async def main() -> str:
     ...     said = []
@@ -76,6 +75,6 @@ async def to_the_end(part: Coroutine[Any, Any, None]) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        task.exception()  # no caller is left that would hear of it
+        task.exception()  # marks it as retrieved: no caller is left
         raise cancelled
     task.result()

@@ -1,6 +1,5 @@
-"""Compute in daemon threads: what hangs there never keeps the event loop, or the process's end, waiting.
-
-`asyncio.to_thread` would: its pool is joined when the interpreter ends.
+"""Daemon threads for compute, so that a hanging call delays neither the event loop nor the exit. The pool of
+`asyncio.to_thread` would be joined at interpreter exit.
 
 Example:
     >>> async def main() -> int:
@@ -37,18 +36,15 @@ class _Call:
             return
         try:
             result = self.call()
-        except BaseException as error:  # whatever it was, the task that awaits it must hear of it
+        except BaseException as error:  # any error must reach the awaiting task
             self.outcome.set_exception(_as_exception(error))
         else:
             self.outcome.set_result(result)
 
 
 class ComputeThread:
-    """One thread for one worker's compute, so that what is thread-local (torch's settings) stays with it.
-
-    Calls run one after the other. A cancelled call leaves its thread behind, busy, and says so in the log;
-    the next call starts a fresh thread.
-    """
+    """Thread of one worker's compute, which keeps thread-local settings (torch's). Calls run one at a time. A cancelled
+    call is logged and leaves its busy thread behind; the next call starts a new one."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -56,7 +52,7 @@ class ComputeThread:
         self._num_started = 0
 
     async def in_thread(self, function: Callable[P, _R], /, *args: P.args, **kwargs: P.kwargs) -> _R:
-        context = contextvars.copy_context()  # what is logged there is about the same sample
+        context = contextvars.copy_context()  # keeps the sample id of log lines
         job = _Call(partial(context.run, function, *args, **kwargs))
         jobs = self._running()
         jobs.put(job)
@@ -68,7 +64,7 @@ class ComputeThread:
         return result
 
     def close(self) -> None:
-        """The thread ends after the calls it already has."""
+        """End the thread after its queued calls."""
         if self._jobs is not None:
             self._jobs.put(None)
             self._jobs = None
@@ -83,7 +79,7 @@ class ComputeThread:
 
     def _leave_behind(self, job: _Call, jobs: queue.SimpleQueue[_Call | None]) -> None:
         if job.outcome.cancel() or job.outcome.done():
-            return  # it had not begun, or is over
+            return  # not begun, or over
         log.warning("%s: cancelled while it computes; its thread is left behind", self.name)
         if jobs is self._jobs:
             self.close()
@@ -92,11 +88,11 @@ class ComputeThread:
 def _work(jobs: queue.SimpleQueue[_Call | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
-        del job  # hold neither arguments nor result while waiting for the next
+        del job  # keep neither arguments nor result alive while waiting
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """What can cross into a task as it is: neither what a future refuses, nor a cancellation, nor the loop's end."""
+    """Return an exception that a future accepts and that is no cancellation, wrapped if necessary."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError):
         return error
     wrapped = RuntimeError(f"the call raised {error!r}")

@@ -1,4 +1,4 @@
-"""What each worker does right now, for the supervisor, the live view and the report of a step.
+"""Vital signs: current activity of each worker, for supervisor, live view and step report.
 
 Example:
     >>> from rlhfspec.messages.transport.clock import FakeClock
@@ -26,8 +26,8 @@ from rlhfspec.messages.records import Doing
 from rlhfspec.messages.transport.clock import Clock, SystemClock
 
 SAID_NOTHING = "something it does not name"
-MOST_NOTED = 3  # pieces of work that are named; of more, how many there are
-Told = Callable[[str, int, str, float], None]  # stage, worker, what it did, and for how many seconds
+MOST_NOTED = 3  # activities that are named; the rest is counted
+Told = Callable[[str, int, str, float], None]  # stage, worker, activity, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +36,13 @@ class WorkerState:
     worker: int
     doing: Doing
     what: str
-    since_seconds: float  # how long it has been doing that
-    overdue_seconds: float  # past the deadline of its work; negative: so much is left; -inf: not working
-    busy_seconds: float  # working, in all; by its difference over time a worker's utilisation
-    trouble: str = ""  # what fails, and is tried again
+    since_seconds: float  # duration of this activity
+    overdue_seconds: float  # past the deadline; negative: time left; -inf: not working
+    busy_seconds: float  # total working time; its difference over time is the utilisation
+    trouble: str = ""  # what fails and is retried
 
     def without_times(self) -> WorkerState:
-        """What is another one only when something happened."""
+        """Return the state without times, so that it compares equal until something happens."""
         return replace(self, since_seconds=0.0, overdue_seconds=0.0, busy_seconds=0.0)
 
 
@@ -51,7 +51,7 @@ class _Activity:
     what: str
     began: float
     deadline: float
-    parts: list[str] = field(default_factory=list)  # of it, that go on now
+    parts: list[str] = field(default_factory=list)  # parts in progress
 
     @property
     def now(self) -> str:
@@ -67,7 +67,7 @@ def _some(whats: Sequence[str]) -> str:
 
 
 class Worked:
-    """A piece of work: its parts while it goes on, and how long it took, known at its end."""
+    """Piece of work in progress, with its duration at the end."""
 
     def __init__(self, activity: _Activity, changed: Callable[[], None]) -> None:
         self.seconds = 0.0
@@ -76,7 +76,7 @@ class Worked:
 
     @contextmanager
     def at(self, what: str) -> Iterator[None]:
-        """This part of it. Several may go on at the same time, in any threads."""
+        """Report a part of the work. Parts may overlap, in any threads."""
         self._activity.parts.append(what)
         self._changed()
         try:
@@ -87,7 +87,7 @@ class Worked:
 
 
 class WorkerVitals:
-    """One worker's side of it. Several activities may overlap: it works while any of them is work."""
+    """Vital signs of one worker. Activities may overlap; it works while any of them is work."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class WorkerVitals:
         told: Told = lambda *_: None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`changed`: called when it is at something else; with nothing held."""
+        """Create vital signs; `changed` is called, without locks held, whenever the activity changes."""
         self.stage = stage
         self.worker = worker
         self._clock = clock
@@ -115,13 +115,13 @@ class WorkerVitals:
         self._trouble = ""
 
     def in_trouble(self, what: str) -> None:
-        """What fails, and is tried again; empty: nothing any more."""
+        """Report what fails and is retried; empty: no more trouble."""
         self._trouble = what
         self._changed()
 
     @contextmanager
     def working(self, what: str, *, deadline_seconds: float) -> Iterator[Worked]:
-        """Busy with this; the run ends, naming it, when it takes longer than the deadline."""
+        """Report work. The run ends with an error that names it if it exceeds the deadline."""
         with self._lock:
             now = self._clock.now()
             key = next(self._keys)
@@ -141,7 +141,7 @@ class WorkerVitals:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Nothing to do until this comes. Waiting for the same again, without work between, is one long wait."""
+        """Report a wait. Repeated waits for the same thing without work between count as one."""
         with self._lock:
             key = next(self._keys)
             same = self._idle.what == what
@@ -155,12 +155,12 @@ class WorkerVitals:
                 self._idle = activity
 
     def stopped(self) -> None:
-        """Said by the supervisor when the worker's `run` is over; saying it again changes nothing."""
+        """Mark the worker as stopped, after its `run`. Idempotent."""
         with self._lock:
             self._stopped = self._stopped or _Activity("", self._clock.now(), float("inf"))
 
     def quiet_seconds(self) -> float:
-        """Since it last worked."""
+        """Return the seconds since it last worked."""
         with self._lock:
             return 0.0 if self._work else self._clock.now() - self._last_worked
 
@@ -180,7 +180,7 @@ class WorkerVitals:
             )
 
     def work(self) -> list[str]:
-        """All that it is at; of work with parts, these, for the rest waits for its turn."""
+        """Return all activities; if there are parts, only those, since the rest waits for its turn."""
         with self._lock:
             activities = list(self._work.values())
         return [part for activity in activities for part in activity.parts] or [each.what for each in activities]
@@ -204,8 +204,8 @@ class WorkerVitals:
 
 
 class Vitals:
-    """All workers of this process. `told`: called with every piece of work, when it ends. `note`: called with what is
-    done now, whenever that changes."""
+    """Vital signs of all workers of a process. `told` is called when a piece of work ends, `note` with the current
+    activity whenever that changes."""
 
     def __init__(
         self, clock: Clock | None = None, *, told: Told | None = None, note: Callable[[str], None] | None = None
@@ -214,11 +214,11 @@ class Vitals:
         self.told = told
         self.note = note
         self._noting = threading.Lock()
-        self._awaited: list[Callable[[], object]] = []  # by what waits for the next change
+        self._awaited: list[Callable[[], object]] = []  # callbacks waiting for the next change
         self._workers: dict[tuple[str, int], WorkerVitals] = {}
 
     def worker(self, stage: str, worker: int) -> WorkerVitals:
-        """The one of this name; made at the first call."""
+        """Return a worker's vital signs, created at the first call."""
         key = (stage, worker)
         if key not in self._workers:
             self._workers[key] = WorkerVitals(stage, worker, self.clock, self._tell, self._note)
@@ -229,7 +229,7 @@ class Vitals:
             self.told(stage, worker, what, seconds)
 
     async def until_change(self) -> None:
-        """Some work begins or ends, or some trouble; in whatever thread."""
+        """Wait until work or trouble begins or ends, in any thread."""
         changed, loop = asyncio.Event(), asyncio.get_running_loop()
         tell = partial(loop.call_soon_threadsafe, changed.set)
         self._awaited.append(tell)
@@ -243,11 +243,11 @@ class Vitals:
             tell()
         if self.note is None:
             return
-        with self._noting:  # the last one told is the last that was true
+        with self._noting:  # so that the last note is the current one
             self.note(_some([what for worker in list(self._workers.values()) for what in worker.work()]))
 
     def snapshot(self) -> tuple[WorkerState, ...]:
-        """In the order in which the workers were made."""
+        """Return all states, in order of creation."""
         return tuple(worker.state() for worker in list(self._workers.values()))
 
     def quiet_seconds(self) -> float:

@@ -1,1 +1,1 @@
-"""What a worker's process is: its start, connections, health, weights, and how it ends."""
+"""Process of a stage's worker: start, connections, health, weights, and exit."""

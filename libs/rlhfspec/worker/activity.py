@@ -1,4 +1,4 @@
-"""What a process is at, in a file that outlives it: so that its death names the sample, however sudden it was.
+"""File with a process's current activity, which outlives the process, so that a sudden death can name the sample.
 
 Example:
     >>> import tempfile
@@ -16,29 +16,29 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-_SIZE = 1024  # bytes; of more, the beginning
+_SIZE = 1024  # bytes; longer texts are cut
 
 
 class ActivityFile:
-    """Called with what the process does now; empty: it waits."""
+    """Writer of the current activity; an empty text means waiting."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
     def __call__(self, what: str) -> None:
-        """One call of the system: what the file holds is all old or all new."""
-        with suppress(OSError):  # no room; nothing else may fail for it
+        """Replace the activity with a single system call, so that a reader sees the old or the new text."""
+        with suppress(OSError):  # a full disk must not fail the work
             os.pwrite(self._file, what.encode()[:_SIZE].ljust(_SIZE), 0)
 
 
 def end_file(path: Path) -> Path:
-    """Beside it: how the process ended, in its own words (`last_words.Ending`)."""
+    """Return the file beside it in which the process records how it ended (`last_words.Ending`)."""
     return path.with_suffix(".end")
 
 
 def last_activity(path: Path) -> str:
-    """Empty: it waited, or never said anything."""
+    """Return the last activity; empty if it waited or never reported."""
     with suppress(OSError):
         return path.read_bytes().decode(errors="replace").strip()
     return ""

@@ -1,7 +1,5 @@
-"""What a generator needs so that samples leave it and come to it: its name, how others are asked, how KV lands.
-
-In one process the ends of all generators share a `DirectControl`; between processes each worker has a server for them.
-"""
+"""Endpoint through which a generator gives and takes sequences. In one process all share a `DirectControl`; otherwise
+each worker has a server."""
 
 from __future__ import annotations
 
@@ -23,13 +21,13 @@ from rlhfspec.moves.migration.mover import Mover
 if TYPE_CHECKING:
     from rlhfspec.engine.base import MovableByTokens
 
-MOVERS = ("generator",)  # roles that may ask, and answer
+MOVERS = ("generator",)  # roles that may move sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveEndpoint:
-    """`incarnation`: of this worker's process, what its WorkerInfo is called. `address`: where it is asked about moves;
-    `host`: where others reach its links. `close`: after the mover, in the event loop."""
+    """A worker's endpoint for moves. `incarnation` is the id of its WorkerInfo, `address` serves the control channel,
+    `host` its links. Call `close` after the mover's, in the event loop."""
 
     incarnation: str
     control: MoveControl
@@ -37,7 +35,7 @@ class MoveEndpoint:
     address: str = ""
     host: str = "127.0.0.1"
     link_port: int = 0  # 0: any that is free
-    tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None  # to listen, to connect
+    tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None  # server and client context
     close: Callable[[], None] = lambda: None
 
     @classmethod
@@ -56,7 +54,8 @@ class MoveEndpoint:
         link_port: int = 0,
         worker_host: str | None = None,
     ) -> Self:
-        """In the running event loop. `worker_host`: the name in every worker's certificate; None: its address is."""
+        """Create a server and client in the running event loop. `worker_host` is the name in workers' certificates;
+        None: their address."""
         tls = (server_tls(credentials, role), client_tls(credentials, role, worker_host)) if credentials else None
         listen, connect = tls or (None, None)
         server = StreamControlServer(host, port, tls=listen, askers=MOVERS if credentials else None)

@@ -1,4 +1,4 @@
-"""What the exit code of a stage's process says: whether to start it again, and whether the job can go on at all.
+"""Exit codes of a stage's process: whether to restart it, and whether the job can go on.
 
 Example:
     >>> from rlhfspec.errors import InvalidRequest, TransportClosed
@@ -34,25 +34,25 @@ Failure = Literal["error", "temporary", "killed", "permanent"]
 
 DONE = 0  # its work is done, or it was asked to leave
 ERROR = 1
-TEMPORARY = 75  # EX_TEMPFAIL: a server cannot be reached; later it may
-PERMANENT = 78  # EX_CONFIG: the same will happen however often it is started
+TEMPORARY = 75  # EX_TEMPFAIL: a server is unreachable for now
+PERMANENT = 78  # EX_CONFIG: a restart would fail again
 _TEMPORARY = (
     TransportClosed, TransportFull, TransportUnavailable, StorageUnavailable, ConnectionError, TimeoutError,
 )  # fmt: skip
 _PERMANENT = (InvalidRequest, LogProbMismatch, RewardError, NumericalError, RolloutError)
-# A crash of its own: no other program sends these.
+# Crashes of the process itself: no other program sends these signals.
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 
 
 def code_of(error: BaseException) -> int:
-    """What a process ends with that this error ended."""
+    """Return the exit code for an error."""
     if isinstance(error, _PERMANENT):
         return PERMANENT
     return TEMPORARY if isinstance(error, _TEMPORARY) else ERROR
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Or a quota; in what led to it too. Libraries that are not Python's say it in words alone."""
+    """Return whether an error, or its cause, is a full disk or quota. Native libraries report it only as text."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
@@ -72,15 +72,14 @@ def is_about_full_disk(text: str) -> bool:
 
 
 def failure_of(code: int) -> Failure:
-    """Of a process that ended with this code; negative: the signal that killed it."""
+    """Return the kind of failure of an exit code; negative: the signal that killed the process."""
     if code < 0:
         return "error" if -code in _CRASHES else "killed"
     return "permanent" if code == PERMANENT else "temporary" if code == TEMPORARY else "error"
 
 
 def num_killed_for_memory(counters: Path = Path("/proc/vmstat")) -> int:
-    """Processes of this machine that the system has ended since it started, each because memory ran out, its own or
-    that of its container. 0 where it does not tell."""
+    """Return how many processes the OOM killer has ended on this machine since boot; 0 if unknown."""
     with suppress(OSError):
         if found := re.search(r"^oom_kill (\d+)$", counters.read_text(), re.MULTILINE):
             return int(found[1])

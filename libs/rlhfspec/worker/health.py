@@ -1,14 +1,13 @@
-"""Where a process can be asked how it is: gRPC's standard health service, and HTTP for probes and Prometheus.
+"""Health of a process: gRPC's standard health service, and HTTP for probes and Prometheus.
 
-| asked | answer |
+| request | answer |
 |---|---|
-| gRPC `grpc.health.v1.Health` | SERVING: ready, and all it does is within its deadline |
-| `/readyz` | the same over HTTP: 200, or 503 and why not |
+| gRPC `grpc.health.v1.Health` | SERVING: ready, and all work is within its deadline |
+| `/readyz` | the same over HTTP: 200, or 503 and the reason |
 | `/healthz` | 200 while the event loop answers; 503: only a restart will help |
-| `/metrics` | what the process counts, as Prometheus reads it |
+| `/metrics` | Prometheus metrics |
 
-With credentials the gRPC server speaks TLS and knows everyone by certificate. HTTP has nothing secret to say, and
-probes have no certificates: it is plain, and on loopback unless told otherwise.
+With credentials gRPC speaks mutual TLS. HTTP is plain, because probes have no certificates, and on loopback by default.
 
 Example:
     >>> from rlhfspec.stage.vitals import Vitals
@@ -41,21 +40,18 @@ from rlhfspec.stage.supervisor import is_overdue
 from rlhfspec.stage.vitals import Vitals
 
 LOOPBACK = "127.0.0.1"
-BEAT_SECONDS = 10.0  # without a beat for so long the event loop hangs
-_LOOK_SECONDS = 1.0  # so often those that watch the health service are told of a change
-_CLOSE_SECONDS = 1.0  # for calls that are being answered
+BEAT_SECONDS = 10.0  # without a beat for this long the event loop hangs
+_LOOK_SECONDS = 1.0  # interval of updates to health watchers
+_CLOSE_SECONDS = 1.0  # grace for calls in progress
 _NUM_THREADS = 16  # each streams to one peer at a time
-HTTP_TIMEOUT_SECONDS = 5.0  # for a client to say what it wants
+HTTP_TIMEOUT_SECONDS = 5.0  # for a client to send its request
 
 Metrics = Callable[[], str]
 
 
 class Health:
-    """One worker's servers. `server` is the gRPC server: others add their handlers to it.
-
-    credentials: a folder with ca.pem, STAGE.pem and STAGE.key (`service.connections`); None: no TLS.
-    Ports: 0 is any that is free.
-    """
+    """gRPC and HTTP servers of one worker; others add handlers to `server`. `credentials` is a folder with ca.pem,
+    STAGE.pem and STAGE.key (None: no TLS). Port 0 is any free port."""
 
     def __init__(
         self,
@@ -77,7 +73,7 @@ class Health:
         self._last_beat = time.monotonic()
         self._grpc_health = _GrpcHealth(self.problem)
         pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"grpc-{stage}-{worker}")
-        # Never share the port: another process of ours that asks for any port must get its own.
+        # Never share the port: another process that asks for any port must get its own.
         self.server: grpc.Server = grpc.server(pool, options=[("grpc.so_reuseport", 0)])
         health_pb2_grpc.add_HealthServicer_to_server(self._grpc_health, self.server)
         place = f"[{host}]" if ":" in host else host
@@ -98,26 +94,26 @@ class Health:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def beat(self) -> None:
-        """Said by the event loop, a few times in `beat_seconds`."""
+        """Note that the event loop runs. It calls this a few times per `beat_seconds`."""
         self._last_beat = time.monotonic()
 
     def ready(self) -> None:
-        """The worker is built and connected."""
+        """Report SERVING: the worker is built and connected."""
         self._not_ready = ""
         self._grpc_health.tell()
 
     def draining(self) -> None:
-        """The worker ends what it has begun, and takes nothing new."""
+        """Report not ready: the worker finishes its work and takes nothing new."""
         self._not_ready = "is draining"
         self._grpc_health.tell()
 
     def hangs(self) -> str:
-        """Why a restart is the only help; empty: it is alive."""
+        """Return why only a restart helps; empty: alive."""
         quiet = time.monotonic() - self._last_beat
         return f"{self._name}: the event loop has not answered for {quiet:.0f} s" if quiet > self._beat_seconds else ""
 
     def problem(self) -> str:
-        """Why it cannot be relied on now; empty: it serves."""
+        """Return why it does not serve; empty: it serves."""
         if self._not_ready:
             return f"{self._name} {self._not_ready}"
         return self.hangs() or self._overdue()
@@ -138,7 +134,7 @@ def _add_port(server: grpc.Server, address: str, credentials: Path | None, role:
 
 
 class _GrpcHealth(HealthServicer):  # type: ignore[misc]
-    """Says what is true when it is asked, and tells those that watch when they look."""
+    """Health service that evaluates the state at each check, and updates watchers on `tell`."""
 
     def __init__(self, problem: Callable[[], str]) -> None:
         super().__init__()
@@ -184,7 +180,7 @@ class _Http(ThreadingHTTPServer):
             self._tell()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away or sent nonsense is no trouble of ours."""
+        """Ignore clients that disconnect or send nonsense."""
 
 
 class _Answer(BaseHTTPRequestHandler):
@@ -214,4 +210,4 @@ class _Answer(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Probes ask every few seconds: no line for each."""
+        """Log nothing, since probes come every few seconds."""

@@ -1,4 +1,4 @@
-"""How a process of a cluster ends: an exit code, a last line in its log, and the same line in its pod's status.
+"""End of a process in a cluster: its exit code, a last log line, and the same line in the pod's status.
 
 Example:
     >>> with Ending() as ending:
@@ -23,18 +23,16 @@ from rlhfspec.stage.logs import without_secrets
 from rlhfspec.stage.supervisor import reason_of
 from rlhfspec.worker import exits
 
-TERMINATION_LOG = "TERMINATION_LOG"  # in the environment: where the line goes
-IN_A_POD = "RLHFSPEC_HOST"  # in the environment of every pod
+TERMINATION_LOG = "TERMINATION_LOG"  # environment variable: path for the line
+IN_A_POD = "RLHFSPEC_HOST"  # environment variable set in every pod
 OF_KUBERNETES = Path("/dev/termination-log")
-_MOST_BYTES = 4096  # that Kubernetes keeps
+_MOST_BYTES = 4096  # limit of Kubernetes
 log = logging.getLogger("rlhfspec.stage")
 
 
 class Ending:
-    """Around all that a process does: whatever ends it is its code and its last words. It swallows what was raised.
-
-    `file`: a place for them in memory, for a supervisor that finds nothing in the log when the disk is full.
-    """
+    """Context manager around a process's work that turns exceptions into exit code and last words, and swallows them.
+    `file` is a copy in memory for the supervisor, in case the disk is full."""
 
     def __init__(self) -> None:
         self.code = exits.DONE
@@ -65,7 +63,7 @@ class Ending:
 
 
 def one_line(error: Exception) -> str:
-    """What is classified by how it begins, and of a job that is wrong in several places, each, its field first.
+    """Return an error as one line, with a prefix that classifies it; all problems of a job are joined, field first.
 
     >>> one_line(RewardError("digits", "sums/1/0/0", "ValueError: no digits"))
     "reward failed: reward 'digits' of sample sums/1/0/0: ValueError: no digits"
@@ -94,8 +92,7 @@ def _class(error: BaseException) -> str:
 
 
 def leaves_at_once(when: str) -> None:
-    """Of a process that was asked to: in its log, and in its pod's status. From a signal's handler, which must not wait
-    for a thread that logs just now."""
+    """Write last words for a requested exit. Safe in a signal handler: takes no logging lock."""
     text = f"left: {when}"
     os.write(
         sys.stderr.fileno(), json.dumps({"level": "info", "message": text, "exit_code": exits.DONE}).encode() + b"\n"
@@ -104,7 +101,7 @@ def leaves_at_once(when: str) -> None:
 
 
 def write_last_words(text: str) -> None:
-    """Where this process runs in a pod; what cannot be written there is in the log all the same."""
+    """Write the pod's termination message. Outside a pod it does nothing."""
     given = os.environ.get(TERMINATION_LOG)
     if given is None and (IN_A_POD not in os.environ or not OF_KUBERNETES.exists()):
         return

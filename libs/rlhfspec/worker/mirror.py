@@ -1,9 +1,7 @@
-"""The part of a run folder that a process works with, and its copy in an object store.
-
-Where storage is a claim, all pods of a job see one folder. Where it is an object store, each has a folder of its own:
-it fetches what it reads when it starts, and sends what changed there. The trainer sends before it acknowledges anything
-(`trainer.keeping`), so the process after it finds all that it built on; of the others' traces and moves, the last
-half minute may be lost.
+"""Copy of a run folder in an object store, for the part that a process uses. With an object store each pod has its own
+folder: it fetches what it reads at start and sends its changes. The trainer sends before it acknowledges
+(`trainer.keeping`), so its successor finds everything; other stages may lose the traces and moves of the last half
+minute.
 
 Example:
     >>> import tempfile
@@ -39,7 +37,7 @@ from rlhfspec.stage.vitals import Vitals
 from rlhfspec.telemetry.folder import TRACES
 
 SEND_SECONDS = 30.0
-FETCH_PATIENCE_SECONDS = 5.0  # a pod that cannot begin says why, and begins again
+FETCH_PATIENCE_SECONDS = 5.0  # the pod then fails with the reason and restarts
 CHECKPOINTS, MANIFEST, MOVES = "checkpoints", "manifest.json", "moves.jsonl"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _JOB_FILE = "processes/job.json"
@@ -53,8 +51,8 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 def mirrored(connections: Connections, stage: str, worker: int, *, follows: bool = False) -> Mirror | None:
-    """With all that this process reads fetched; None: storage is a claim. follows: as another rank of a trainer, which
-    alone may touch what it writes in the folder that they share."""
+    """Return a mirror with everything fetched that this process reads; None if storage is a claim. With `follows` (a
+    further rank of a trainer) the trainer's own files are left alone."""
     if connections.storage_uri is None:
         return None
     began = time.monotonic()
@@ -70,7 +68,7 @@ def mirrored(connections: Connections, stage: str, worker: int, *, follows: bool
 
 
 def is_read_by(stage: str, worker: int, name: str) -> bool:
-    """Of a path within the run folder. What is not fetched is not removed there either."""
+    """Return whether a stage reads this path of the run folder. Unread paths are also never removed."""
     top = name.partition("/")[0]
     if top == TRACES:
         return name == f"{TRACES}/{stage}-{worker}.jsonl"
@@ -82,7 +80,7 @@ def is_read_by(stage: str, worker: int, name: str) -> bool:
 
 
 class Mirror:
-    """What is written while something is sent goes with the next time."""
+    """Mirror of a run folder. Files written during a send go with the next one."""
 
     def __init__(self, store: ObjectStore, folder: Path, stage: str, worker: int, *, follows: bool = False) -> None:
         self.store = store
@@ -90,10 +88,10 @@ class Mirror:
         self._run = store.path_of(folder)
         self._reads = partial(is_read_by, "" if follows else stage, worker)
         self._alone = threading.Lock()
-        self._there: dict[str, Fingerprint | None] = {}  # by name in the run folder: what the store has, as it was here
+        self._there: dict[str, Fingerprint | None] = {}  # by name in the run folder: local state of what the store has
 
     def fetch_run(self) -> int:
-        """How many bytes came."""
+        """Fetch the run folder and return the number of bytes."""
         sizes = {path.removeprefix(f"{self._run}/"): size for path, size in self.store.sizes(self._run).items()}
         read = {name: size for name, size in sizes.items() if self._reads(name)}
         whole = {name: size for name, size in read.items() if _is_whole(name, read)}
@@ -102,8 +100,8 @@ class Mirror:
         return num_bytes
 
     def fetch_inputs(self, job_file: Path) -> int:
-        """What the job reads, with the modules at the top, which its rewards may import. A process that computes
-        nothing needs no weights."""
+        """Fetch the job's inputs, with top-level modules that rewards may import. Stages that compute nothing skip
+        model weights."""
         sizes = self.store.sizes(*input_paths(_spec_of(job_file), self.store.base))
         modules = {path: size for path, size in self.store.at_the_top().items() if path.endswith(".py")}
         computes = self._stage in TORCH_ROLES and self._stage != PREPARE
@@ -111,12 +109,12 @@ class Mirror:
         return self.store.fetch(modules | needed)
 
     def fetch_traces(self) -> None:
-        """Those of all workers, as far as they were sent."""
+        """Fetch the traces of all workers, as far as they were sent."""
         self.store.fetch(self.store.sizes(f"{self._run}/{TRACES}"))
 
     def send(self) -> None:
-        """What changed here, in an order in which the run can be gone on with wherever this ends: lines before
-        checkpoints, a checkpoint's manifest last. Of the trainer, what is here no more goes there too."""
+        """Send changed files so that the run can resume wherever this stops: logs before checkpoints, a manifest last.
+        The trainer also removes deleted files."""
         with self._alone:
             now = {name: _fingerprint(self._folder / name) for name in _names_in(self._folder)}
             for name in sorted(now, key=_order):
@@ -130,32 +128,32 @@ class Mirror:
                     del self._there[name]
 
     def send_inputs(self, job_file: Path) -> None:
-        """Of what the job reads, what was made here."""
+        """Send inputs of the job that were made here."""
         paths = input_paths(_spec_of(job_file), self.store.base)
         sizes = self.store.sizes(*paths)
         files = [file for path in paths for file in _files_at(self.store.base / path)]
         self.store.push(file for file in files if sizes.get(self.store.path_of(file)) != file.stat().st_size)
 
     def try_to_send(self) -> None:
-        """What cannot be sent ends nothing."""
+        """Send, and only log a failure."""
         try:
             self.send()
         except (StorageError, InvalidRequest) as error:
             log.warning("traces are not sent: %s", error)
 
     def last_checkpoint(self) -> int:
-        """Of those that are whole in the store; 0: there is none."""
+        """Return the last complete checkpoint in the store; 0: none."""
         found = self.store.sizes(f"{self._run}/{CHECKPOINTS}")
         steps = [path.split("/")[-2] for path in found if path.endswith(f"/{MANIFEST}")]
         return max((int(step.removeprefix("step-")) for step in steps), default=0)
 
 
 class Mirroring(Service):
-    """consumes: what its process writes into the run folder; produces: the same in the object store; waits for: the
-    next time; unblocked by: time."""
+    """Service that sends a mirror periodically. consumes: what its process writes into the run folder; produces: the
+    same in the object store; waits for: the next time; unblocked by: time."""
 
     def __init__(self, mirror: Mirror) -> None:
-        super().__init__("mirror", 0, Vitals())  # no supervisor has to hear of it
+        super().__init__("mirror", 0, Vitals())  # not supervised
         self._mirror = mirror
 
     async def run(self) -> None:
@@ -174,7 +172,7 @@ def _alone_in(base: Path) -> Iterator[None]:
 
 
 def _spec_of(job_file: Path) -> Mapping[str, object]:
-    """What is wrong with it, its next reader says."""
+    """Return the job's spec, or {} if it is invalid: its next reader reports that."""
     try:
         spec = json.loads(job_file.read_bytes())["spec"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -183,7 +181,7 @@ def _spec_of(job_file: Path) -> Mapping[str, object]:
 
 
 def _is_whole(name: str, there: Mapping[str, int]) -> bool:
-    """A checkpoint without its manifest was not sent to the end, or not removed to the end.
+    """Return whether a file is no part of an incomplete checkpoint (one without its manifest).
 
     >>> _is_whole("checkpoints/step-00000002/state.json", {"checkpoints/step-00000001/manifest.json": 7})
     False
@@ -202,7 +200,7 @@ def _order(name: str) -> tuple[int, str]:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Of all files; names that begin with a dot are of what is being written."""
+    """Return all files; names that begin with a dot are still being written."""
     return [file.relative_to(folder).as_posix() for file in _files_at(folder)]
 
 
@@ -215,7 +213,7 @@ def _files_at(path: Path) -> Iterator[Path]:
 
 
 def _fingerprint(file: Path) -> Fingerprint | None:
-    """None: it is not there, or no more."""
+    """Return a file's fingerprint; None if it is missing."""
     try:
         found = file.stat()
     except OSError:

@@ -1,12 +1,7 @@
-"""`python -m rlhfspec.STAGE --connections FILE --worker N`: one worker of one stage, in a process of its own.
-
-What it needs beside its arguments stands in the connections file (`service.connections`); what its exit code says, in
-`service.exits`. SIGTERM and SIGINT ask it to leave: it ends what it is at, hands the rest back, and exits with 0. A
-second one ends it at once, and so does the first while it still loads. Of what ended it, its last log line tells, and
-in a pod the termination message.
-
-Nothing heavy is imported before the arguments are read.
-"""
+"""`python -m rlhfspec.STAGE --connections FILE --worker N`: one worker of one stage in its own process. SIGTERM and
+SIGINT ask it to leave: it finishes, returns the rest, and exits with 0. A second signal, or one during loading, ends it
+at once. The last log line (in a pod also the termination message) says how it ended. Heavy modules are imported after
+the arguments are parsed."""
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ if TYPE_CHECKING:
     from rlhfspec.job import RLHFJob
     from rlhfspec.messages.access.connections import Connections
 
-STARTED = "RLHFSPEC_WORKER"  # in the environment: by a supervisor, not by hand
+STARTED = "RLHFSPEC_WORKER"  # environment variable set by a supervisor
 PR_SET_PDEATHSIG = 1
 ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT, signal.SIGKILL}
 _LEFT = b'{"level": "info", "message": "left: before it had begun", "exit_code": 0}\n'
@@ -48,13 +43,12 @@ def main(stage: str) -> NoReturn:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    # All is closed by now. Taking the interpreter apart would take seconds with torch in it, and abort the process
-    # where a thread still computes.
+    # Everything is closed. Interpreter shutdown with torch takes seconds, and aborts if a thread still computes.
     os._exit(code)
 
 
 def leave_when_asked_to(said: Callable[[], object] = lambda: os.write(2, _LEFT)) -> None:
-    """Until the event loop listens: the first process of a container hears no signal that it does not ask for."""
+    """Exit on a signal until the event loop handles it. Without a handler PID 1 of a container ignores signals."""
 
     def leave(number: int, frame: object) -> None:
         said()
@@ -65,8 +59,8 @@ def leave_when_asked_to(said: Callable[[], object] = lambda: os.write(2, _LEFT))
 
 
 def _ask_itself_for_nothing() -> None:
-    """A reward function that sends SIGTERM to its own process would look like a request to this worker to exit:
-    it gets an error instead, and is named as any that fails. What C code sends is not seen."""
+    """Raise in Python code (a reward function) that signals its own process: SIGTERM would look like a request to
+    leave. Signals from C code are not seen."""
     own = os.getpid()
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
@@ -80,7 +74,7 @@ def _ask_itself_for_nothing() -> None:
 
 
 def end_with_the_supervisor() -> None:
-    """The system kills what a supervisor started when that dies, also where its guardian died with it."""
+    """Ask the kernel to kill this process when its supervisor dies."""
     if STARTED in os.environ and sys.platform == "linux":
         import ctypes
 
@@ -110,7 +104,7 @@ def _arguments(stage: str) -> argparse.Namespace:
 
 
 def compute_with(num_threads: int) -> None:
-    """Now and in threads to come, also where torch was imported long ago, told otherwise."""
+    """Set the number of torch threads, also if torch is imported already."""
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     import torch
 
@@ -138,12 +132,12 @@ def _run(stage: str, worker: int, connections_file: Path) -> int:
     with configure(job="", run="", stage=stage, worker=worker), Ending() as ending:
         connections = Connections.read(connections_file)
         _marked(connections.uid)
-        follows = rank_told(os.environ).rank > 0  # torchrun started this process as one of several
+        follows = rank_told(os.environ).rank > 0  # torchrun started it as one of several ranks
         mirror = mirrored(connections, stage, worker, follows=follows)
         job = _job_of(stage, connections)
         with configure(job=job.metadata.name, run=connections.uid, stage=stage, worker=worker):
             if follows:
-                import_module(f"rlhfspec.{stage}.build").follow(job)  # rank 0, until it says stop
+                import_module(f"rlhfspec.{stage}.build").follow(job)  # until rank 0 stops it
                 return ending.code
             if connections.activity_folder is not None:
                 ending.file = end_file(connections.activity_folder / f"{stage}-{worker}")
@@ -166,7 +160,7 @@ def _job_of(stage: str, connections: Connections) -> RLHFJob:
 
 
 def _marked(uid: str) -> None:
-    """Begins anew as a process of the run, where it was started by hand: its guardian ends it too."""
+    """Restart with the run's mark if started by hand, so that the run's guardian ends this process too."""
     from rlhfspec.messages.servers.guardian import MARK
 
     if os.environ.get(MARK) != uid:

@@ -1,13 +1,7 @@
-"""`python -m rlhfspec.worker.ranks --nodes N --ranks-per-node G -m MODULE ...`: one worker as a set of ranks.
-
-Each rank is told by its environment what torchrun would tell it, and all of them meet at a c10d store of rank 0. All
-nodes are of this machine, ranks as if on separate ones, unless `--node I --leader HOST:PORT --secret FILE` says which
-one it is, where rank 0 is to be found, and by what the ranks know each other. A set is whole or not at all: when a rank
-fails, those of its node are ended, those of others miss it, and the last line of the log names it. Asked to leave,
-rank 0 is told, and lets the others go.
-
-A rank is forked, so that what this process has imported is there.
-"""
+"""`python -m rlhfspec.worker.ranks --nodes N --ranks-per-node G -m MODULE ...`: one worker as a set of ranks. Ranks are
+forked, get torchrun's environment variables, and meet at a c10d store of rank 0. By default all nodes are on this
+machine; `--node I --leader HOST:PORT --secret FILE` runs one of several. If a rank fails, the whole set ends, and the
+last log line names it. A request to leave goes to rank 0, which releases the others."""
 
 from __future__ import annotations
 
@@ -31,11 +25,11 @@ from rlhfspec.worker import exits
 from rlhfspec.worker.last_words import TERMINATION_LOG, write_last_words
 from rlhfspec.worker.process import end_with_the_supervisor, leave_when_asked_to
 
-_LEAVE_SECONDS = 60  # for the others, once rank 0 has left
+_LEAVE_SECONDS = 60  # for the others after rank 0 has left
 
 
 class RankSet:
-    """`node`: the one of these ranks; None: all nodes are here."""
+    """Set of ranks on one `node`; None: all nodes are on this machine."""
 
     def __init__(self, *, nodes: int, ranks_per_node: int, node: int | None = None) -> None:
         self._nodes = nodes
@@ -43,7 +37,7 @@ class RankSet:
         first = (node or 0) * ranks_per_node
         self._ranks = range(first, first + ranks_per_node) if node is not None else range(self.num_ranks)
         self._words = [tempfile.TemporaryFile() for _ in self._ranks]  # noqa: SIM115  # each rank's last
-        self._alive: dict[int, int] = {}  # process -> rank
+        self._alive: dict[int, int] = {}  # pid -> rank
         self._num_killed_before = exits.num_killed_for_memory()
 
     @property
@@ -51,14 +45,11 @@ class RankSet:
         return self._nodes * self._ranks_per_node
 
     def start(self, module: str, arguments: list[str], gpus: list[str], leader: str, secret: str) -> None:
-        """Fork the ranks of this node.
-
-        `gpus`: of the ranks in order, each one; none: they see what this process sees. `leader`: host and port.
-        `secret`: by which the ranks of all nodes know each other.
-        """
+        """Fork the ranks of this node. `gpus` has one GPU per rank in order (empty: no restriction), `leader` is
+        host:port, and `secret` authenticates ranks."""
         host, _, port = leader.rpartition(":")
         if "OMP_NUM_THREADS" not in os.environ:
-            arguments = [*arguments, "--threads", "1"]  # as torchrun has it
+            arguments = [*arguments, "--threads", "1"]  # torchrun's default
         for rank in self._ranks:
             pid = os.fork()
             if pid == 0:
@@ -70,7 +61,7 @@ class RankSet:
             self._alive[pid] = rank
             _write({"level": "info", "message": f"{self._name(rank)} begins", "rank": rank, "pid": pid})
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: self._ask(number))  # of a node without rank 0: none
+            signal.signal(number, lambda number, _: self._ask(number))  # no process, on a node without rank 0
         signal.signal(signal.SIGALRM, lambda *_: self._kill())
 
     def _environment(self, rank: int) -> dict[str, str]:
@@ -82,10 +73,10 @@ class RankSet:
         }  # fmt: skip
 
     def wait(self) -> int:
-        """Until all have ended; the exit code of the set."""
+        """Wait until all have ended and return the exit code of the set."""
         while self._alive:
             pid, status = os.wait()
-            rank = self._alive.pop(pid, None)  # the first process of a container gets orphans too
+            rank = self._alive.pop(pid, None)  # PID 1 of a container also reaps orphans
             code = os.waitstatus_to_exitcode(status)
             if rank is not None and code != exits.DONE:
                 return self._failed(rank, code)
@@ -95,16 +86,16 @@ class RankSet:
         return exits.DONE
 
     def _failed(self, rank: int, code: int) -> int:
-        """All have ended when this returns."""
+        """End all ranks, report the failure, and return the exit code."""
         self._kill()
         while self._alive:
             self._alive.pop(os.wait()[0], None)
         said = self._said_by(rank) or f"{exits.said(code)}{self._for_memory(code)}"
-        if code != exits.PERMANENT:  # that would have been the same on any rank
+        if code != exits.PERMANENT:  # a permanent error is the same on every rank
             said += f" ({self._name(rank)})"
         _write({"level": "error", "message": said, "exit_code": code})
         write_last_words(said)
-        return code if code > 0 else 128 - code  # as a shell says it
+        return code if code > 0 else 128 - code  # as in a shell
 
     def _name(self, rank: int) -> str:
         node = f" on node {rank // self._ranks_per_node}" if self._nodes > 1 else ""
@@ -127,7 +118,7 @@ class RankSet:
 
 
 def gpu_of(rank: int, gpus: Sequence[str]) -> list[str]:
-    """Return the argument that tells a rank which GPU is its own, of all nodes' in order.
+    """Return the argument that selects a rank's GPU; `gpus` are those of all nodes in order.
 
     >>> gpu_of(3, ["0", "1", "2", "3"]), gpu_of(3, ["0", "1"]), gpu_of(3, [])
     (['--gpus', '3'], ['--gpus', '1'], [])
@@ -136,7 +127,6 @@ def gpu_of(rank: int, gpus: Sequence[str]) -> list[str]:
 
 
 def _write(line: Mapping[str, object]) -> None:
-    """Into the log."""
     print(json.dumps(line), file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Weight stores whose policies also travel by a process group: the trainer sends, a generator receives."""
+"""Weight stores that also transfer policies by a process group: the trainer sends, a generator receives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlhfspec.worker.health import Health
 
 
 class SendingStore:
-    """The trainer's store: versions of the policy go to the generators of its group while they are put."""
+    """Trainer's store that sends policy versions to the generators of its group during `put`."""
 
     def __init__(self, store: WeightStore, sender: GroupSender, ranks: SendingRanks) -> None:
         self._store = store
@@ -49,7 +49,7 @@ class SendingStore:
 
 
 class ReceivingStore:
-    """A generator's store: what came by the group already is taken from there."""
+    """Generator's store that prefers versions received by the group."""
 
     def __init__(self, store: WeightStore, receiver: GroupReceiver, ways: Ways) -> None:
         self._store = store
@@ -72,13 +72,13 @@ class ReceivingStore:
 
 
 def travel_by_group(job: RLHFJob) -> bool:
-    """Return whether weights may go to generators by a group."""
+    """Return whether weights may travel to generators by a process group."""
     transfer = job.spec.roles.generator.weights
     return transfer == "group" or (transfer == "auto" and device_of(job.spec) != "cpu")
 
 
 def group_sender(connections: Connections, job: RLHFJob, health: Health) -> GroupSender:
-    """Return the trainer's sender. Make it before the server of `health` starts."""
+    """Return the trainer's sender. Call it before the server of `health` starts."""
     host = health.grpc_address.rpartition(":")[0]
     askers = ("generator",) if connections.credentials else None
     sender = GroupSender(job.metadata.name, host=host, device=device_of(job.spec), askers=askers)
@@ -95,11 +95,11 @@ def receiving(
     trainer_address: Callable[[], str | None],
     told: Callable[[str, float], None],
 ) -> ReceivingStore:
-    """Return a generator's store. `address`: of its gRPC server. `told`: called with a way and its seconds."""
+    """Return a generator's store. `address` is its gRPC server; `told` receives the way and its seconds."""
     spec, folder, device = job.spec, connections.credentials, device_of(job.spec)
     is_own = spec.generation.engine.name == "own"
     narrow = is_own and settled(spec, device).generation.dtype == "bfloat16"
-    on = "cpu" if spec.share_gpus else device  # NCCL takes no two processes on one GPU
+    on = "cpu" if spec.share_gpus else device  # NCCL allows no two processes on one GPU
     ways = Ways(spec.roles.generator.weights, told)
     receiver = GroupReceiver(
         Wish(wants=True, dtype="bfloat16" if narrow else "", device=on),
@@ -113,8 +113,7 @@ def receiving(
 
 
 def kept_as(policy: Any) -> Callable[[str], KeptAs]:
-    """Return, by the type that an engine keeps weights in, the types of this model's parameters there. Buffers have
-    none."""
+    """Return a function from an engine's dtype to the dtypes of this model's parameters there. Buffers have none."""
     return partial(_kept_as, policy)
 
 

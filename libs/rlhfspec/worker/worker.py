@@ -1,4 +1,4 @@
-"""A stage's worker within its own process: connects, builds, says that it is there, runs, and leaves when asked to."""
+"""Worker of a stage in its own process: connect, build, announce, run, and leave when asked."""
 
 from __future__ import annotations
 
@@ -47,15 +47,16 @@ if TYPE_CHECKING:
     from rlhfspec.training.weights.group.sender import GroupSender
     from rlhfspec.worker.ends import MoveEndpoint
 
-_HOST = "RLHFSPEC_HOST"  # in the environment: the address to listen at, and where the other workers find this one
-LEAVING_SECONDS = 15.0  # for a server that is away, where this worker was asked to leave: it may be gone for good
+_HOST = "RLHFSPEC_HOST"  # environment variable: address to listen at, and for other workers
+LEAVING_SECONDS = 15.0  # for a server that is away while this worker leaves
 OPENING_SECONDS = 300.0  # for `control`, or the supervisor, to open the run
-Connect = Callable[[str, int], Awaitable[Bus]]  # as this worker of this stage, with its rights
+Connect = Callable[[str, int], Awaitable[Bus]]  # connects with the rights of a stage's worker
 log = logging.getLogger("rlhfspec.stage")
 
 
 class StageWorker:
-    """`run` returns when its work is done, or when it was asked to leave; it raises when it cannot go on."""
+    """Worker of one stage. `run` returns when its work is done or it was asked to leave, and raises when it cannot go
+    on."""
 
     def __init__(
         self, stage: str, worker: int, connections: Connections, job: RLHFJob, mirror: Mirror | None = None
@@ -72,7 +73,7 @@ class StageWorker:
         self._host = host_told(os.environ)
 
     def run(self) -> str:
-        """Return how far it came."""
+        """Run the worker and return its final state."""
         return asyncio.run(self._main())
 
     async def _main(self) -> str:
@@ -95,7 +96,7 @@ class StageWorker:
             sender = self._group_sender(health, leaving)
             leaving.enter_context(health)
             leaving.callback(asyncio.create_task(_beat(health)).cancel)
-            with vitals.worker(stage, worker).waiting("the run to be opened"):  # it may start at the same time
+            with vitals.worker(stage, worker).waiting("the run to be opened"):  # the run may be opened concurrently
                 await self._transports[0].until_declared(bus.last_declared, OPENING_SECONDS)
             at_end = leaving.enter_context(ExitStack())
             await leaving.enter_async_context(weights)
@@ -120,7 +121,7 @@ class StageWorker:
             return service.said_at_the_end
 
     def _asked_to_leave(self, health: Health) -> None:
-        """Leave at once while it loads: there is nothing to hand back."""
+        """Start a graceful exit. During loading, or at a second request, exit at once."""
         if self._stop.is_set() or not self._is_built:
             leaves_at_once("at once" if self._is_built else "before it had begun")
             os._exit(exits.DONE)
@@ -128,8 +129,6 @@ class StageWorker:
         health.draining()
         for transport in self._transports:
             transport.hurry(LEAVING_SECONDS)
-
-    # -- what it works with ---------------------------------------------------------------------------------
 
     def _watching(self) -> AbstractContextManager[Observation]:
         connections, observability = self._connections, self._job.spec.observability
@@ -207,10 +206,9 @@ class StageWorker:
         at_end.callback(store.close)
         return store
 
-    # -- its service ----------------------------------------------------------------------------------------
-
     async def _built(self, bus: Bus, context: Context, say: _Saying) -> Service:
-        """Build in a thread, so that the event loop goes on. What is done meanwhile is no work of the stage's."""
+        """Build in a thread while the event loop runs. Its vitals are separate, so that building is not the stage's
+        work."""
         vitals = Vitals(context.vitals.clock, note=context.vitals.note)
         deadline = getattr(self._job.spec.roles, self._stage).deadline_seconds
         beating = asyncio.create_task(Heartbeats(bus, vitals).run())
@@ -228,7 +226,7 @@ class StageWorker:
     async def _supervised(self, service: Service, bus: Bus, vitals: Vitals) -> None:
         supervisor = Supervisor(vitals, stall_seconds=float("inf"), grace_seconds=GRACE_SECONDS, final=(self._stage,))
         services = [service, *service.beside, Heartbeats(bus, vitals)]
-        if self._mirror is not None and self._stage != "trainer":  # which sends when a checkpoint is there
+        if self._mirror is not None and self._stage != "trainer":  # the trainer sends after each checkpoint
             services.append(Mirroring(self._mirror))
         await supervisor.run(services, self._stop)
 
@@ -249,10 +247,8 @@ class StageWorker:
 
 
 def guest_of(job: RLHFJob, host: Context, connect: Connect) -> HostedScoring | None:
-    """Return the guest of a worker that a plan may find without work; None where it can help no scoring stage.
-
-    The guest is a worker beyond those that the job says the stage has, as one that is started by hand.
-    """
+    """Return the guest of a worker that may become idle; None without a scoring stage to help. Its number is beyond the
+    stage's workers."""
     running = workers_of(job)
     stage = next((stage for stage in GUESTS.get(host.bus.stage.name, ()) if stage in running), None)
     if stage is None or "rebalancer" not in running:
@@ -261,7 +257,7 @@ def guest_of(job: RLHFJob, host: Context, connect: Connect) -> HostedScoring | N
 
 
 async def _make(job: RLHFJob, stage: str, worker: int, host: Context, connect: Connect) -> Service:
-    """Build the guest in a thread of its own, so that the event loop goes on."""
+    """Build the guest in its own thread while the event loop runs."""
     vitals = HostedVitals(host.vitals, host.bus.stage.name, host.worker)
     deadline = getattr(job.spec.roles, stage).deadline_seconds
     thread = ComputeThread(f"{stage}-build")
@@ -304,7 +300,7 @@ def host_told(environment: Mapping[str, str]) -> str:
 
 
 def incarnation_of(stage: str, worker: int) -> str:
-    """Another one with every start of a worker."""
+    """Return an id that is new at every start of a worker."""
     return f"{stage}/{worker}/{secrets.token_hex(8)}"
 
 
@@ -315,7 +311,7 @@ async def _beat(health: Health) -> None:
 
 
 class _Saying:
-    """Lines for the person who started the run, in the log. `during` the start they are what the worker does, too."""
+    """Log lines for the user. Within `during` they also become the worker's activity."""
 
     def __init__(self) -> None:
         self._working: Callable[[str], AbstractContextManager[object]] | None = None

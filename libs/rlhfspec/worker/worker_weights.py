@@ -1,4 +1,4 @@
-"""The weights as one process of a run has them: made at their first use; without one, torch is not imported."""
+"""Weights of one process of a run. The store is created at first use, so that torch is imported only then."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ READERS = ("generator", "critic")
 
 
 class WorkerWeights:
-    """Implements rlhfspec.training.weights.WeightStore by the one that the run names (`choices.weight_stores`). Stores
-    which serve versions to each other are known by what each worker says of itself."""
+    """WeightStore of the kind that the run configures (`choices.weight_stores`). Stores that serve each other find
+    peers by WorkerInfo."""
 
     def __init__(self, connections: Connections, job: RLHFJob, bus: StageBus, health: Health) -> None:
-        """Make it before the gRPC server of `health` starts."""
+        """Create it before the gRPC server of `health` starts."""
         self._stage = bus.stage.name
         self._connections = connections
         self._keep = kept_versions(job, self._stage)
@@ -50,7 +50,7 @@ class WorkerWeights:
         return self._made().get(record)
 
     def trainer_address(self) -> str | None:
-        """Return where the trainer's gRPC server is, once it has said so."""
+        """Return the address of the trainer's gRPC server, once announced."""
         trainer = self._infos.get(("trainer", 0))
         return trainer.grpc_address if trainer else None
 
