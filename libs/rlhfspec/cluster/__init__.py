@@ -1,1 +1,1 @@
-"""What operator, pods, plugin, dashboard and chart agree upon, and how they ask the API server."""
+"""Names, schema and API client that the operator, pods, plugin, dashboard and chart share."""

@@ -1,5 +1,5 @@
-"""How to reach the API server: as a kubeconfig says, with all that kubectl knows of login plugins, certificates and
-proxies, or as the pod's service account. Tokens are renewed when they run out."""
+"""Access to the API server, from a kubeconfig (with its login plugins and proxies) or a pod's service account. Expired
+tokens are renewed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 class KubeAccess:
-    """`kubeconfig`, `context`: as given on a command line. Else KUBECONFIG, ~/.kube/config, or the pod's account, as
-    kubectl goes about it. `namespace`: where one is when nothing else is said."""
+    """Address and credentials of an API server. Without arguments it uses KUBECONFIG, ~/.kube/config or the pod's
+    account, as kubectl does. `namespace` is the default namespace."""
 
     def __init__(self, kubeconfig: str | None = None, context: str | None = None) -> None:
         self._configuration = client.Configuration()
@@ -59,7 +59,7 @@ class KubeAccess:
         return context
 
     def options(self) -> dict[str, Any]:
-        """Of a request of aiohttp: a proxy, another name in the certificate."""
+        """Return the aiohttp request options for a proxy and a TLS server name."""
         asked, found = self._configuration, {}
         if asked.proxy and not should_bypass_proxies(self.server, asked.no_proxy or ""):
             found = {"proxy": asked.proxy, "proxy_headers": asked.proxy_headers}

@@ -1,9 +1,7 @@
-"""What is said to the API server: few verbs, each with a deadline. A refusal is an answer, not an exception.
-
-What passes (too many requests, a server that is away or in trouble) is tried again until the deadline; what the server
-says no to (a quota, a webhook, an invalid object) comes back as it was said. Every try of a write asks `may_write`
-right before it, so that a leader that was stopped for a while writes nothing when it goes on (`lease`).
-"""
+"""Client of the API server: few verbs, each with a deadline. A refusal is a response, not an exception. Transient
+failures (429, 5xx, no connection) are retried until the deadline; refusals (quota, webhook, invalid object) are
+returned. Each attempt of a write first calls `may_write`, so that a paused leader writes nothing when it resumes
+(`lease`)."""
 
 from __future__ import annotations
 
@@ -27,21 +25,21 @@ Body = Json | list[Json]
 APPLY, _MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
 PATCH = "application/json-patch+json"
 ATTEMPT_SECONDS = 10.0
-_WRITE_SECONDS = 35.0  # a webhook may take 30, and only then does the API server say that nothing answers
+_WRITE_SECONDS = 35.0  # a webhook may take 30 s before the API server reports a timeout
 _DEADLINE_SECONDS = 30.0
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.2, 5.0
 PAGE = 250  # objects of one page of a list
-WATCH_SECONDS = 60  # a connection that says nothing for longer is broken
+WATCH_SECONDS = 60  # a connection without data for longer is broken
 CONNECTIONS = 64
-OF_ONE_JOB = 4  # of them: a webhook that hangs has those of its jobs, and no more
-# Said with code 500, of what the same request would only hear again.
+OF_ONE_JOB = 4  # connections of one job, so that a hanging webhook does not take them all
+# Errors of code 500 that a retry of the same request would only repeat.
 _FINAL = ("failed calling webhook", "failed to create typed patch object")
 JOB_VERSION = f"{names.GROUP}/{names.VERSION}"
 
 
 @dataclass(frozen=True, slots=True)
 class ApiResponse:
-    """Of the API server. `message`: why it refused."""
+    """Response of the API server. `message` is the reason of a refusal."""
 
     code: int
     body: Json = field(repr=False)
@@ -56,19 +54,18 @@ class ApiResponse:
 
     @property
     def is_taken(self) -> bool:
-        """Of what was to be created: something has its name."""
+        """Return whether a create failed because the name is taken."""
         return self.code == 409 and self.body.get("reason") == "AlreadyExists"
 
     @property
     def is_of_another(self) -> bool:
-        """Of what was to be taken up: it has another owner, or none. The API server does not say which test failed;
-        of an object that would be invalid it names kind and fields."""
+        """Return whether `take_up` failed because the object has another owner, or none. The API server does not name
+        the failed test; for an invalid object it names kind and fields."""
         return self.code == 422 and not self.body.get("details")
 
     @property
     def may_pass(self) -> bool:
-        """In a moment, as far as the API server knows. A webhook that it cannot ask must be mended, and so must a pod
-        with a list where a text should be: refusals."""
+        """Return whether a retry may succeed. Unreachable webhooks and ill-typed objects are final refusals."""
         return self.code == 429 or (self.code >= 500 and not any(said in self.message for said in _FINAL))
 
     @property
@@ -98,9 +95,9 @@ def _plural(kind: str) -> str:
 
 
 class Api:
-    """`count`: told verb and kind of every write that the server took. `agent`: its name in an audit log, and the owner
-    of each field that it writes. `connections`: at a time; 0: as many as it takes. `deadline_seconds`: what fails is
-    tried again until then; 0: never, where a person waits."""
+    """Client of the API server. `count` receives verb and kind of every accepted write. `agent` is the name in audit
+    logs. `connections` limits open connections (0: no limit). Failures are retried for `deadline_seconds` (0: never,
+    when a person waits)."""
 
     def __init__(
         self,
@@ -131,18 +128,16 @@ class Api:
     ) -> None:
         await self._session.close()
 
-    # --- writes: where several might act, by the leader alone ---------------------------------------------------------
-
     async def apply(self, thing: Json) -> ApiResponse:
-        """Server-side: what we once said and say no more is removed; what others said stays."""
+        """Apply an object server-side: fields that we no longer set are removed, fields of other managers stay."""
         metadata = thing["metadata"]
         path = path_of(thing["apiVersion"], thing["kind"], metadata.get("namespace"), metadata["name"])
         query = {"fieldManager": names.FIELD_MANAGER, "force": "true"}
         return await self._write("PATCH", "apply", thing["kind"], path, thing, query, APPLY)
 
     async def write_status(self, namespace: str, name: str, uid: str, version: str, status: Json) -> ApiResponse:
-        """The whole of it, which is the operator's alone: a server-side apply would make null of a map that became
-        empty. A conflict (409) when it was written since `version`, or another job has the name by now."""
+        """Replace the whole status, because a server-side apply would turn an emptied map into null. The answer is a
+        conflict (409) if it was written since `version`, or if another job has the name by now."""
         said = {"/metadata/uid": uid, "/metadata/resourceVersion": version, "/status": status}
         patch = [{"op": "add", "path": path, "value": value} for path, value in said.items()]
         path = path_of(JOB_VERSION, names.KIND, namespace, name) + "/status"
@@ -158,7 +153,7 @@ class Api:
     async def delete(
         self, version: str, kind: str, namespace: str, name: str, *, uid: str | None, grace_seconds: int | None
     ) -> ApiResponse:
-        """Only that very object, where its uid is known."""
+        """Delete the object; with `uid`, only that very object."""
         body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if uid is not None:
             body["preconditions"] = {"uid": uid}
@@ -167,14 +162,15 @@ class Api:
         return await self._write("DELETE", "delete", kind, path_of(version, kind, namespace, name), body)
 
     async def create(self, thing: Json, *, dry_run: bool = False) -> ApiResponse:
-        """A field that no such thing has is refused. `dry_run`: the API server says what it would say, no more."""
+        """Create an object; unknown fields are refused. With `dry_run` nothing is stored."""
         path = path_of(thing["apiVersion"], thing["kind"], thing["metadata"].get("namespace"))
         query = {"fieldValidation": "Strict"}
         query |= {"dryRun": "All"} if dry_run else {}
         return await self._write("POST", "try" if dry_run else "create", thing["kind"], path, thing, query)
 
     async def take_up(self, thing: Json, fields: Iterable[str]) -> ApiResponse:
-        """What is there under its name is given these fields, if it has the same first owner; nothing is read."""
+        """Overwrite labels and `fields` of the existing object of this name, if it has the same first owner. Nothing is
+        read."""
         metadata = thing["metadata"]
         path = path_of(thing["apiVersion"], thing["kind"], metadata.get("namespace"), metadata["name"])
         patch = [
@@ -186,7 +182,7 @@ class Api:
         return await self._write("PATCH", "patch", thing["kind"], path, patch, query, PATCH)
 
     async def evict(self, namespace: str, pod: str) -> ApiResponse:
-        """Its process gets SIGTERM; a PodDisruptionBudget may forbid it."""
+        """Evict a pod: its process gets SIGTERM. A PodDisruptionBudget may forbid it."""
         metadata = {"name": pod, "namespace": namespace}
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata}
         return await self._write("POST", "evict", "Pod", path_of("v1", "Pod", namespace, pod) + "/eviction", body)
@@ -199,8 +195,6 @@ class Api:
         if not answer.is_refused:
             self._count(verb, kind)
         return answer
-
-    # --- the rest ----------------------------------------------------------------------------------------------------
 
     async def get(self, version: str, kind: str, namespace: str | None, name: str) -> ApiResponse:
         return await self._ask("GET", path_of(version, kind, namespace, name))
@@ -215,7 +209,7 @@ class Api:
         fields: str = "",
         cached: bool = False,
     ) -> AsyncIterator[Json]:
-        """`cached`: as the API server has it in memory, perhaps of a moment ago: cheap, however many ask."""
+        """Yield the objects of a list. `cached` reads the API server's cache: cheap, but perhaps slightly old."""
         async for page in self.pages(version, kind, namespace, labels=labels, fields=fields, cached=cached):
             for item in page["items"]:
                 yield item
@@ -230,7 +224,7 @@ class Api:
         fields: str = "",
         cached: bool = False,
     ) -> AsyncIterator[Json]:
-        """Of a list, so that never all of it is held as it came. Raises ClusterRefused, ClusterUnavailable."""
+        """Yield a list page by page, to bound memory. Raises ClusterRefused or ClusterUnavailable."""
         query = {"labelSelector": labels, "fieldSelector": fields}
         query |= {"resourceVersion": "0"} if cached else {"limit": str(PAGE)}
         while True:
@@ -246,8 +240,8 @@ class Api:
     async def watch(
         self, version: str, kind: str, namespace: str | None, since: str, *, labels: str = "", fields: str = ""
     ) -> AsyncIterator[tuple[str, Json]]:
-        """ADDED, MODIFIED, DELETED, and BOOKMARK (of an object nothing but its resourceVersion), until the API server
-        ends it, as it does after WATCH_SECONDS. Raises ClusterUnavailable, also when `since` is too long ago."""
+        """Yield (ADDED, MODIFIED, DELETED or BOOKMARK, object) until the API server ends the watch after WATCH_SECONDS.
+        A bookmark has only a resourceVersion. Raises ClusterUnavailable, also when `since` is too old."""
         query = {
             "watch": "true", "resourceVersion": since, "allowWatchBookmarks": "true",
             "timeoutSeconds": str(WATCH_SECONDS), "labelSelector": labels, "fieldSelector": fields,
@@ -269,7 +263,8 @@ class Api:
     async def log(
         self, namespace: str, pod: str, container: str, *, follow: bool = False, tail: int | None = None
     ) -> AsyncIterator[bytes]:
-        """Of a pod as it comes, each line after its time. Raises ClusterRefused, ClusterUnavailable."""
+        """Yield a pod's log as it comes, with a timestamp before each line. Raises ClusterRefused or
+        ClusterUnavailable."""
         query = {"container": container, "timestamps": "true", "follow": str(follow).lower()}
         query |= {} if tail is None else {"tailLines": str(tail)}
         silence = None if follow else ATTEMPT_SECONDS
@@ -285,12 +280,12 @@ class Api:
             raise ClusterUnavailable(asked, _no_answer(error)) from None
 
     async def review_token(self, token: str, audience: str | None = None) -> Json:
-        """Whose it is, and whether anybody's."""
+        """Return the TokenReview status: whether the token is valid, and its user."""
         audiences = {} if audience is None else {"audiences": [audience]}
         return await self._review("authentication.k8s.io/v1", "TokenReview", {"token": token} | audiences)
 
     async def review_access(self, user: Json, attributes: Json) -> Json:
-        """Whether that user may."""
+        """Return the SubjectAccessReview status: whether that user is allowed to do this."""
         asked = user | {"resourceAttributes": attributes}
         return await self._review("authorization.k8s.io/v1", "SubjectAccessReview", asked)
 
@@ -302,7 +297,8 @@ class Api:
         return status
 
     async def lease(self, method: str, namespace: str, name: str, body: Body | None = None) -> ApiResponse:
-        """Write without asking for leave, and once, since the caller would be leader. The deadline is the lease's."""
+        """Write a Lease once, without `may_write`, since the caller is not yet leader. The lease has its own
+        deadline."""
         path = path_of("coordination.k8s.io/v1", "Lease", namespace, "" if method == "POST" else name)
         return await self._try(method, path, body, {}, "application/json")
 
@@ -341,7 +337,7 @@ class Api:
         self, method: str, path: str, query: Mapping[str, str], timeout: aiohttp.ClientTimeout, *,
         data: bytes | None = None, headers: Mapping[str, str] | None = None,
     ) -> aiohttp.client._RequestContextManager:  # fmt: skip
-        """The server may lie under a path, as behind a gateway of many clusters."""
+        """Send a request. The server's URL may have a path, as behind a gateway of many clusters."""
         return self._session.request(
             method, self._access.server + path, params=_said(query), timeout=timeout, data=data,
             headers=self._access.headers() | dict(headers or {}), **self._access.options(),
@@ -364,12 +360,12 @@ def _no_answer(error: Exception) -> str:
 def _answer(code: int, text: bytes) -> ApiResponse:
     try:
         return ApiResponse(code, json.loads(text))
-    except ValueError:  # a proxy's page
+    except ValueError:  # an HTML page of a proxy
         return ApiResponse(code, {"message": text.decode(errors="replace")[:200]})
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Of any length: an object may have more than a megabyte."""
+    """Yield lines of any length: an object may have more than a megabyte."""
     rest = b""
     async for chunk in content.iter_any():
         *whole, rest = (rest + chunk).split(b"\n")
@@ -378,7 +374,7 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 async def in_parallel(calls: list[Awaitable[ApiResponse]]) -> list[ApiResponse]:
-    """A few at a time. All of them are awaited, then the first that raised raises."""
+    """Await all calls, OF_ONE_JOB at a time, then raise the first exception if there was one."""
     room = asyncio.Semaphore(OF_ONE_JOB)
 
     async def one(call: Awaitable[ApiResponse]) -> ApiResponse:

@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition of RLHFJob, made from `rlhfspec.job`: what `rlhfspec schema --crd` prints.
+"""CustomResourceDefinition of RLHFJob, generated from `rlhfspec.job`; `rlhfspec schema --crd` prints it.
 
 Example:
     >>> crd = custom_resource_definition()
@@ -71,7 +71,7 @@ def _schema() -> dict[str, Any]:
     schema = structural_schema()
     schema["properties"]["status"] = _status()
     spec = schema["properties"]["spec"]["properties"]
-    # kubectl scale needs a number to begin with.
+    # kubectl scale needs an initial number.
     spec["roles"]["default"] = {}
     spec["roles"]["properties"]["generator"]["default"] = {}
     spec["rewards"]["properties"]["sources"]["items"].setdefault("x-kubernetes-validations", []).extend(source_rules())
@@ -82,7 +82,7 @@ def _schema() -> dict[str, Any]:
 
 
 def _status() -> dict[str, Any]:
-    """What the operator writes. `selector` and `generators` are for `kubectl scale`."""
+    """Return the schema of the status that the operator writes. `selector` and `generators` serve `kubectl scale`."""
     condition = {
         "type": _TEXT, "status": {"type": "string", "enum": ["True", "False", "Unknown"]}, "reason": _TEXT,
         "message": _LONG_TEXT, "lastTransitionTime": _TIME, "observedGeneration": _COUNT,
@@ -113,7 +113,7 @@ def _status() -> dict[str, Any]:
             "gpus": _COUNT,
             "startTime": _TIME,
             "completionTime": _TIME,
-            # The operator's own, from one reconcile to the next: no interface.
+            # Private state of the operator between reconciles, no interface.
             "internal": {"type": "object", "nullable": True, "x-kubernetes-preserve-unknown-fields": True},
         }
     )
@@ -124,5 +124,5 @@ def _block(fields: dict[str, Any], *, required: list[str] | None = None) -> dict
 
 
 def _map_of(value: dict[str, Any], *, at_most: int) -> dict[str, Any]:
-    """Null: server-side apply makes that of a map whose last name is taken away."""
+    """Return the schema of a map. It is nullable: server-side apply sets null when the last key is removed."""
     return {"type": "object", "nullable": True, "additionalProperties": value, "maxProperties": at_most}

@@ -1,8 +1,6 @@
-"""What contradicts itself in a job, and what cannot change once it has started, in the API server's language (CEL).
-
-The first are the rules of `job.file.rules`, which `job.file.checks` asks too; both are tried on the same jobs
-(tests/torch/job/test_job_cluster.py, e2e/test_crd.py). The second come from the marks of the job's fields.
-"""
+"""CEL validation rules of the CRD: contradictions within a job, and fields that cannot change once it has started.
+Contradictions come from `job.file.rules`, which `job.file.checks` evaluates too; tests/torch/job/test_job_cluster.py
+and e2e/test_crd.py compare both. The others come from the marks of the job's fields."""
 
 from __future__ import annotations
 
@@ -21,17 +19,17 @@ from rlhfspec.job.file.schema import in_cel
 MUTABLE = tuple(marked(Spec, Mark.MUTABLE))
 OF_PODS = tuple(marked(Spec, Mark.MUTABLE_WHILE_SUSPENDED))
 _HAS_STARTED = "has(oldSelf.status) && has(oldSelf.status.startTime)"
-# Rules at every field of these; of other blocks, at theirs.
+# Blocks with one rule for each field; other blocks have one rule.
 _DEEPER = ("roles",)
 
 
 def job_rules(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """At the root of the schema: from nowhere else status and spec are both seen."""
+    """Return the rules of the schema's root, the only place that sees both status and spec."""
     return [*_contradictions(), _one_manager(), *_immutable(schema["properties"]["spec"])]
 
 
 def _one_manager() -> dict[str, Any]:
-    """From its first moment on: two that manage one job would undo each other's work."""
+    """Return the rule that `managedBy` never changes: two managers of one job would undo each other's work."""
     has, had = _is_there("self", "managedBy"), _is_there("oldSelf", "managedBy")
     default = _text(DEFAULT_MANAGER)
     same = f"({has} ? self.spec.managedBy : {default}) == ({had} ? oldSelf.spec.managedBy : {default})"
@@ -39,7 +37,7 @@ def _one_manager() -> dict[str, Any]:
 
 
 def source_rules() -> list[dict[str, Any]]:
-    """At every reward source."""
+    """Return the rules of a reward source."""
     function = f"self.{in_cel('function')}"
     return [
         _rule(
@@ -51,7 +49,7 @@ def source_rules() -> list[dict[str, Any]]:
 
 
 def template_rules() -> list[dict[str, Any]]:
-    """At the metadata of every podTemplate."""
+    """Return the rules of the metadata of a podTemplate."""
     own = _text(OWN_LABELS)
     return [
         _rule(
@@ -77,13 +75,13 @@ def _contradictions() -> list[dict[str, Any]]:
 
 
 def _immutable(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """One rule a field, so that the one is named that was changed."""
+    """Return one rule per field, so that the message names the changed field."""
     rules = []
     for path, default in _fields(spec, ""):
         has, had = _is_there("self", path), _is_there("oldSelf", path)
         if default is None:
             same = f"({has}) == ({had}) && (!({has}) || self.spec.{path} == oldSelf.spec.{path})"
-        else:  # a block that is new, with what held before, changes nothing
+        else:  # adding a block with the values that held before changes nothing
             chosen = json.dumps(default)
             same = f"({has} ? self.spec.{path} : {chosen}) == ({had} ? oldSelf.spec.{path} : {chosen})"
         message = "cannot be changed once the job has started; make another job, or change it back"
@@ -95,17 +93,18 @@ def _immutable(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_there(root: str, path: str) -> str:
-    """Said with has() at every step: through `.?` the API server loses sight of how long a value can be."""
+    """Return a CEL test for a field, with has() at every level: `.?` hides the maximal length from the API server."""
     parts = path.split(".")
     return " && ".join(f"has({root}.spec.{'.'.join(parts[: end + 1])})" for end in range(len(parts)))
 
 
 def _fields(node: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    """With their defaults; two deep, roles three. Where a field is of no type that CEL knows, its block is compared."""
+    """Return fields and defaults, two levels deep (roles: three). A block with a field of no CEL type is compared as a
+    whole."""
     found: list[tuple[str, Any]] = []
     for name, field in node["properties"].items():
         path = f"{prefix}{name}"
-        if path in MUTABLE or path == "managedBy":  # which has a rule of its own
+        if path in MUTABLE or path == "managedBy":  # it has its own rule
             continue
         inner = field.get("properties", {})
         deeper = path.count(".") < (2 if path.startswith(_DEEPER) else 1)

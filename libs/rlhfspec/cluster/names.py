@@ -1,7 +1,6 @@
-"""How things of a job are called in a cluster: the one place that says, for operator, pods, plugin and chart.
-
-A *role* is whatever has a pod of a job: every stage, `prepare`, which makes the run folder and checks the job before
-anything else starts, and `control`, which opens the run on the bus, looks on, and reports to the operator.
+"""Names of everything that belongs to a job in a cluster, for operator, pods, plugin and chart. A *role* is whatever
+has a pod of a job: every stage, `prepare` (makes the run folder and checks the job first) and `control` (opens the run
+on the bus, observes it, and reports to the operator).
 
 Example:
     >>> pod_name("sums", "generator", 2), secret_name("sums", "generator", "6f1c-42"), run_uid("6f1c-42", 1)
@@ -20,7 +19,7 @@ from rlhfspec.messages.loop import STAGES
 GROUP, VERSION, PLURAL, KIND = "rlhfspec.io", "v1alpha1", "rlhfjobs", "RLHFJob"
 PREPARE, CONTROL = "prepare", "control"
 ROLES = (PREPARE, CONTROL, *(stage.name for stage in STAGES))
-# The stages that import torch, and so need the large image.
+# Stages that import torch and need the large image.
 TORCH_ROLES = (PREPARE, "generator", "reward", "reference", "critic", "trainer")
 
 FIELD_MANAGER = "rlhfspec-operator"
@@ -29,22 +28,22 @@ NAME = "app.kubernetes.io/name"
 COMPONENT = "app.kubernetes.io/component"  # of the release's own pods: operator, nats, redis, dashboard
 JOB, ROLE, WORKER, RUN = f"{GROUP}/job", f"{GROUP}/role", f"{GROUP}/worker", f"{GROUP}/run"
 RESTART_ID = f"{GROUP}/restart-id"  # annotation of a pod: the restart.id it was started under
-LEADER = f"{GROUP}/leader"  # label of the operator's pod that acts; the Service selects it
+LEADER = f"{GROUP}/leader"  # label of the leading operator pod; the Service selects it
 
-CONTAINER = "worker"  # of a pod of a job: the one that computes
+CONTAINER = "worker"  # container of a job's pod that runs the stage
 SERVICE_ACCOUNT = "rlhfspec-job"  # of every pod of a job; only control's pod gets a token of it
-AUDIENCE = "rlhfspec-operator"  # of that token
+AUDIENCE = "rlhfspec-operator"  # audience of that token
 CONFIG = PurePosixPath("/etc/rlhfspec")  # the job's ConfigMap: connections.json and job.json, as the API server has it
 CONNECTIONS_FILE, JOB_FILE = CONFIG / "connections.json", CONFIG / "job.json"
 CREDENTIALS = PurePosixPath("/etc/rlhfspec-credentials")  # the role's Secret
-TOKEN_FILE = PurePosixPath("/var/run/secrets/rlhfspec/token")  # control's
+TOKEN_FILE = PurePosixPath("/var/run/secrets/rlhfspec/token")  # token of the control pod
 STORAGE = PurePosixPath("/storage")  # the job's claim: data, models, run folders; relative paths of a job begin here
 CACHE = STORAGE / "cache"  # models and data that are made or downloaded once
 HTTP_PORT, GRPC_PORT, MOVES_PORT, LINK_PORT = 8080, 50051, 50052, 50053  # of every worker's pod
 RANKS_PORT = 29500  # of the trainer's first pod: where ranks of several nodes meet; gloo and NCCL take any above it
 REPORT_PORT = 8443  # of the operator's Service
 NATS_PORT, REDIS_PORT, DASHBOARD_PORT = 4222, 6379, 8000
-# In the certificate of every worker: its address is its pod's, which no certificate can know beforehand.
+# Host name in every worker's certificate, because pod addresses are not known beforehand.
 WORKER_HOST = "worker.rlhfspec.internal"
 
 
@@ -53,17 +52,18 @@ def pod_name(job: str, role: str, worker: int) -> str:
 
 
 def config_name(job: str, job_uid: str) -> str:
-    """Of its ConfigMap. With the job's uid no other object has it: what is there would be written over."""
+    """Return the name of the job's ConfigMap. The job's uid makes it unique, because an existing object is
+    overwritten."""
     return f"{job}-connections-{job_uid[:8]}"
 
 
 def secret_name(job: str, role: str, job_uid: str) -> str:
-    """Of the Secret that only this role's pods mount."""
+    """Return the name of the Secret that only this role's pods mount."""
     return f"{job}-{role}-{job_uid[:8]}"
 
 
 def ranks_name(job: str, job_uid: str) -> str:
-    """Of the headless Service by which ranks of several nodes find the first; it begins with a letter, as it must.
+    """Return the name of the headless Service of rank 0 for jobs of several nodes. It must begin with a letter.
 
     >>> ranks_name("1" * 52, "6f1c-42")
     'ranks-1111111111111111111111111111111111111111-6f1c-42'
@@ -72,12 +72,12 @@ def ranks_name(job: str, job_uid: str) -> str:
 
 
 def policy_name(ports: str, job: str, job_uid: str) -> str:
-    """Of a NetworkPolicy that lets pods of one job reach each other."""
+    """Return the name of a NetworkPolicy that lets pods of one job reach each other."""
     return f"{ports}-{job[:40].rstrip('-')}-{job_uid[:8]}"
 
 
 def workload_name(job: str, job_uid: str) -> str:
-    """Of Kueue's Workload of a job that waits in a queue."""
+    """Return the name of Kueue's Workload of a queued job."""
     return f"rlhfjob-{job}-{job_uid[:8]}"
 
 
@@ -86,17 +86,16 @@ def labels_of(job: str, role: str, worker: int) -> dict[str, str]:
 
 
 def run_uid(job_uid: str, number: int) -> str:
-    """Of the job's n-th run: a job that was suspended, or restarted as a whole, goes on under another, with subjects
-    of its own, from its last checkpoint. So long that a user with the right to write a job's status, and with it the
-    number, finds none that gives the uid of somebody else's run."""
+    """Return the uid of the job's n-th run; a resumed or restarted job runs under a new uid with its own subjects. It
+    is long enough that a user who can write a job's status cannot find a number that yields another run's uid."""
     return hashlib.sha256(f"{job_uid}/{number}".encode()).hexdigest()[:16]
 
 
 def run_folder(job: str, job_uid: str) -> PurePosixPath:
-    """Where a job's run folder lies unless `storage.runFolder` says; a job of the same name made later has its own."""
+    """Return the default run folder. A later job of the same name has its own."""
     return STORAGE / "runs" / f"{job}-{job_uid[:8]}"
 
 
 def report_path(namespace: str, job: str) -> str:
-    """Of the operator's endpoint, to which control POSTs a `report.Report`."""
+    """Return the operator's path to which control POSTs a `report.Report`."""
     return f"/v1/namespaces/{namespace}/jobs/{job}/report"

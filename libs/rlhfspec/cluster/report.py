@@ -1,6 +1,5 @@
-"""What a job's `control` tells the operator, over HTTPS: the one thing the operator knows of the inside of a run.
-
-Sent when something changed, at most every second, and at least every `AT_LEAST_SECONDS`.
+"""Report that a job's `control` sends to the operator over HTTPS, the operator's only view inside a run. It is sent on
+changes, at most once a second, and at least every `AT_LEAST_SECONDS`.
 
 Example:
     >>> Report(run="3a9d33b1", step=12, total_steps=100, reward=0.4).model_dump_json(exclude_defaults=True)
@@ -30,12 +29,12 @@ class Trouble(ReportPart):
 class Report(ReportPart):
     run: str = Field(max_length=64)  # its uid
     step: int = 0  # trained
-    total_steps: int = 0  # fewer than the job says where its data ends before
+    total_steps: int = 0  # smaller than in the job if the data ends before
     checkpoint_step: int = 0
     reward: float | None = None
     kl: float | None = None
     tokens_per_second: float | None = None
     accepted_per_verification: float | None = None
     eta_seconds: float | None = None
-    generators_wanted: int | None = None  # by the rebalancer's advice; None: it has none
+    generators_wanted: int | None = None  # advice of the rebalancer; None: no advice
     troubles: tuple[Trouble, ...] = Field((), max_length=16)
