@@ -1,1 +1,1 @@
-"""The operator: RLHFJobs into pods, and what happens to them into conditions."""
+"""Operator: turns RLHFJobs into pods, and their events into conditions."""

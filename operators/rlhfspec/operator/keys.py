@@ -27,12 +27,12 @@ from rlhfspec.worker.exits import PERMANENT, TEMPORARY
 
 
 async def install(api: Api, namespace: str, release: str) -> list[str]:
-    """What was done, a line a Secret."""
+    """Create missing Secrets and return one line per Secret."""
     lines = []
     first = f"{release}-keys"
     if (data := await _data_of(api, namespace, first)) is None:
         lines += await _make(api, namespace, first, new_keys().data())
-        data = await _data_of(api, namespace, first)  # another install may have been faster
+        data = await _data_of(api, namespace, first)  # a concurrent install may have won
         assert data is not None
     secrets = install_secrets(Keys.of(data), namespace=namespace, release=release, created=datetime.now(UTC))
     for name, content in secrets.items():

@@ -1,16 +1,14 @@
-"""Which of the operator's replicas acts: the one that holds a Lease, and only while it surely holds it.
+"""Leader election: the replica that holds a Lease acts, and only while it surely holds it.
 
 | replica | what it does |
 |---|---|
 | the holder | writes the Lease every RENEW_SECONDS; acts until ACT_SECONDS after its last renewal *began* |
 | all others | read it every LOOK_SECONDS; take it once it was not renewed for LEASE_SECONDS, each by its own clock |
 
-Clocks of two machines are never compared. Since ACT_SECONDS < LEASE_SECONDS, and a holder counts from before its write
-and the others from after they saw it, the holder has stopped before another may begin; a holder that was paused (a
-stopped process, a machine that slept) finds its time over before its next write. `resourceVersion` lets only one take
-the Lease, and a holder that finds it written by somebody else, or gone, stops at once. On SIGTERM the holder stops
-acting, then gives the Lease back, and another takes it within LOOK_SECONDS.
-"""
+Clocks of two machines are never compared. ACT_SECONDS < LEASE_SECONDS, and a holder counts from before its write while
+the others count from after they saw it, so a holder stops before another begins, even if it was paused. The
+`resourceVersion` lets only one take the Lease; a holder that finds it changed or gone stops at once. On SIGTERM the
+holder stops acting, then releases the Lease."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ LOG = logging.getLogger(__name__)
 
 
 def seconds_awake_or_asleep() -> float:
-    """`time.monotonic` stands still while a machine sleeps, and others go on."""
+    """Return a clock that also counts while the machine sleeps, unlike `time.monotonic`."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -51,23 +49,23 @@ class Lease:
         self._identity = identity
         self._now = now
         self._acts_until = float("-inf")
-        self._seen: tuple[str, float] = ("", float("-inf"))  # its resourceVersion, and since when we know that one
-        self._ours: dict[str, Any] | None = None  # as we wrote it last
+        self._seen: tuple[str, float] = ("", float("-inf"))  # resourceVersion, and when it was first seen
+        self._ours: dict[str, Any] | None = None  # our last write
         self._is_over = False
-        self.changed = asyncio.Event()  # set whenever it was won or lost
+        self.changed = asyncio.Event()  # set whenever the Lease is won or lost
 
     @property
     def is_held(self) -> bool:
-        """To be asked right before every write."""
+        """Return whether this replica may write. Check it right before every write."""
         return not self._is_over and self._now() < self._acts_until
 
     @property
     def was_seen(self) -> bool:
-        """The API server answered once."""
+        """Return whether the API server has answered once."""
         return bool(self._seen[0]) or self.is_held
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Renew or try to take the Lease until cancelled."""
         was_held = False
         while True:
             began = self._now()
@@ -76,11 +74,11 @@ class Lease:
                 was_held = self.is_held
                 LOG.info("%s the Lease %s", "acts: holds" if was_held else "stands by: does not hold", self._name)
                 self.changed.set()
-            # From when it began: after one that took its whole time comes the next at once.
+            # Count from the begin: after a slow attempt the next follows at once.
             await asyncio.sleep(began + (RENEW_SECONDS if was_held else LEADER_LOOK_SECONDS) - self._now())
 
     async def attempt(self) -> None:
-        """Once: to renew it, or to take it if it is free."""
+        """Renew the Lease, or take it if it is free."""
         began = self._now()
         try:
             async with asyncio.timeout(RENEW_SECONDS):
@@ -89,7 +87,7 @@ class Lease:
             LOG.warning("the Lease %s cannot be reached: %s %s", self._name, type(error).__name__, error)
 
     async def _renew(self, began: float) -> None:
-        """The holder writes what it wrote last; a replica that finds it changed, or never had it, reads it."""
+        """Write the Lease; read it first unless our last write is known to be current."""
         last, self._ours = self._ours, None
         if last is None:
             answer = await self._api.lease("GET", self._namespace, self._name)
@@ -105,13 +103,13 @@ class Lease:
         if not taken.is_refused:
             self._ours, self._acts_until = taken.body, began + ACT_SECONDS
             return
-        if taken.code in (404, 409):  # somebody took it away, or another was faster
+        if taken.code in (404, 409):  # it was taken or deleted
             self._acts_until = float("-inf")
         else:
             LOG.warning("the Lease %s cannot be written: %s", self._name, taken.message)
 
     def _is_free(self, answer: ApiResponse) -> bool:
-        """For us: ours, given back, or not renewed for its whole time while we looked."""
+        """Return whether we may take it: ours, released, or not renewed for its whole duration while we watched."""
         holder = answer.body["spec"].get("holderIdentity")
         version = answer.body["metadata"]["resourceVersion"]
         if self._seen[0] != version:
@@ -119,7 +117,7 @@ class Lease:
         return holder in (self._identity, "", None) or self._now() - self._seen[1] > LEADER_LEASE_SECONDS
 
     def _written(self, last: dict[str, Any]) -> dict[str, Any]:
-        """`last`: as the API server has it, with the resourceVersion that it must still have."""
+        """Return the Lease to write. `last` carries the resourceVersion that must still be current."""
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         spec = last.get("spec", {})
         holder = "" if self._is_over else self._identity
@@ -138,7 +136,7 @@ class Lease:
         }
 
     async def release(self) -> None:
-        """After `run` was cancelled, and once nothing is being written any more."""
+        """Release the Lease. Call it after `run` was cancelled and all writes have ended."""
         was_held, self._is_over = self.is_held, True
         if not was_held:
             return

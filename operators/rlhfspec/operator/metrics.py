@@ -1,4 +1,4 @@
-"""What the operator counts, as Prometheus reads it."""
+"""Prometheus metrics of the operator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 
 class Restarted(NamedTuple):
-    """A worker of a job, and how often its pod was made again since its run began."""
+    """Number of restarts of a job's worker since its run began."""
 
     namespace: str
     job: str
@@ -80,7 +80,7 @@ class Metrics:
         restarts: Callable[[], Iterable[Restarted]],
         unwatched: Callable[[], Mapping[str, str]],
     ) -> None:
-        """Asked when they are read."""
+        """Register gauges whose functions are called at each scrape."""
         self._queue.set_function(queue)
         self._jobs.set_function(jobs)
         self._leader.set_function(leader)
@@ -92,7 +92,7 @@ class Metrics:
 
 
 class _MadeWhenRead(Collector):
-    """A family of metrics that is made when it is read."""
+    """Metric family that is computed at each scrape."""
 
     def __init__(self, family: Callable[[], Metric]) -> None:
         self._family = family
@@ -102,7 +102,8 @@ class _MadeWhenRead(Collector):
 
 
 def _restarts(workers: Iterable[Restarted]) -> Metric:
-    """With the names that the supervisor of one machine gives them (docs/tracing.md), and of whose job."""
+    """Return restart counters under the same names as the local supervisor's (docs/tracing.md), with the job's
+    labels."""
     labels = ("namespace", "rlhfjob", "stage", "worker")
     family = CounterMetricFamily("rlhfspec_restarts", "Times that a worker was started again.", labels=labels)
     for each in workers:

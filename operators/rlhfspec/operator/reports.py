@@ -1,7 +1,6 @@
-"""Where a job's control reports to: HTTPS, with the token that the kubelet made for its pod alone.
+"""HTTPS endpoint for reports of a job's control, authenticated by its pod's service account token.
 
-The API server says whose token it is (TokenReview); it must be of a control pod of that very job, one that the watches
-know, and that is not on its way out. What it may then say is only how its own run fares.
+A TokenReview must show a live control pod of that very job. It can only report its own run.
 
 | answer | why |
 |---|---|
@@ -12,8 +11,7 @@ know, and that is not on its way out. What it may then say is only how its own r
 | 413 | more than MOST_BYTES |
 | 422 | no Report; which field |
 | 429 | more often than every LEAST_SECONDS |
-| 503 | this replica does not act, or the API server cannot be asked |
-"""
+| 503 | this replica does not act, or the API server cannot be asked |"""
 
 from __future__ import annotations
 
@@ -36,11 +34,11 @@ from rlhfspec.operator.looking.queue import Key
 
 _MOST_BYTES = 256 * 1024
 LEAST_SECONDS = 0.5
-KNOWN_SECONDS = 60.0  # for so long a token that was good is not asked about again
-NOT_ASKED_SECONDS = 10.0  # nor for so long about one that was not: it may be of a pod that is too new
+KNOWN_SECONDS = 60.0  # cache time of a valid token
+NOT_ASKED_SECONDS = 10.0  # cache time of an invalid one: its pod may be too new
 MOST_KNOWN = 1000
 _EXTRA = "authentication.kubernetes.io/"
-Review = Callable[[str, str], Awaitable[dict[str, Any]]]  # a token and an audience: the status of a TokenReview
+Review = Callable[[str, str], Awaitable[dict[str, Any]]]  # (token, audience) -> status of a TokenReview
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ class Reports:
         self._tell = tell
         self._is_acting = is_acting
         self._now = now
-        self._callers: OrderedDict[bytes, tuple[Caller | None, float]] = OrderedDict()  # until when that is known
+        self._callers: OrderedDict[bytes, tuple[Caller | None, float]] = OrderedDict()  # with expiry
         self._last: dict[Key, float] = {}
 
     def app(self) -> web.Application:

@@ -1,10 +1,9 @@
-"""One replica of the operator: it watches always, and acts while it holds the Lease.
+"""One replica of the operator: it always watches, and acts while it holds the Lease.
 
     watches -> cache -> queue -> one reconcile of one job -> writes
-    reports ----^                                       (only while the Lease is held, asked again before every write)
+    reports ----^                                       (only while the Lease is held, checked before every write)
 
-A leader labels its pod (the Service of the reports selects it), lists everything, and reconciles every job.
-"""
+A new leader labels its pod, which the Service of the reports selects, lists everything, and reconciles every job."""
 
 from __future__ import annotations
 
@@ -41,15 +40,14 @@ from rlhfspec.operator.shared.spaces import Spaces
 from rlhfspec.operator.web import health_app, served, tls_of
 from rlhfspec.stage.tasks import ended
 
-WORKERS = 4  # reconciles at a time; with 8, 200 jobs began no sooner, and the p99 of one was 2.5 s instead of 1
+WORKERS = 4  # concurrent reconciles; more did not start jobs sooner
 _RETRY_SECONDS = 1.0
 LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """Where this replica runs and listens. `pod`: its name; None: not in a pod. `tls`: of the reports' endpoint;
-    None: no report can come."""
+    """Where this replica runs and listens. `pod` is None outside a pod; without `tls` there is no report endpoint."""
 
     pod: str | None
     host: str = "0.0.0.0"
@@ -67,7 +65,7 @@ class Operator:
         self._access = KubeAccess()
         identity = f"{place.pod or socket.gethostname()}_{secrets.token_hex(4)}"
         agent = f"{names.FIELD_MANAGER}/{identity}"
-        self._lease_api = Api(self._access, agent=agent)  # its requests never stand in line behind others
+        self._lease_api = Api(self._access, agent=agent)  # never queued behind other requests
         self._lease = Lease(self._lease_api, settings.namespace, f"{settings.release}-operator", identity)
         self._api = Api(self._access, may_write=lambda: self._lease.is_held, count=self._metrics.wrote, agent=agent)
         self._reconciler = Reconciler(self._cache, self._api, settings, decide=self._decide)
@@ -89,7 +87,7 @@ class Operator:
         self._is_in_sync = False
 
     async def run(self) -> None:
-        """Until SIGTERM or SIGINT."""
+        """Run until SIGTERM or SIGINT."""
         self._begin()
         async with AsyncExitStack() as leaving:
             await leaving.enter_async_context(self._lease_api)
@@ -107,7 +105,7 @@ class Operator:
             await stop.wait()
 
     def _begin(self) -> None:
-        """In the event loop."""
+        """Create what needs the running event loop."""
         waited = self._metrics.waited_seconds.observe
         self._queue = WorkQueue(self._reconcile, asyncio.get_running_loop(), waited=waited)
         self._metrics.show(
@@ -126,10 +124,8 @@ class Operator:
             await leaving.enter_async_context(reports)
 
     def _problem(self) -> str:
-        """A replica that stands by is ready to."""
+        """Return why the replica is not ready. Standing by counts as ready."""
         return "" if self._lease.was_seen else "the Lease has not been read yet"
-
-    # --- acting ------------------------------------------------------------------------------------------------------
 
     async def _lead(self) -> None:
         acting: asyncio.Task[None] | None = None
@@ -171,7 +167,7 @@ class Operator:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def _label_leader(self) -> None:
-        """On our pod, and on no other of the release."""
+        """Label our pod as leader, and no other pod of the release."""
         if self._place.pod is None:
             return
         ours, value = self._place.pod, "true"
@@ -191,8 +187,6 @@ class Operator:
         if answer.is_refused and not answer.is_missing:
             raise ClusterUnavailable(f"label of pod {pod}", answer.message)
 
-    # --- what happens ------------------------------------------------------------------------------------------------
-
     def _tell(self, key: Key) -> None:
         self._queue.tell(key)
 
@@ -201,7 +195,7 @@ class Operator:
             tending.tell()
 
     async def _reconcile(self, key: Key) -> ReconcileResult:
-        while not self._lease.is_held:  # until it is renewed, or we are ended
+        while not self._lease.is_held:  # until it is renewed, or this task ends
             await asyncio.sleep(LEADER_LOOK_SECONDS)
         began = time.perf_counter()
         result = await self._reconciler.reconcile(key)
@@ -221,24 +215,24 @@ class Operator:
     def _broker_is(self, said: Said | None) -> None:
         LOG.warning("%s", said.message) if said else LOG.info("NATS and Redis answer")
         self._cache.broker = said
-        self._runs_changed()  # a server that was started anew has nothing
+        self._runs_changed()  # a restarted server is empty
         for key in self._cache.jobs():
             self._tell(key)
 
 
 def restarted(cache: Cache) -> Iterator[Restarted]:
-    """Of every worker that there is, also where it never was: else its first restart would be no rise."""
+    """Yield restart counts of every worker, also zero, so that the first restart is visible as a rise."""
     for namespace, name in cache.jobs():
         job = cache.job((namespace, name))
         restarts = job.status.get("restarts") or {} if job is not None else {}
         counts = restarts.get("byWorker") or {}
         for role, number in sorted({*map(worker_of, counts), *(pod.key for pod in cache.pods((namespace, name)))}):
-            if role in names.ROLES:  # what may write a status can write anything there
+            if role in names.ROLES:  # anybody with status rights can write any name
                 yield Restarted(namespace, name, role, number, counts.get(worker_name((role, number)), 0))
 
 
 async def _end(task: asyncio.Task[None]) -> None:
-    """What ended it by itself is raised."""
+    """Cancel a task, and raise its own error if it had failed."""
     await ended(task)
     if not task.cancelled():
         task.result()

@@ -1,4 +1,4 @@
-"""What the operator is told by the chart: one JSON file, and folders of the Secrets it mounts.
+"""Settings from the chart: one JSON file and folders of mounted Secrets.
 
 Example:
     >>> images = {"slim": "rlhfspec:slim", "cpu": "rlhfspec:cpu", "cuda": "rlhfspec:cuda"}
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from rlhfspec.errors import InvalidRequest, did_you_mean
 from rlhfspec.job.cluster import Role
 
-# (namespace, job's name, job's uid, run's uid, role, when the job was made) -> the data of the role's Secret
+# (namespace, job's name, job's uid, run's uid, role, job's creation time) -> data of the role's Secret
 Credentials = Callable[[str, str, str, str, str, datetime], Mapping[str, bytes]]
 
 
@@ -62,7 +62,7 @@ class OperatorFile(SettingsPart):
     @model_validator(mode="before")
     @classmethod
     def _empty_is_none(cls, given: Any) -> Any:
-        """A template writes an empty string for what was not set."""
+        """Treat empty strings as unset, because chart templates write them."""
         return (
             {key: value for key, value in given.items() if value not in ("", None)}
             if isinstance(given, dict)
@@ -71,7 +71,7 @@ class OperatorFile(SettingsPart):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """InvalidRequest in one line when this is no such file."""
+        """Read the file. Raises InvalidRequest in one line if it is invalid."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:
@@ -84,12 +84,12 @@ class OperatorFile(SettingsPart):
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """Empty: those with the label."""
+        """Return the watched namespaces; empty: those with the label."""
         return () if self.scope == "cluster" else self.job_namespaces or (self.namespace,)
 
 
 class ChartSettings(OperatorFile):
-    """The settings with which jobs are reconciled. `credentials`: makes the data of a role's Secret."""
+    """Settings for reconciles. `credentials` returns the data of a role's Secret."""
 
     credentials: Credentials
 

@@ -1,4 +1,4 @@
-"""The operator's two doors: plain HTTP for probes and Prometheus, and HTTPS for the reports of the jobs' controls."""
+"""Servers of the operator: plain HTTP for probes and Prometheus, HTTPS for reports of jobs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from aiohttp import web
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.operator.metrics import Metrics
 
-_CERTIFICATE, KEY = "tls.crt", "tls.key"  # of the Secret RELEASE-operator-tls
+_CERTIFICATE, KEY = "tls.crt", "tls.key"  # in the Secret RELEASE-operator-tls
 _CLOSE_SECONDS = 2.0
 
 
 def health_app(metrics: Metrics, problem: Callable[[], str]) -> web.Application:
-    """`/healthz`: the event loop answers; `/readyz`: `problem` says nothing."""
+    """Return the app: `/healthz` while the event loop answers, `/readyz` while `problem` returns nothing, and
+    `/metrics`."""
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -34,7 +35,7 @@ def health_app(metrics: Metrics, problem: Callable[[], str]) -> web.Application:
 
 
 def tls_of(folder: Path) -> ssl.SSLContext:
-    """To serve with; callers prove themselves by a token."""
+    """Return the server context; callers authenticate with a token."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(folder / _CERTIFICATE, folder / KEY)
@@ -46,7 +47,7 @@ def tls_of(folder: Path) -> ssl.SSLContext:
 
 @asynccontextmanager
 async def served(app: web.Application, host: str, port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
-    """The port that it listens on."""
+    """Serve an app and yield its port."""
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_SECONDS)
     await runner.setup()
     try:

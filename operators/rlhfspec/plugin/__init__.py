@@ -1,1 +1,1 @@
-"""kubectl-rlhf: what a person asks about a job in a cluster."""
+"""kubectl-rlhf: kubectl plugin to inspect and control jobs."""

@@ -1,4 +1,4 @@
-"""`kubectl rlhf suspend`, `resume` and `drain`: what a user changes; the operator and the workers do the rest."""
+"""`kubectl rlhf suspend`, `resume` and `drain`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def suspend(cluster: Cluster, job: str, *, is_on: bool) -> str:
 
 
 def to_drain(cluster: Cluster, job: str, worker: str | None, node: str | None) -> list[dict[str, Any]]:
-    """The pods, which run."""
+    """Return the running pods to drain."""
     if (worker is None) == (node is None):
         raise InvalidRequest("drain", worker, "name a worker, such as generator-1, or a --node")
     cluster.job(job)
@@ -56,8 +56,8 @@ def drain(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[str]:
-    """Asks each to leave, then waits for them. A generator hands its sequences to others before it goes; whatever
-    leaves, the operator starts again where there is room."""
+    """Evict pods and wait until they left. Generators hand over their sequences first; the operator then restarts the
+    workers where there is room."""
     waited_for = {}
     for pod in pods:
         cluster.evict(name_of(pod))

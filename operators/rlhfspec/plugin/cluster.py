@@ -1,4 +1,4 @@
-"""The cluster as the user's kubeconfig shows it: objects as the API server writes them, errors in one line."""
+"""Cluster of the user's kubeconfig: objects as the API server returns them, errors in one line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NO_SUCH_KIND = ("could not find the requested resource", "404 page not found")
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """As given on the command line; None: what the kubeconfig says."""
+    """Place given on the command line; None: from the kubeconfig."""
 
     namespace: str | None = None
     context: str | None = None
@@ -38,7 +38,7 @@ class Where:
 
 
 class Cluster:
-    """One namespace of it. Nothing is asked twice: a person waits, and is told."""
+    """One namespace of a cluster. Requests are never retried, because a person waits."""
 
     def __init__(self, where: Where) -> None:
         self._where = where
@@ -71,7 +71,7 @@ class Cluster:
         return self._asked(f"change of {name}", change)
 
     def pods(self, job: str, role: str | None = None) -> list[Json]:
-        """In the order of the map, then by number."""
+        """Return a job's pods in the order of the roles, then by number."""
         selector = f"{names.JOB}={job}" + (f",{names.ROLE}={role}" if role else "")
         return sorted(self._list("pods", "v1", "Pod", labels=selector), key=_order)
 
@@ -90,17 +90,17 @@ class Cluster:
             self._asked(f"deletion of {name}", deletion)
 
     def evict(self, name: str) -> None:
-        """Its process gets SIGTERM; a PodDisruptionBudget may forbid it."""
+        """Evict a pod: its process gets SIGTERM. A PodDisruptionBudget may forbid it."""
         self._asked(f"eviction of {name}", self._api.evict(self.namespace, name))
 
     def warnings(self, names_: set[str]) -> list[Json]:
-        """About objects of these names, the newest last."""
+        """Return warnings about objects of these names, newest last."""
         events = self._list("events", "v1", "Event", fields="type=Warning")
         mine = [event for event in events if event["involvedObject"].get("name") in names_]
         return sorted(mine, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "")
 
     def log(self, pod: str, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
-        """Lines as the kubelet keeps them, each after its time."""
+        """Yield the log's lines, each with a leading timestamp."""
         rest = b""
         for chunk in self._calls.each(self._api.log(self.namespace, pod, names.CONTAINER, follow=follow, tail=tail)):
             *whole, rest = (rest + chunk).split(b"\n")
@@ -109,7 +109,7 @@ class Cluster:
             yield rest.decode(errors="replace")
 
     def kubectl(self, *words: str) -> list[str]:
-        """A command line of kubectl for the same place: for what needs a terminal or a stream."""
+        """Return a kubectl command line for the same place, for what needs a terminal or a stream."""
         program = shutil.which("kubectl")
         if program is None:
             raise InvalidRequest("kubectl", None, "is not on the PATH; commands that run something in a pod need it")
@@ -120,10 +120,11 @@ class Cluster:
         return [program, *options, *words]
 
     def exec(self, pod: str, *words: str) -> list[str]:
-        """Return the command line that runs something in the container of a pod's worker."""
+        """Return the command line that runs something in the pod's worker container."""
         return self.kubectl("exec", pod, "-c", names.CONTAINER, "--", *words)
 
-    # --- questions to the job's control, asked where the run's credentials and folder are: in its pod -----------------
+    # --- queries run in the pod of the job's control, which has credentials and run folder
+    # -----------------------------
 
     def view_command(self, job: str) -> list[str]:
         return self.kubectl("exec", "-it", self._control(job), "-c", names.CONTAINER, "--", *_SHOW, "--view")
@@ -164,8 +165,8 @@ class Cluster:
 
 
 class _Calls:
-    """An event loop in a thread of its own: the client of the API server is asynchronous, and a command is not.
-    Any thread may call; `close` ends what is still under way."""
+    """Event loop in its own thread, so that synchronous commands can use the asynchronous client. Any thread may call;
+    `close` cancels pending calls."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

@@ -1,4 +1,4 @@
-"""`kubectl rlhf logs`: the pods' lines of JSON made readable, of one sample over all roles, in the order of time.
+"""`kubectl rlhf logs`: JSON logs of all pods in readable form, merged by time, optionally of one sample.
 
 Example:
     >>> said = '{"level": "warning", "message": "slow", "sample": "sums/3/7/1"}'
@@ -28,14 +28,14 @@ from rlhfspec.plugin.pods import name_of, worker_of
 if TYPE_CHECKING:
     from rlhfspec.plugin.cluster import Cluster
 
-_LOOK_SECONDS = 2.0  # for pods that were made since
+_LOOK_SECONDS = 2.0  # interval of the search for new pods
 _ENDED = ("Succeeded", "Failed")
 _COLOURS = {"warning": "yellow", "error": "red", "critical": "red"}
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Line:
-    """`time`: the kubelet's, which every line has, so that lines of all pods have an order."""
+    """Log line. `time` is the kubelet's timestamp, by which lines of all pods are ordered."""
 
     time: str
     worker: str
@@ -44,7 +44,7 @@ class Line:
     sample: str = ""
 
     def is_about(self, sample: str) -> bool:
-        """A line about a prompt is about its samples too, and one about a sample about what it is of."""
+        """Return whether a line is about a sample; its prompt's lines count, and those of its parts."""
         if not self.sample:
             return sample in self.message
         one, other = f"{self.sample}/", f"{sample}/"
@@ -60,7 +60,7 @@ class Line:
 
 
 def parsed(line: str, worker: str) -> Line:
-    """A line that is no JSON (of Python itself, or of a library) is shown as it is."""
+    """Parse a line; text that is not JSON is kept as it is."""
     time, _, text = line.partition(" ")
     try:
         said = json.loads(text)
@@ -80,7 +80,7 @@ def lines(
     tail: int | None = None,
     trace: Iterable[Line] = (),
 ) -> Iterator[Line]:
-    """What is there now, by time. Logs of pods that were deleted went with them."""
+    """Yield present lines, by time. Logs of deleted pods are lost."""
     logs = [_of_pod(cluster, name_of(pod), worker_of(pod), tail) for pod in cluster.pods(job, role) if _has_log(pod)]
     traced = sorted(line for line in trace if role is None or line.worker.rpartition("-")[0] == role)
     for line in heapq.merge(*logs, traced):
@@ -89,7 +89,7 @@ def lines(
 
 
 def trace_of(cluster: Cluster, job: str, sample: str) -> tuple[list[Line], str]:
-    """What was done for a sample that went well, of which no log speaks; or why that is not known."""
+    """Return a sample's trace as lines, which covers successful work that no log mentions; or why there is none."""
     try:
         return [Line(**each) for each in cluster.ask_control(job, "--sample", sample)], ""
     except RLHFSpecError as error:
@@ -97,9 +97,9 @@ def trace_of(cluster: Cluster, job: str, sample: str) -> tuple[list[Line], str]:
 
 
 def followed(cluster: Cluster, job: str, *, role: str | None = None, sample: str | None = None) -> Iterator[Line]:
-    """As they are said, of pods that are made later too, until the job is over or the reader has gone."""
+    """Yield lines as they come, also of new pods, until the job is over."""
     told: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
-    threads: dict[str, threading.Thread] = {}  # by the uid of a pod
+    threads: dict[str, threading.Thread] = {}  # by pod uid
     while True:
         is_over = (cluster.job(job).get("status") or {}).get("phase") in _ENDED
         for pod in cluster.pods(job, role):
@@ -128,9 +128,9 @@ def _follow(cluster: Cluster, pod: str, worker: str, told: queue.SimpleQueue[Lin
     try:
         for line in cluster.log(pod, follow=True):
             told.put(parsed(line, worker))
-    except RLHFSpecError as error:  # the pod went in the meantime
+    except RLHFSpecError as error:  # the pod was deleted meanwhile
         told.put(Line("", worker, "warning", str(error)))
-    told.put(None)  # perhaps another takes its place
+    told.put(None)  # look for a successor
 
 
 def _of_pod(cluster: Cluster, pod: str, worker: str, tail: int | None) -> Iterator[Line]:

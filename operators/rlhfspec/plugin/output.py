@@ -1,5 +1,4 @@
-"""What is printed. Pods, events and conditions may say anything: whatever would move, colour, hide or reverse something
-in a terminal is shown as a picture of itself, in every command.
+"""Terminal output. Control characters in texts of the cluster are shown as pictures in every command.
 
 Example:
     >>> say("red \\x1b[31m, or \\u202e backwards")
@@ -18,7 +17,7 @@ from rlhfspec.runs.view.text import visible
 
 
 def shown(text: str) -> str:
-    """Line ends stay, and a tab is as wide as it would be.
+    """Return text without control characters; line ends stay and tabs are expanded.
 
     >>> shown("a\\tb\\r\\nc\\x07")
     'a       b\\nc␇'
@@ -31,7 +30,7 @@ def say(text: str, *, is_error: bool = False) -> None:
 
 
 class SafeConsole(Console):
-    """The belt: what is put into a table or tree without `shown` comes out as if it had been."""
+    """Console that also sanitizes text in tables and trees, in case `shown` was forgotten."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):
@@ -39,6 +38,6 @@ class SafeConsole(Console):
 
 
 def console() -> SafeConsole:
-    """The terminal as it is; where there is none, wide enough for every line."""
+    """Return a console for the terminal, or one of width 200 for other outputs."""
     found = SafeConsole()
     return found if found.is_terminal else SafeConsole(width=200)

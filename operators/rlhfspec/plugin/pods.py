@@ -1,4 +1,4 @@
-"""What a pod says of itself, in the words of a table.
+"""State of a pod as table cells.
 
 Example:
     >>> pod = {"metadata": {"name": "sums-reward-0", "labels": {"rlhfspec.io/role": "reward"}}, "spec": {},
@@ -22,7 +22,7 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PodState:
-    """`word`: as kubectl would say it; `detail`: the evidence, one line."""
+    """State of a pod: kubectl's `word`, and one line of evidence."""
 
     word: str
     detail: str = ""
@@ -38,7 +38,7 @@ def role_of(pod: Json) -> str:
 
 
 def worker_of(pod: Json) -> str:
-    """As in `drain JOB WORKER`: generator-2."""
+    """Return the worker's name as in `drain JOB WORKER`: generator-2."""
     return f"{role_of(pod)}-{(pod['metadata'].get('labels') or {}).get(names.WORKER, '0')}"
 
 
@@ -51,12 +51,12 @@ def is_running(pod: Json) -> bool:
 
 
 def state_of(pod: Json) -> PodState:
-    """The first thing that keeps it from being ready, else that it is."""
+    """Return the first thing that keeps a pod from being ready, else that it is ready."""
     status = pod.get("status") or {}
     phase = status.get("phase", "Pending")
     if "deletionTimestamp" in pod["metadata"]:
         return PodState("Terminating")
-    if status.get("reason"):  # of the pod as a whole: Evicted, NodeLost, ...
+    if status.get("reason"):  # reason of the whole pod: Evicted, NodeLost, ...
         return PodState(status["reason"], _line(status.get("message")), is_well=False)
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
     scheduled = conditions.get("PodScheduled", {})
@@ -82,7 +82,7 @@ def _of_containers(status: Json, phase: str) -> PodState | None:
 
 
 def last_line(text: str) -> str:
-    """What a process said when it ended, or the end of its log."""
+    """Return the last non-empty line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
 

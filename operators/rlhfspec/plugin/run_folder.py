@@ -1,4 +1,4 @@
-"""`kubectl rlhf get-run`: copies a run's folder here, through a pod of the job, or a short-lived one when none runs."""
+"""`kubectl rlhf get-run`: copy a run folder from a pod of the job, or from a short-lived helper pod."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from rlhfspec.plugin.cluster import Cluster
 
 Json = dict[str, Any]
-HELPER_SECONDS = 3600  # it ends by itself, should nothing remove it
+HELPER_SECONDS = 3600  # lifetime if nothing removes it
 _START_SECONDS = 120.0
-_USER = 65532  # as the job's own pods
+_USER = 65532  # as the job's pods
 
 
 def fetch(cluster: Cluster, job: str, folder: Path, *, claim: str | None, image: str | None) -> int:
-    """How many files were copied into the folder, which must be empty or not there."""
+    """Copy the run folder into a new or empty folder and return the number of files."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidRequest("DIR", str(folder), "is there already and not empty")
     found = cluster.job(job)
@@ -49,7 +49,7 @@ def fetch(cluster: Cluster, job: str, folder: Path, *, claim: str | None, image:
 
 
 def _fetch(cluster: Cluster, pod: str, uri: str, remote: str) -> None:
-    """Into the helper's own folder: it has the credentials, and this machine may have none."""
+    """Fetch from the object store inside the helper pod, which has the credentials."""
     program = ["python", "-m", "rlhfspec.common.object_store", uri, str(STORAGE), remote]
     done = subprocess.run(cluster.exec(pod, *program), capture_output=True, text=True)
     if done.returncode:
@@ -65,9 +65,9 @@ def _copy(cluster: Cluster, pod: str, remote: str, folder: Path) -> int:
         try:
             num_files = _unpack(copying.stdout, folder)
         except tarfile.TarError:
-            num_files = 0  # kubectl says why
+            num_files = 0  # kubectl prints the reason
         said = [line for line in copying.stderr.read().decode(errors="replace").splitlines() if line]
-    # tar ends with 1 when a file changed while it was read: a run that goes on appends to its files.
+    # tar ends with 1 when a file changed while it was read, as in a running job.
     has_failed = copying.returncode > 1 or (copying.returncode and not any("file changed" in line for line in said))
     if has_failed or not num_files:
         raise ClusterUnavailable(f"{remote} of {pod}", next(iter(said), "nothing came"))
@@ -100,7 +100,7 @@ def _helper(cluster: Cluster, job: Json, pods: list[Json], claim: str | None, im
 
 
 def helper_pod(name: str, namespace: str, claim: str | None, image: str, *, secret: str | None = None) -> Json:
-    """What *restricted* pod security admits; it only reads. Without a claim: for an object store, with its secret."""
+    """Return a read-only pod for *restricted* pod security. Without a claim it uses an object store with its secret."""
     volume = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
     return {
         "apiVersion": "v1",

@@ -1,4 +1,4 @@
-"""`kubectl rlhf status`: a job as a tree of roles and pods; `kubectl rlhf top`: every worker as control sees it."""
+"""`kubectl rlhf status`: a job as a tree of roles and pods; `kubectl rlhf top`: all workers as control sees them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tree_of(job: Json, pods: list[Json]) -> Tree:
                 branch.add(_pod(pod, status))
     conditions = tree.add("conditions")
     for condition in status.get("conditions") or ():
-        if condition["status"] == "True" or condition["type"] == "Healthy":  # one that is not yet so says nothing new
+        if condition["status"] == "True" or condition["type"] == "Healthy":  # conditions not yet true are no news
             conditions.add(_condition(condition))
     return tree
 
@@ -96,7 +96,7 @@ def _condition(condition: Json) -> Text:
 
 
 def table_of(seen: Json, pods: list[Json]) -> Table:
-    """Generators first: they are what differs."""
+    """Return the table of workers, generators first."""
     nodes = {worker_of(pod): node_of(pod) for pod in pods}
     table = Table(caption=None if seen["workers"] else "no worker has said anything yet")
     for title in ("worker", "node", "does", "strategy"):

@@ -1,4 +1,4 @@
-"""`kubectl rlhf why`: what a job waits for, or failed of: the classified reason, and the evidence for it."""
+"""`kubectl rlhf why`: the classified reason of a job's state, with evidence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OVER = ("Ready", "Completed", "Terminating")
 
 
 def explanation(cluster: Cluster, job: Json) -> Iterator[str]:
-    """Lines: the answer first, then what speaks for it."""
+    """Yield lines: the answer first, then the evidence."""
     status, name = job.get("status") or {}, name_of(job)
     pods = cluster.pods(name)
     yield from _answer(job, status)
@@ -29,7 +29,7 @@ def explanation(cluster: Cluster, job: Json) -> Iterator[str]:
         yield f"pod {name_of(pod)}: {state.word}" + (f": {state.detail}" if state.detail else "")
     if len(unwell) > MOST_PODS:
         yield f"and {len(unwell) - MOST_PODS} more pods like these"
-    # A pod that is ready, or was, has got over what it was warned of.
+    # Warnings of a pod that is or was ready are obsolete.
     yield from _events(cluster, job, [pod for pod in pods if state_of(pod).word not in _OVER])
     for pod in (unwell or _named_in(status, pods))[:MOST_PODS]:
         yield from _log(cluster, pod)
@@ -62,8 +62,8 @@ def _waited_for(status: Json) -> list[tuple[str, Json]]:
 
 
 def _events(cluster: Cluster, job: Json, pods: list[Json]) -> Iterator[str]:
-    """Not those of an older job or pod of the same name. Of a job that is well, probes that fail say only that a
-    worker is starting."""
+    """Yield recent warnings about this job and these pods, not older ones of the same name. In a healthy job, failed
+    probes only mean that a worker starts."""
     is_well = condition_of(job, "Healthy").get("status") == "True"
     uids = {name_of(each): each["metadata"]["uid"] for each in (job, *pods)}
     seen = set[tuple[str, ...]]()
@@ -90,7 +90,7 @@ def _named_in(status: Json, pods: list[Json]) -> list[Json]:
 
 
 def _log(cluster: Cluster, pod: Json) -> Iterator[str]:
-    """What it said last; a pod that never ran has said nothing."""
+    """Yield the last log lines of a pod, if it ever ran."""
     try:
         said = list(cluster.log(name_of(pod), tail=LOG_LINES))
     except ClusterUnavailable:

@@ -1,1 +1,1 @@
-"""What to do about a job now, from all that is known of it: pure, without a clock or a client."""
+"""Pure decisions about a job from everything that is known of it."""

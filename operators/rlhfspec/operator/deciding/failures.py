@@ -1,5 +1,5 @@
-"""How a pod ended, whether that counts, and when its worker is started again: by the rule of the supervisor
-(`supervisor.restarts`), with the counters in the job's status.
+"""How a pod ended, whether that counts as a failure, and when its worker restarts. The rules are the supervisor's
+(`supervisor.restarts`), with counters in the job's status.
 
 Example:
     >>> from dataclasses import replace
@@ -29,10 +29,10 @@ from rlhfspec.operator.deciding.situation import NOTHING, Actions, Situation
 from rlhfspec.supervisor.restarts import Restarts
 from rlhfspec.worker.exits import PERMANENT, Failure, failure_of, is_about_full_disk, said
 
-# The grace of the rest of a set that lacks a rank: it can finish nothing, and may hang in an exchange.
+# Grace for the rest of a set with a missing rank, which may hang in a collective.
 BROKEN_SECONDS = 2
-COMPLETED, _LEFT = "completed:", "left:"  # how the last line of a worker begins
-# Reasons of a whole pod that its node, or the cluster, had for ending it: no fault of the job's.
+COMPLETED, _LEFT = "completed:", "left:"  # prefixes of a worker's last line
+# Pod reasons caused by node or cluster, not by the job.
 DISRUPTIONS = {
     "Evicted", "NodeLost", "NodeShutdown", "Terminated", "Preempting", "UnexpectedAdmissionError", "NodeAffinity",
     "OutOfcpu", "OutOfmemory", "OutOfpods",
@@ -61,26 +61,26 @@ def end_of(pod: PodView) -> PodEnd:
     why = pod.why if pod.why and pod.why.reason in DISRUPTIONS else pod.disruption
     if why is not None:
         return PodEnd("disruption", exit_code=code, reason=why.reason, message=why.message)
-    if ended is None or code is None:  # the pod failed and no container says how
+    if ended is None or code is None:  # no container status
         said_of_pod = pod.why.message if pod.why else "it failed, and nothing says how"
         return PodEnd("disruption", reason=pod.why.reason if pod.why else "Unknown", message=said_of_pod)
     if ended.reason == "OOMKilled":
         return PodEnd("failure", "killed", code, "OOMKilled", "it took more memory than its limit")
-    status = 128 - code if code > 128 else code  # negative: the signal that killed it
+    status = 128 - code if code > 128 else code  # negative: a signal
     failure, how = failure_of(status), said(status)
     reason = "Temporary" if failure == "temporary" else "Error"
-    if status < 0 and message and how not in message:  # not its own words, but where its log stopped
+    if status < 0 and message and how not in message:  # then it is the end of its log
         message = f"{how}; its log ends with: {message}"
     return PodEnd("failure", failure, code, reason, message or how)
 
 
 def is_complete(pod: PodView) -> bool:
-    """Return whether this is the trainer's pod and its last step is trained."""
+    """Return whether this is the trainer's pod and the last step is trained."""
     return pod.role == "trainer" and pod.phase == "Succeeded" and end_of(pod).cause == "completed"
 
 
 def count_end(known: Situation, pod: PodView) -> Situation:
-    """Count the end of a pod that should not have ended: once, however often it is seen."""
+    """Count the unexpected end of a pod. Idempotent."""
     name = worker_name(pod.key)
     before = known.memory.of_worker(name)
     if before.pod == pod.uid:
@@ -106,8 +106,8 @@ def count_end(known: Situation, pod: PodView) -> Situation:
 def _delay_after(
     known: Situation, worker: WorkerMemory, end: PodEnd, rule: Rule | None
 ) -> tuple[WorkerMemory, float | None]:
-    """Return the worker with this end counted, and the seconds before it starts again; None: never."""
-    draw = random.Random(worker.pod)  # the same for every replica, and however often
+    """Return the worker with this end counted, and the delay in seconds before its restart; None: never."""
+    draw = random.Random(worker.pod)  # deterministic for all replicas
     restarts = Restarts(known.spec.failure_policy, draw, num_counted=worker.counted, num_uncounted=worker.uncounted)
     if end.failure == "temporary" and known.observed.broker is not None:  # the operator cannot reach it either
         return worker, restarts.delay(worker.restarts + 1)
@@ -135,7 +135,7 @@ def is_about_storage_away(text: str) -> bool:
 
 
 def reason_of_permanent(role: str, message: str) -> str:
-    """Return the reason of a failure that would only happen again.
+    """Return the reason of a failure that a restart would repeat.
 
     >>> reason_of_permanent("prepare", "spec.model.path: no such folder"), reason_of_permanent("reward", "exact: boom")
     ('BadConfig', 'RewardFailing')
@@ -158,16 +158,17 @@ def forgive_after_progress(known: Situation) -> Situation:
     return known.remembering(step=report.step, workers=workers)
 
 
-# --- a trainer of several nodes: its pods are one worker, which begins again as a whole -------------------------------
+# --- trainer of several nodes: its pods are one worker that restarts as a whole
+# -------------------------------------------
 
 
 def has_left(pod: PodView) -> bool:
-    """Return whether this is a rank that rank 0, at another node, let go, and that may still have something to do."""
+    """Return whether this is a rank on another node that rank 0 released."""
     return pod.role == "trainer" and pod.worker > 0 and pod.is_finished and end_of(pod).cause != "failure"
 
 
 def count_end_of_set(known: Situation, ended: list[PodView]) -> Situation:
-    """Count the end of the pod that ended the set; that the others ended for want of it is no failure of theirs."""
+    """Count the end of the pod that broke the set. Ends of the others are a consequence and do not count."""
     ended = [pod for pod in ended if not has_left(pod)]
     new = [pod for pod in ended if known.memory.of_worker(worker_name(pod.key)).pod != pod.uid]
     if new and len(new) == len(ended):
@@ -181,17 +182,15 @@ def count_end_of_set(known: Situation, ended: list[PodView]) -> Situation:
 
 
 def _likely_cause(pod: PodView) -> tuple[bool, float, int]:
-    """Sort pods that were killed, or that their node ended, before those that say that they failed, then by time."""
+    """Sort key for the pod that broke a set: killed or disrupted pods first, then by time."""
     end = end_of(pod)
     at = pod.terminated.at if pod.terminated else None
     return end.cause == "failure" and end.failure != "killed", at.timestamp() if at else 0.0, pod.worker
 
 
 def keep_together(known: Situation, due: list[Worker]) -> tuple[list[Worker], Actions]:
-    """Return which of the pods that are due may be made, and what ends the rest of a broken set.
-
-    No pod of a set is made while one of an earlier set is there, or before the set may begin. When one ends, so do all.
-    """
+    """Return the due pods that may be created, and the actions that end a broken set. No pod of a set is created while
+    an earlier set exists or before the set may begin. If one ends, all end."""
     if known.spec.roles.trainer.nodes == 1:
         return due, NOTHING
     pods = [pod for pod in known.pods if pod.role == "trainer"]
@@ -201,6 +200,6 @@ def keep_together(known: Situation, due: list[Worker]) -> tuple[list[Worker], Ac
     own = [key for key in due if key[0] == "trainer"]
     times = [worker.not_before for name, worker in known.memory.workers.items() if name.startswith("trainer-")]
     waits = any(at is not None and at > known.now for at in times)
-    lacks_some = len(own) + len(pods) < known.spec.roles.trainer.nodes  # one that was refused, or may not begin yet
+    lacks_some = len(own) + len(pods) < known.spec.roles.trainer.nodes  # refused, or not yet due
     may_begin = [key for key in due if key not in own] if ends or waits or lacks_some else due
     return may_begin, Actions.merged(known.removal_of(pod, grace) for pod in to_end)

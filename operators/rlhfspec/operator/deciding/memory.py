@@ -1,5 +1,5 @@
-"""What the operator remembers of a job from one reconcile to the next. All of it stands in the job's status, so that a
-new replica continues from there: what is of use to others in fields of its own, the rest under `status.internal`.
+"""Memory of the operator about a job, kept in the job's status, so that a new replica continues from there. Private
+fields are under `status.internal`.
 
 Example:
     >>> memory = Memory.of({"internal": {"number": 2, "state": "open", "prepared": True}})
@@ -21,17 +21,17 @@ from typing import Any, Literal
 from rlhfspec.job.block import MOST_WORKERS
 
 RunState = Literal["open", "closing", "closed"]
-INTERNAL = "internal"  # field of the status that is the operator's own
+INTERNAL = "internal"  # private status field
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """What is remembered of one worker. `pod`: the uid of the last pod whose end was counted, with its `reason` and
-    `message`; `not_before`: when the worker may be made again."""
+    """Memory of one worker. `pod`, `reason` and `message` describe the last counted end; the worker restarts after
+    `not_before`."""
 
-    counted: int = 0  # by the failure policy, since the last trained step; so are the next two
+    counted: int = 0  # by the failure policy; this and the next two since the last trained step
     uncounted: int = 0
-    disrupted: int = 0  # through no fault of the job's
+    disrupted: int = 0  # not the job's fault
     restarts: int = 0  # since the run began
     pod: str = ""
     not_before: datetime | None = None
@@ -55,40 +55,39 @@ class JobOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A run is open while its pods should run, closing while they are taken down, then closed: the next one opens, or
-    the job is suspended."""
+    """Memory of a job. A run is open while its pods should run, closing while they are removed, then closed."""
 
-    number: int = 0  # of the run
+    number: int = 0  # number of the run
     state: RunState = "closed"
     prepared: bool = False
     opened: datetime | None = None
-    running_since: datetime | None = None  # once all its pods were ready
-    active_before: float = 0.0  # seconds that the runs before were open
-    generators: int = 0  # that should run
-    asked: int = 0  # roles.generator.workers, when the job was last reconciled
-    rebalanced: bool = False  # the run has a rebalancer: control declared its subjects when it opened the run
-    step: int = 0  # the last one trained of which we heard
+    running_since: datetime | None = None  # when all pods were first ready
+    active_before: float = 0.0  # seconds that earlier runs were open
+    generators: int = 0  # wanted number
+    asked: int = 0  # roles.generator.workers at the last reconcile
+    rebalanced: bool = False  # control declared the rebalancer's subjects when it opened the run
+    step: int = 0  # last trained step reported
     workers: Mapping[str, WorkerMemory] = field(default_factory=dict)
-    placed: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # by role: where Kueue wants the run's pods
-    # In public fields of the status.
-    restart_id: str = ""  # restart.id when the run was opened
+    placed: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # by role: placement by Kueue
+    # The following are public fields of the status.
+    restart_id: str = ""  # restart.id at the start of the run
     total: int = 0  # restarts
-    counted: int = 0  # of them, by the failure policy
+    counted: int = 0  # of them, counted by the failure policy
     started: datetime | None = None
     completed: datetime | None = None
     outcome: JobOutcome | None = None
 
     def of_worker(self, name: str) -> WorkerMemory:
-        """Return what is remembered of a worker, such as `reward-0`."""
+        """Return the memory of a worker, such as `reward-0`."""
         return self.workers.get(name, _NEW_WORKER)
 
     @classmethod
     def of(cls, status: Mapping[str, Any]) -> Memory:
         given = dict(status.get(INTERNAL) or {})
-        kept = {name: given[name] for name in _INTERNAL if name in given}  # another version's has more
+        kept = {name: given[name] for name in _INTERNAL if name in given}  # other versions may have more fields
         kept |= {name: maybe_time_of(kept.get(name)) for name in ("opened", "running_since")}
         kept["state"] = kept.get("state", "closed") if kept.get("number") else "closed"
-        kept["generators"] = min(kept.get("generators", 0), MOST_WORKERS)  # what may write a status could say any
+        kept["generators"] = min(kept.get("generators", 0), MOST_WORKERS)  # a bound, since the status is writable
         kept["workers"] = {name: _worker_of(worker) for name, worker in (kept.get("workers") or {}).items()}
         restarts = status.get("restarts") or {}
         return cls(
@@ -102,7 +101,6 @@ class Memory:
         )
 
     def as_internal(self) -> dict[str, Any]:
-        """Return the status's `internal`."""
         kept = _written(self, _INTERNAL) | {"active_before": round(self.active_before, 3)}
         kept["workers"] = {
             name: _written(worker, WorkerMemory.__slots__) for name, worker in sorted(self.workers.items())
@@ -134,7 +132,7 @@ def _without_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tidy(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a status in one form: server-side apply leaves null, or nothing, where a map or list became empty.
+    """Return a status without null and empty maps or lists, which server-side apply produces inconsistently.
 
     >>> tidy({"byWorker": None, "internal": {"workers": {}}, "step": 0, "reason": ""})
     {'step': 0, 'reason': ''}
@@ -148,6 +146,6 @@ def maybe_time_of(text: str | None) -> datetime | None:
 
 
 def text_of(time: datetime) -> str:
-    """Return a time as Kubernetes writes it, to the millisecond."""
+    """Return a time in Kubernetes' format, to the millisecond."""
     precision = "milliseconds" if time.microsecond >= 1000 else "seconds"
     return time.astimezone(UTC).isoformat(timespec=precision).removesuffix("+00:00") + "Z"

@@ -1,5 +1,5 @@
-"""What the operator knows when it reconciles a job: the job, its pods, its report, and what was refused. All of it as
-the watches have it, so possibly some moments old; `views` makes these from the API server's objects.
+"""What the operator observes about a job: the job, its pods, its report, and refusals, as of the watches. `views`
+builds these.
 
 Example:
     >>> from datetime import UTC, datetime
@@ -49,16 +49,16 @@ class JobView:
     resource_version: str
     created: datetime
     deleting_since: datetime | None = None
-    leaves_orphans: bool = False  # it is being deleted, and what it owns is to stay
-    manifest: Mapping[str, Any]  # as a user would write it: without status and what only the server writes
+    leaves_orphans: bool = False  # it is being deleted with orphaned dependents
+    manifest: Mapping[str, Any]  # without status and server fields
     status: Mapping[str, Any] = field(default_factory=dict)
-    job: RLHFJob | None = None  # None: it has problems
+    job: RLHFJob | None = None  # None: invalid
     problems: tuple[Problem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Terminated:
-    """How a container ended. `message`: the last line the process said, or what the kubelet says."""
+    """End of a container. `message` is the last line of the process, or the kubelet's."""
 
     exit_code: int
     reason: str = ""  # such as OOMKilled, Error, Completed
@@ -68,7 +68,7 @@ class Terminated:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A reason in one word and its evidence."""
+    """Reason in one word with its evidence."""
 
     reason: str
     message: str = ""
@@ -81,23 +81,23 @@ class PodView:
     role: str
     worker: int
     run: str  # its uid
-    owner: str = ""  # uid of the job that it belongs to, as its metadata says
+    owner: str = ""  # uid of the controlling job
     restart_id: str = ""
-    phase: Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"] = "Pending"  # of its worker
-    lingers: bool = False  # its worker ended, and other containers of the pod did not
+    phase: Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"] = "Pending"  # of the worker container
+    lingers: bool = False  # the worker ended, but a sidecar did not
     ready: bool = False
-    ready_changed: datetime | None = None  # when it became so, or ceased to be
+    ready_changed: datetime | None = None  # last change of readiness
     node: str | None = None
     created: datetime
-    gone_by: datetime | None = None  # it is being deleted, and its grace ends then
-    grace_seconds: float = 0.0  # with which it is
-    why: Said | None = None  # of the pod as a whole: Evicted, NodeLost, UnexpectedAdmissionError ...
-    unscheduled: Said | None = None  # what the scheduler says of a pod that it found no node for
-    waiting: Said | None = None  # why its container does not run: ImagePullBackOff, CreateContainerConfigError ...
+    gone_by: datetime | None = None  # end of its grace if it is being deleted
+    grace_seconds: float = 0.0  # of its deletion
+    why: Said | None = None  # reason of the whole pod: Evicted, NodeLost, UnexpectedAdmissionError ...
+    unscheduled: Said | None = None  # the scheduler's reason
+    waiting: Said | None = None  # reason of the container: ImagePullBackOff, CreateContainerConfigError ...
     terminated: Terminated | None = None
-    has_sandbox: bool = False  # its volumes are mounted and it has an address: containers may start
-    disruption: Said | None = None  # it goes, or went, through no fault of its own: EvictionByEvictionAPI ...
-    warnings: tuple[Said, ...] = ()  # the events on it, oldest first
+    has_sandbox: bool = False  # volumes are mounted and it has an address
+    disruption: Said | None = None  # disruption from outside: EvictionByEvictionAPI ...
+    warnings: tuple[Said, ...] = ()  # its events, oldest first
 
     @property
     def key(self) -> Worker:
@@ -113,24 +113,23 @@ class PodView:
 
     @property
     def is_running(self) -> bool:
-        """It runs, or may still."""
         return not self.is_finished
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Of something we applied, by the API server or a webhook; forgotten once the same was accepted."""
+    """Refusal of an object by the API server or a webhook. It is forgotten once the object is accepted."""
 
     kind: str
     name: str
-    reason: str  # of the API server's Status: Forbidden, Invalid, InternalError ...
+    reason: str  # of the Status: Forbidden, Invalid, InternalError ...
     message: str
     at: datetime
 
 
 @dataclass(frozen=True, slots=True)
 class DryRunResult:
-    """What the API server says of the job's pods without making them. `problem`: empty: it would take them."""
+    """Result of a dry run of the job's pods. An empty `problem` means that they are valid."""
 
     generation: int
     problem: str = ""
@@ -139,10 +138,10 @@ class DryRunResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     pods: tuple[PodView, ...] = ()
-    report: Report | None = None  # the last one of the job's control
+    report: Report | None = None  # the last one from control
     report_at: datetime | None = None
-    listening_since: datetime | None = None  # reports of the time before went to another replica
+    listening_since: datetime | None = None  # earlier reports went to another replica
     refusals: tuple[Refusal, ...] = ()
     trial: DryRunResult | None = None  # the last one
-    broker: Said | None = None  # why NATS or Redis cannot be reached; None: nothing speaks against it
+    broker: Said | None = None  # why NATS or Redis is unreachable; None: no known problem
     queueing: Queueing = field(default_factory=Queueing)

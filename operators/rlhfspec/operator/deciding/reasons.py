@@ -1,6 +1,5 @@
-"""Why a job is not as it should be: one word, and the evidence. `docs/conditions.md` shows this table.
-
-The first cause that holds is the one that is shown: what explains others stands before them.
+"""Reasons why a job is unhealthy, with evidence; `docs/conditions.md` shows this table. The first matching cause is
+reported, so causes come before their consequences.
 
 Example:
     >>> [cause.reason for cause in CAUSES][:3]
@@ -23,21 +22,21 @@ from rlhfspec.operator.making import kueue
 from rlhfspec.operator.making.workloads import WORKLOAD_KIND as WORKLOAD
 from rlhfspec.worker.exits import is_about_full_disk
 
-READY_SECONDS, FIRST_READY_SECONDS = 60.0, 300.0  # so long a pod may take after the job ran, and before
-_STEADY_SECONDS = 30.0  # so long a worker that failed again and again must be ready to count as back
+READY_SECONDS, FIRST_READY_SECONDS = 60.0, 300.0  # allowed time without readiness after the job ran, and before
+_STEADY_SECONDS = 30.0  # a worker that failed repeatedly must be ready for this long
 PULL_REASONS = {
     "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError",
     "RegistryUnavailable",
 }  # fmt: skip
 CONFIG_REASONS = {"CreateContainerConfigError", "CreateContainerError"}
 LOST_REASONS = {"NodeLost", "DeletionByTaintManager"}
-# What the kubelet says of a pod's first moments, until it may read what the pod mounts, and has.
+# Transient kubelet messages until it may read the pod's mounts.
 NOT_YET = re.compile(
     r"failed to sync (secret|configmap) cache|object \S+ not registered|no relationship found between node"
 )
 ABOUT_VOLUMES = re.compile(r"persistent ?volume|volume node affinity", re.IGNORECASE)
 NOT_THERE = re.compile(r'(secret|configmap) "[^"]*" not found|references non-existent (secret|config) key')
-# Reasons of refusals, of what has the name of something that the job needs: somebody's, or of an older job of its name.
+# Refusal reasons for a name taken by somebody else's object, or by an older job of the same name.
 IN_THE_WAY, LEAVING = "AlreadyExists", "Leaving"
 Find = Callable[[Situation], Iterator[str]]
 
@@ -51,7 +50,7 @@ class Cause:
 
 
 def finding(known: Situation) -> Said | None:
-    """The first cause, with its first evidence; None: all is well, as far as anybody knows."""
+    """Return the first matching cause with its first evidence; None: no known problem."""
     outcome = known.memory.outcome
     if outcome is not None:
         return Said(outcome.reason, outcome.message) if outcome.type == "Failed" else None
@@ -64,7 +63,7 @@ def finding(known: Situation) -> Said | None:
 
 
 def config_problem(known: Situation) -> str:
-    """What keeps the job from starting at all; empty: nothing."""
+    """Return why the job cannot start at all; empty: it can."""
     job = known.job
     if job.job is None:
         return str(job.problems[0]) if job.problems else "it cannot be read"
@@ -105,11 +104,8 @@ def all_ready(known: Situation) -> bool:
     return bool(pods) and all(pod is not None and pod.ready and not pod.is_deleting for pod in pods)
 
 
-# --- what is looked at -----------------------------------------------------------------------------------------------
-
-
 def _pods(known: Situation) -> Iterator[PodView]:
-    """Those that should run, and do not end."""
+    """Yield the wanted pods that neither finished nor are being deleted."""
     for key in known.wanted:
         pod = known.by_key.get(key)
         if pod is not None and not pod.is_deleting and not pod.is_finished:
@@ -117,8 +113,8 @@ def _pods(known: Situation) -> Iterator[PodView]:
 
 
 def _down(known: Situation) -> Iterator[tuple[str, WorkerMemory]]:
-    """Workers that ended and are not back. One that ended again and again since the last trained step is back when it
-    has stayed for a while."""
+    """Yield workers that ended and are not back. After repeated failures, a worker is back when it has been ready for a
+    while."""
     for key in known.wanted:
         memory, pod = known.memory.of_worker(worker_name(key)), known.by_key.get(key)
         is_back = pod is not None and pod.ready and pod.uid != memory.pod
@@ -135,9 +131,6 @@ def _refusals(known: Situation) -> Iterator[Refusal]:
             refusal.name in wanted and refusal.name not in {pod.name for pod in known.pods}
         ):
             yield refusal
-
-
-# --- the causes ------------------------------------------------------------------------------------------------------
 
 
 def _bad_config(known: Situation) -> Iterator[str]:
@@ -163,7 +156,7 @@ def _missing(pod: PodView) -> Iterator[str]:
 
 
 def _mount_warnings(pod: PodView) -> Iterator[str]:
-    """The latest first. Where the pod has its sandbox, all that it mounts is there, whatever was said before."""
+    """Yield mount warnings, latest first. A pod with a sandbox has all its mounts, so older warnings are obsolete."""
     if pod.phase != "Pending" or pod.has_sandbox:
         return
     for warning in reversed(pod.warnings):
@@ -172,7 +165,7 @@ def _mount_warnings(pod: PodView) -> Iterator[str]:
 
 
 def roles_that_lack_ours(known: Situation) -> list[str]:
-    """Whose pods cannot start because somebody removed what the operator made."""
+    """Return the roles whose pods cannot start because somebody removed the operator's objects."""
     config, roles = names.config_name(known.job.name, known.job.uid), list[str]()
     for pod in _pods(known):
         ours = {f'"{config}" not found', f'"{names.secret_name(known.job.name, pod.role, known.job.uid)}" not found'}
@@ -197,7 +190,7 @@ def _is_quota(refusal: Refusal) -> bool:
 def _image_pull(known: Situation) -> Iterator[str]:
     for pod in _pods(known):
         if pod.waiting is not None and pod.waiting.reason in PULL_REASONS:
-            # The kubelet says the same in turns with and without this, and each change would be written.
+            # The kubelet alternates between texts with and without these prefixes; each change would cause a write.
             text = re.sub(r'Back-off pulling image "[^"]*":? ?|ErrImagePull: ', "", pod.waiting.message)
             yield f"{pod.name}: {text or pod.waiting.reason}"
 
@@ -258,7 +251,7 @@ def _out_of_memory(known: Situation) -> Iterator[str]:
 
 
 def _trouble(reason: str) -> Find:
-    """What control says of the run."""
+    """Return a finder of troubles that control reports."""
 
     def find(known: Situation) -> Iterator[str]:
         for trouble in known.fresh_report.troubles if known.fresh_report else ():
@@ -431,7 +424,7 @@ CAUSES = (
     ),
 )
 
-# Beside the causes above: of jobs that failed, and of one that the operator itself stumbles over.
+# Further reasons: of failed jobs, and of a job that makes the operator fail.
 OTHERS = {
     "DeadlineExceeded": (
         "activeDeadlineSeconds or preRunningDeadlineSeconds is over.",

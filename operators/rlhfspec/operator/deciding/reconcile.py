@@ -1,9 +1,11 @@
-"""The operator's one decision: given a job and all that is known of it, what to do now. It is a pure function without a
-clock, a network or a memory but the job's status, and applied to its own result it changes nothing more.
+"""The operator's decision: what to do for a job, given everything that is known of it.
+
+A pure function without clock or network; its only memory is the job's status. Applied to its own result it changes
+nothing.
 
     a job's life     prepare -> control and all stages -> the trainer's last step -> Succeeded
-    a run            opened; closed for suspension, or to begin anew under the next number
-    a worker         its pod is made; when it ended, that is counted, and it is made again after a while
+    a run            opened; closed for suspension, or to restart under the next number
+    a worker         its pod is created; when it ends, the end is counted and it is created again after a delay
 
 Example:
     >>> reconcile.__annotations__["return"]
@@ -43,11 +45,11 @@ from rlhfspec.operator.making.objects import mounted_by, objects_for
 from rlhfspec.operator.settings import ChartSettings
 
 STALE_SECONDS, STALE_AT_MOST_SECONDS = 1.0, 5.0
-SEEN_AGAIN_SECONDS = 15.0  # while something goes on, the job is reconciled so often whatever happens
+SEEN_AGAIN_SECONDS = 15.0  # interval of reconciles while a run is not closed
 
 
 def reconcile(job: JobView, observed: Observed, settings: ChartSettings, now: datetime) -> ReconcilePlan:
-    now = now.replace(microsecond=now.microsecond // 1000 * 1000)  # as it reads back from the status
+    now = now.replace(microsecond=now.microsecond // 1000 * 1000)  # the precision of the status
     known = Situation(job, observed, settings, now, Memory.of(job.status))
     if job.deleting_since is not None:
         return _deleting(known)
@@ -56,18 +58,18 @@ def reconcile(job: JobView, observed: Observed, settings: ChartSettings, now: da
     if problem := config_problem(known):
         return _finish(_refuse(known, problem), NOTHING)
     known, actions = _decide(known)
-    if trial.is_due(known):  # also where the last pod of a run is gone only now: nothing else would bring us back
+    if trial.is_due(known):  # also when the last pod of a run just went: no other event would follow
         actions += Actions(trial=trial.pods(known))
     return _finish(known, actions)
 
 
 def _refuse(known: Situation, problem: str) -> Situation:
-    """A job with such a problem never starts. One that runs already is left as it is until it is right again."""
+    """Fail a job with an invalid spec before its first run. A job that ran is left alone until the spec is valid."""
     outcome = known.memory.outcome
     if known.memory.number:
         return known
     if outcome is not None and outcome.message != problem:
-        known = known.remembering(outcome=None)  # it was edited, and is wrong in another way
+        known = known.remembering(outcome=None)  # it was edited and has another problem
     return known.ended("Failed", "BadConfig", problem)
 
 
@@ -87,7 +89,7 @@ def _decide(known: Situation) -> tuple[Situation, Actions]:
 
 
 def _look_at_ends(known: Situation) -> Situation:
-    """Success first: what else ended meanwhile no longer matters."""
+    """Record ended pods. Success is checked first, because then nothing else matters."""
     memory = known.memory
     if memory.outcome is not None or memory.number == 0 or memory.state == "closed":
         return known
@@ -96,7 +98,7 @@ def _look_at_ends(known: Situation) -> Situation:
     if complete is not None:
         return known.ended("Succeeded", "Completed", complete.terminated.message if complete.terminated else "")
     if memory.state == "closing":
-        return known  # the others are asked to end
+        return known  # its pods are expected to end
     ended = [pod for pod in ours if pod.is_finished and not pod.is_deleting]
     if known.spec.roles.trainer.nodes > 1:
         known = count_end_of_set(known, [pod for pod in ended if pod.role == "trainer"])
@@ -137,7 +139,7 @@ def _look_whether_all_run(known: Situation) -> Situation:
 
 
 def _over(known: Situation) -> tuple[Situation, Actions]:
-    """Nothing runs any more; what finished stays, if the job says so."""
+    """Take down a job with an outcome; finished pods stay if the job's policy says so."""
     outcome, policy = known.memory.outcome, known.spec.deletion_policy
     assert outcome is not None
     keep = (policy.succeeded if outcome.type == "Succeeded" else policy.failed) == "keep"
@@ -157,14 +159,11 @@ def _forget_in_time(known: Situation) -> Actions:
     return Actions(delete=(Delete("RLHFJob", known.job.name, None, known.job.uid),))
 
 
-# --- an open run -----------------------------------------------------------------------------------------------------
-
-
 def _keep_workers(known: Situation) -> Actions:
     missing = {key: _seconds_before_made(known, key) for key in known.wanted if key not in known.by_key}
     due, ends = keep_together(known, [key for key, seconds in missing.items() if not seconds])
     waits = [seconds for seconds in missing.values() if seconds]
-    # What pods mount comes first.
+    # Mounted objects come before pods.
     refused = [known.refused_seconds(each.kind, each.name) for each in known.observed.refusals if each.kind != "Pod"]
     if any(refused):
         due, waits = [], [*waits, *filter(None, refused)]
@@ -186,7 +185,7 @@ def _keep_workers(known: Situation) -> Actions:
 
 
 def _seconds_before_made(known: Situation, key: Worker) -> float:
-    """Return how long a worker that has no pod waits for one; 0: it may be made now."""
+    """Return the seconds until a missing worker may be created; 0: now."""
     not_before = known.memory.of_worker(worker_name(key)).not_before
     if not_before is not None and not_before > known.now:
         return (not_before - known.now).total_seconds()
@@ -194,7 +193,7 @@ def _seconds_before_made(known: Situation, key: Worker) -> float:
 
 
 def _look_after(known: Situation, pod: PodView) -> Actions:
-    """A finished one stays, with its logs, until it is to be made again. How it ended is in the status by then."""
+    """Remove a pod that must restart. A finished pod keeps its logs until its worker is due again."""
     not_before = known.memory.of_worker(worker_name(pod.key)).not_before
     if pod.is_deleting or pod.run != known.run_uid or _must_restart(known, pod):
         return known.removal_of(pod)
@@ -206,13 +205,14 @@ def _look_after(known: Situation, pod: PodView) -> Actions:
 
 
 def _must_restart(known: Situation, pod: PodView) -> bool:
-    """Return whether somebody asked for this role since. The whole job restarts by a new run instead."""
+    """Return whether a restart of this pod's role was requested. Restarts of the whole job are new runs."""
     restart = known.spec.restart
     return pod.role in restart.roles and restart.id not in ("", pod.restart_id)
 
 
 def _surplus(known: Situation) -> Iterator[PodView]:
-    """Yield pods to remove. Running generators go one at a time, the last first: each hands over what it is at."""
+    """Yield pods to remove. Running generators go one at a time, the last first, since each hands over its
+    sequences."""
     if not known.memory.prepared:
         return
     wanted = set(known.wanted)
@@ -227,11 +227,8 @@ def _surplus(known: Situation) -> Iterator[PodView]:
             yield last
 
 
-# --- the end ---------------------------------------------------------------------------------------------------------
-
-
 def _deleting(known: Situation) -> ReconcilePlan:
-    """Somebody else holds it, such as a deletion in the foreground: until it is gone nothing is made any more."""
+    """Take down a job that is being deleted, for example in the foreground, and create nothing."""
     if known.job.leaves_orphans:
         return ReconcilePlan(status=dict(known.job.status))
     actions = runs.take_down(known, keep_finished=False)

@@ -1,4 +1,4 @@
-"""A job's runs, which are opened, and closed for suspension or to begin anew, and how many generators a run has."""
+"""Runs of a job: opened, closed for suspension or restart, and their number of generators."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from rlhfspec.operator.deciding.situation import Actions, Situation
 from rlhfspec.operator.making import kueue, trial
 from rlhfspec.operator.making.pods import trainer_seconds
 
-STOP_SECONDS = 30  # for all but the trainer, where no worker is left to hand anything to
+STOP_SECONDS = 30  # for all but the trainer when no worker is left to hand over to
 
 
 def turn(known: Situation) -> Situation:
-    """Advance open -> closing -> closed -> open (the next run), within one reconcile as far as it goes."""
+    """Advance open -> closing -> closed -> open (the next run) as far as possible within one reconcile."""
     memory = known.memory
     if memory.state == "open" and (known.spec.suspend or _restart_is_wanted(known) or kueue.withdraws(known)):
         known = known.remembering(state="closing")
     if memory.state == "closed" and memory.number and known.pods:
-        known = known.remembering(state="closing")  # made just before the end, and not seen then
+        known = known.remembering(state="closing")  # created just before the run closed
     if known.memory.state == "closing" and not known.pods:
         known = close(known)
     if known.memory.state == "closed" and not known.spec.suspend and trial.is_passed(known) and kueue.admits(known):
@@ -44,14 +44,14 @@ def _open(known: Situation) -> Situation:
         restart_id=known.spec.restart.id,
         workers={},
         placed=kueue.places(known),
-        asked=0,  # the generators that the job itself says
+        asked=0,  # take the number from the spec
         rebalanced="rebalancer" in workers_of(known.job.job),
         started=known.memory.started or known.now,
     )
 
 
 def reopen(known: Situation) -> Situation:
-    """Let a failed job that somebody asked to begin anew go on from its last checkpoint."""
+    """Let a failed job continue from its last checkpoint after a restart request or a corrected spec."""
     memory = known.memory
     if memory.outcome is None or memory.outcome.type != "Failed":
         return known
@@ -62,13 +62,13 @@ def reopen(known: Situation) -> Situation:
 
 
 def _restart_is_wanted(known: Situation) -> bool:
-    """Return whether somebody asked for a restart of the whole job, which is a new run."""
+    """Return whether a restart of the whole job was requested."""
     restart = known.spec.restart
     return not restart.roles and restart.id not in ("", known.memory.restart_id)
 
 
 def take_down(known: Situation, *, keep_finished: bool) -> Actions:
-    """End the trainer's pod first: it finishes its step and writes a checkpoint while the others are still there."""
+    """End the trainer's pod first: it finishes its step and writes a checkpoint while the others still run."""
     pods = [pod for pod in known.pods if pod.lingers or not (keep_finished and pod.is_finished)]
     trainers = [pod for pod in pods if pod.role == "trainer" and not pod.is_finished]
     grace = trainer_seconds(known) if known.memory.state == "closing" else None
@@ -78,20 +78,17 @@ def take_down(known: Situation, *, keep_finished: bool) -> Actions:
 
 
 def is_stale(known: Situation, new_seconds: float) -> bool:
-    """Return whether pods of a run of which the status does not know yet were made lately, by another replica: this is
-    an old copy of the job. Older pods with any other run are only removed."""
+    """Return whether this copy of the job is stale: another replica just created pods of a later run. Older pods of
+    unknown runs are simply removed."""
     number = known.memory.number
     next_runs = {names.run_uid(known.job.uid, later) for later in (number + 1, number + 2)}
     return any(pod.run in next_runs and known.seconds_since(pod.created) < new_seconds for pod in known.pods)
 
 
-# --- how many generators ---------------------------------------------------------------------------------------------
-
-
 def settle_generators(known: Situation) -> Situation:
-    """Decide how many generators should run from now on; never more than have quota of Kueue."""
+    """Set the wanted number of generators, at most as many as have Kueue quota."""
     generator, memory = known.spec.roles.generator, known.memory
-    wanted = memory.generators if memory.asked == generator.workers else generator.workers  # somebody scaled it
+    wanted = memory.generators if memory.asked == generator.workers else generator.workers  # somebody scaled the job
     if generator.replicas is None:
         wanted = generator.workers
     else:
@@ -107,8 +104,8 @@ def settle_generators(known: Situation) -> Situation:
 
 
 def _next_count(known: Situation, count: int, advice: int) -> int:
-    """Return one more or one fewer than `count`, once there are as many as there should be. A generator that found no
-    place, or is not ready, is no reason to start another; one on its way may be taken back."""
+    """Return `count` changed by at most one towards the advice, once all generators exist. Growing also requires that
+    all are ready."""
     generators = [pod for pod in known.pods if pod.role == "generator"]
     if len(generators) != count or any(pod.is_deleting for pod in generators):
         return count

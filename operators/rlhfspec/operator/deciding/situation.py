@@ -1,7 +1,4 @@
-"""All that is known of one job while it is reconciled (`Situation`), and what is to be done about it (`Actions`).
-
-Both are immutable: a deciding function returns a new situation or actions, and changes nothing.
-"""
+"""Immutable input (`Situation`) and output (`Actions`) of deciding about one job."""
 
 from __future__ import annotations
 
@@ -20,17 +17,17 @@ from rlhfspec.operator.deciding.memory import JobOutcome, Memory, WorkerMemory
 from rlhfspec.operator.deciding.observed import JobView, Observed, PodView, Worker
 from rlhfspec.operator.settings import ChartSettings
 
-LOST_SECONDS = 15.0  # past the end of its grace: a kubelet that answers would have removed the pod
-FRESH_SECONDS = 60.0  # a report is believed for so long; control sends one every 20 s
-MOST_AT_ONCE = 50  # pods that one reconcile makes, and that it deletes: a job of thousands holds up no other
-REFUSED_SECONDS = 5.0  # before something that was refused is tried again
+LOST_SECONDS = 15.0  # after its grace; a live kubelet would have removed the pod
+FRESH_SECONDS = 60.0  # validity of a report; control sends one every 20 s
+MOST_AT_ONCE = 50  # pods created, and pods deleted, per reconcile, so that a huge job does not delay others
+REFUSED_SECONDS = 5.0  # before a refused object is tried again
 _LEAST_REQUEUE_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """`grace_seconds`: None: the object's own; 0: at once, without asking its node. `uid`: a precondition, so that no
-    newer object of the name is deleted. A missing or newer object is no error."""
+    """Deletion of one object; `uid` is a precondition. `grace_seconds` None: the object's own; 0: at once, without its
+    node. A missing or newer object is no error."""
 
     kind: Literal["Pod", "RLHFJob"]
     name: str
@@ -40,8 +37,8 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadWrite:
-    """A write to Kueue's Workload of the job. `body`: the object to create, or a patch of its status that names the
-    version it was made for; after a conflict the next reconcile writes again."""
+    """Write to the job's Kueue Workload. `body` is the object, or a status patch with its resourceVersion; after a
+    conflict the next reconcile retries."""
 
     verb: Literal["create", "delete", "status"]
     name: str
@@ -58,18 +55,18 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Actions:
-    """What is to be done about a job, in the order of the fields.
+    """Actions for a job, carried out in the order of the fields.
 
     >>> both = Actions(requeue_seconds=3.0) + requeued(1.0)
     >>> both.requeue_seconds, both.is_quiet
     (1.0, True)
     """
 
-    trial: tuple[dict[str, Any], ...] = ()  # pods that the API server is asked about, and does not make
+    trial: tuple[dict[str, Any], ...] = ()  # pods of a dry run
     delete: tuple[Delete, ...] = ()
     create: tuple[dict[str, Any], ...] = ()
     workload: WorkloadWrite | None = None
-    requeue_seconds: float | None = None  # reconcile again then, even if nothing happens
+    requeue_seconds: float | None = None  # reconcile then at the latest
 
     @classmethod
     def merged(cls, parts: Iterable[Actions]) -> Self:
@@ -87,17 +84,14 @@ class Actions:
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether nothing is to be done, but perhaps a status to be written."""
+        """Return whether nothing is to be done except perhaps a status write."""
         return not (self.trial or self.create or self.delete or self.workload)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReconcilePlan(Actions):
-    """The result of one reconcile: a status, which is written first, and then actions.
-
-    The status remembers what was decided. Where it cannot be written (a conflict on the resourceVersion that was read)
-    nothing else is done, and the job is reconciled again. Any action may fail: the next reconcile decides anew.
-    """
+    """Result of one reconcile: a status, which is written first, and actions. After a write conflict no action is
+    carried out and the job is reconciled again. Any action may fail; the next reconcile decides anew."""
 
     status: dict[str, Any]
     events: tuple[Event, ...] = ()
@@ -112,7 +106,8 @@ def requeued(seconds: float) -> Actions:
 
 @dataclass(frozen=True)
 class Situation:
-    """`memory`: what the operator remembers; a decision that has to be remembered returns a situation with another."""
+    """Everything known about a job during one reconcile. Decisions to remember return a new situation with another
+    `memory`."""
 
     job: JobView
     observed: Observed
@@ -127,7 +122,7 @@ class Situation:
         return self.remembering(workers={**self.memory.workers, name: worker}, **changes)
 
     def ended(self, type_: Literal["Succeeded", "Failed"], reason: str, message: str) -> Situation:
-        """Return the situation with this outcome, unless there is one: the first stays."""
+        """Return the situation with this outcome; an earlier outcome stays."""
         if self.memory.outcome is not None:
             return self
         return self.remembering(outcome=JobOutcome(type_, reason, message), completed=self.now)
@@ -139,7 +134,7 @@ class Situation:
 
     @property
     def never_ran(self) -> bool:
-        """Return whether the job failed before its first run, by what its manifest says."""
+        """Return whether the job failed before its first run because of its spec."""
         outcome = self.memory.outcome
         return self.memory.number == 0 and outcome is not None and outcome.reason == "BadConfig"
 
@@ -157,7 +152,7 @@ class Situation:
 
     @cached_property
     def wanted(self) -> list[Worker]:
-        """The workers whose pods should exist now, in the order of the loop."""
+        """Return the workers whose pods should exist now, in the order of the loop."""
         memory = self.memory
         if memory.outcome is not None or memory.state != "open" or self.job.job is None:
             return []
@@ -166,7 +161,7 @@ class Situation:
         return [(role, worker) for role, count in self.num_workers().items() for worker in range(count)]
 
     def num_workers(self) -> dict[str, int]:
-        """Return the number of workers of every role that has pods while the run is open and prepared."""
+        """Return the number of workers per role while the run is open and prepared."""
         assert self.job.job is not None
         counts = {names.CONTROL: 1} | pods_of(self.job.job) | {"generator": self.memory.generators}
         counts.pop("rebalancer", None)
@@ -174,7 +169,7 @@ class Situation:
 
     @property
     def report(self) -> Report | None:
-        """The last report, if it is of this run."""
+        """Return the last report if it is of this run."""
         report = self.observed.report
         return report if report is not None and report.run == self.run_uid and self.memory.state == "open" else None
 
@@ -187,11 +182,11 @@ class Situation:
         return (self.now - time).total_seconds()
 
     def is_lost(self, pod: PodView) -> bool:
-        """Return whether the pod was asked to end and its node does not answer."""
+        """Return whether a deleted pod has outlived its grace, so that its node does not answer."""
         return pod.gone_by is not None and self.seconds_since(pod.gone_by) >= LOST_SECONDS
 
     def refused_seconds(self, kind: str, name: str) -> float:
-        """Return how long the object, which was refused, is not tried again; 0: it may be tried now."""
+        """Return the seconds before a refused object may be tried again; 0: now."""
         for refusal in self.observed.refusals:
             if (refusal.kind, refusal.name) == (kind, name):
                 return max(REFUSED_SECONDS - self.seconds_since(refusal.at), 0.0)
@@ -201,18 +196,18 @@ class Situation:
         return requeued((time - self.now).total_seconds())
 
     def removal_of(self, pod: PodView, grace_seconds: int | None = None) -> Actions:
-        """Return how a pod is removed. `grace_seconds`: None: the pod's own. A pod that is being deleted already is
-        only watched, to notice that its node is lost."""
+        """Return the actions that remove a pod (`grace_seconds` None: its own). A pod that is being deleted is watched
+        until its node counts as lost."""
         if pod.gone_by is None:
             return Actions(delete=(Delete("Pod", pod.name, grace_seconds, pod.uid),))
         lost_at = pod.gone_by + timedelta(seconds=LOST_SECONDS)
         if lost_at > self.now:
             return self.requeued_at(lost_at)
-        if pod.role == "trainer":  # its folder has a lock: two must never write it
+        if pod.role == "trainer":  # its folder lock: two trainers must never write the run folder
             return NOTHING
         return Actions(delete=(Delete("Pod", pod.name, 0, pod.uid),))
 
 
 def pods_of(job: RLHFJob) -> dict[str, int]:
-    """Return how many pods each stage has: the trainer has one a node."""
+    """Return the number of pods per stage; the trainer has one per node."""
     return workers_of(job) | {"trainer": job.spec.roles.trainer.nodes}

@@ -1,5 +1,4 @@
-"""A job's status as others see it, from what is remembered and what is observed. The same reconcile gives the same
-status, so that nothing is written when nothing happened."""
+"""Public status of a job. Equal inputs yield an equal status, so that nothing is written when nothing happened."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ from rlhfspec.operator.making import kueue
 from rlhfspec.operator.making.objects import run_folder
 from rlhfspec.operator.making.pods import num_gpus
 
-# So often, at most, is written what changes all the time: steps and counts of pods; gauges, such as tokens/s.
+# Minimal intervals of status writes: for steps and pod counts, and for gauges such as tokens/s.
 _COUNTS_SECONDS, GAUGES_SECONDS = 1.0, 5.0
-COUNTS = ("step", "totalSteps", "shown", "checkpointStep")  # of progress; the rest are gauges
-# The phase of a job: one word for what its conditions say in full.
+COUNTS = ("step", "totalSteps", "shown", "checkpointStep")  # counts of `progress`; the rest are gauges
+# Phases of a job: one word that sums up the conditions.
 PHASES = {
     "Terminating": "It was deleted, and its pods are being ended.",
     "Succeeded": "Its last step is trained.",
@@ -36,7 +35,7 @@ PHASES = {
 
 
 def render(known: Situation) -> tuple[dict[str, Any], list[Event]]:
-    """The new status, and what is worth an event since the old one."""
+    """Return the new status and the events since the old one."""
     old, memory = known.job.status, known.memory
     found, phase = finding(known), phase_of(known)
     said = found or (Said(memory.outcome.reason, memory.outcome.message) if memory.outcome else Said(""))
@@ -62,7 +61,7 @@ def render(known: Situation) -> tuple[dict[str, Any], list[Event]]:
 
 
 def undecided(job: JobView, error: Exception, now: datetime) -> tuple[dict[str, Any], list[Event]]:
-    """Of a job that the operator cannot digest: as it was, and what is wrong."""
+    """Return the status and events of a job on which the operator itself failed."""
     said = Said("OperatorError", f"{type(error).__name__}: {error}"[:900])
     before = {condition["type"]: condition for condition in job.status.get("conditions") or ()}
     healthy = _condition(job, now, "Healthy", False, said, before.get("Healthy"))
@@ -76,7 +75,7 @@ def undecided(job: JobView, error: Exception, now: datetime) -> tuple[dict[str, 
 def seconds_to_write(
     old: Mapping[str, Any], new: Mapping[str, Any], last_write: datetime | None, now: datetime
 ) -> float | None:
-    """Until the new status is to be written. 0: at once, which is what somebody waits for. None: nothing changed."""
+    """Return the seconds until the status must be written. 0: at once; None: nothing changed."""
     if old == new:
         return None
     if last_write is None or _news(old) != _news(new):
@@ -91,8 +90,8 @@ def _without_gauges(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _news(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what changes all the time. What the operator remembers is never late, but for the last step: that is
-    in the next report again."""
+    """Return the status without fields that change constantly. The operator's memory counts as news, except the last
+    step, which the next report repeats."""
     internal = {name: value for name, value in (status.get(INTERNAL) or {}).items() if name != "step"}
     often = ("progress", "roles", "generators")
     return {name: value for name, value in status.items() if name not in often} | {INTERNAL: internal}
@@ -107,7 +106,7 @@ def _run(known: Situation) -> dict[str, Any]:
 
 
 def _restarts(memory: Memory) -> dict[str, Any]:
-    """By worker: since the run began."""
+    """Return the restart counts; those by worker are of this run."""
     by_worker = {name: worker.restarts for name, worker in sorted(memory.workers.items()) if worker.restarts}
     return {"total": memory.total, "counted": memory.counted, "byWorker": by_worker}
 
@@ -151,7 +150,7 @@ def _steps_of(known: Situation) -> int:
 
 
 def _completed_step(known: Situation) -> int:
-    """By the trainer's last line: the control pod may be gone before it can report that step."""
+    """Return the step in the trainer's last line: control may be gone before it reports that step."""
     outcome = known.memory.outcome
     said = re.match(r"completed: step (\d+)", outcome.message) if outcome and outcome.type == "Succeeded" else None
     return int(said[1]) if said else 0
@@ -219,7 +218,7 @@ def _healthy(status: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def phase_of(known: Situation) -> str:
-    """The first one that holds."""
+    """Return the first phase that holds."""
     memory = known.memory
     suspend = known.job.job is not None and known.spec.suspend
     prepare = known.by_key.get((names.PREPARE, 0))

@@ -1,1 +1,1 @@
-"""From what the API server tells to one reconcile of one job after the other."""
+"""From watch events to serialized reconciles of single jobs."""

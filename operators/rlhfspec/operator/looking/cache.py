@@ -1,9 +1,6 @@
-"""Jobs and their pods as the watches told them last, each as small as `reconcile` needs it.
-
-Nothing here goes back in time: what a watch tells late, after the answer to a write of ours already said it, is
-dropped, and so is a pod that was seen to be gone. `listed` puts right what a watch never told, such as a pod that went
-while the API server was away.
-"""
+"""Cache of jobs and pods from watches and our own writes, in the small form that `reconcile` needs. Older resource
+versions never replace newer ones, and deleted objects never return. `listed` repairs what a watch missed, such as a pod
+deleted while the API server was away."""
 
 from __future__ import annotations
 
@@ -25,17 +22,17 @@ from rlhfspec.operator.making.workloads import Workloads, owner_of
 
 Json = dict[str, Any]
 Kind = Literal["job", "pod", "workload"]
-_MOST_WARNINGS = 5  # of one pod
-MOST_GONE = 10_000  # uids that are remembered as gone
-WARNINGS = "type=Warning,involvedObject.kind=Pod"  # field selector of the events that are of use
+_MOST_WARNINGS = 5  # per pod
+MOST_GONE = 10_000  # uids remembered as deleted
+WARNINGS = "type=Warning,involvedObject.kind=Pod"  # field selector of useful events
 
 
 @dataclass(slots=True)
 class _Pod:
     view: PodView
     version: int
-    marked: float | None = None  # when we first saw that it is being deleted
-    warnings: deque[tuple[str, Said]] = field(default_factory=lambda: deque(maxlen=_MOST_WARNINGS))  # name of the event
+    marked: float | None = None  # when its deletion was first seen
+    warnings: deque[tuple[str, Said]] = field(default_factory=lambda: deque(maxlen=_MOST_WARNINGS))  # by event name
 
 
 @dataclass(slots=True)
@@ -50,7 +47,7 @@ class _CachedJob:
 
 
 class Cache:
-    """`runs_changed`: told when another run of a job is open than before."""
+    """Cache of jobs, pods and warnings. `runs_changed` is called when the open run of a job changes."""
 
     def __init__(
         self, *, now: Callable[[], float] = time.monotonic, runs_changed: Callable[[], None] = lambda: None
@@ -58,19 +55,19 @@ class Cache:
         self._now = now
         self._runs_changed = runs_changed
         self.broker: Said | None = None
-        self.listening_since: datetime | None = None  # to reports
+        self.listening_since: datetime | None = None  # since when reports arrive here
         self._jobs: dict[Key, _CachedJob] = {}
         self._pods: dict[Key, dict[str, _Pod]] = {}
         self._pod_by_uid: dict[str, tuple[Key, str]] = {}
-        self.left: set[str] = set()  # namespaces that ceased to be watched, once at least
-        self._gone: OrderedDict[str, int] = OrderedDict()  # uid: the resourceVersion that it went with
+        self.left: set[str] = set()  # namespaces that were once unwatched
+        self._gone: OrderedDict[str, int] = OrderedDict()  # uid: resourceVersion at its deletion
         self.workloads = Workloads()
 
-    # --- what the watches say: each returns the job that it concerns -------------------------------------------------
+    # --- from watches: each returns the affected job -----------------------------------------------------------------
 
     def put_job(self, job: Json) -> Key | None:
         if job["spec"].get("managedBy", DEFAULT_MANAGER) != DEFAULT_MANAGER:
-            return None  # somebody else's, for ever
+            return None  # managed by another controller; immutable
         metadata = job["metadata"]
         key, version = (metadata["namespace"], metadata["name"]), int(metadata["resourceVersion"])
         held = self._jobs.get(key)
@@ -102,7 +99,7 @@ class Cache:
             return None
         owner, known = owner_of(metadata), self._pod_by_uid.get(metadata["uid"])
         key = (metadata["namespace"], owner["name"]) if owner is not None else None
-        if key is None or (known is not None and known[0] != key):  # somebody took that away
+        if key is None or (known is not None and known[0] != key):  # its owner was removed
             return self.remove_pod(pod) if known is not None else None
         name, version = metadata["name"], int(metadata["resourceVersion"])
         held = self._pods.get(key, {}).get(name)
@@ -121,7 +118,7 @@ class Cache:
         return key
 
     def remove_pod(self, pod: Json) -> Key | None:
-        """Also one whose labels somebody took away: it is not watched any more, but may come back."""
+        """Remove a pod, or one that lost our labels; the latter may come back."""
         return self._remove_pod(pod["metadata"]["uid"], int(pod["metadata"].get("resourceVersion", 0)))
 
     def _remove_pod(self, uid: str, version: int = 0) -> Key | None:
@@ -132,15 +129,15 @@ class Cache:
             return None
         key, name = found
         if (job := self._jobs.get(key)) is not None:
-            job.refusals.pop(("Pod", name), None)  # if it was in the way, it is no more
+            job.refusals.pop(("Pod", name), None)  # it no longer blocks the name
         del self._pods[key][name]
         if not self._pods[key]:
             del self._pods[key]
         return key
 
     def put_warning(self, event: Json) -> Key | None:
-        """Of a pod that we know; the same event told again replaces what it said. In another namespace than its pod's
-        anybody may have written it."""
+        """Store a warning about a known pod; the same event replaces its predecessor. Events from another namespace are
+        untrusted."""
         about, name = event["involvedObject"], event["metadata"]["name"]
         found = self._pod_by_uid.get(about.get("uid", ""))
         if found is None or found[0][0] != event["metadata"]["namespace"]:
@@ -163,10 +160,8 @@ class Cache:
         if len(self._gone) > MOST_GONE:
             self._gone.popitem(last=False)
 
-    # --- what a list says --------------------------------------------------------------------------------------------
-
     def uids(self, kind: Kind, namespace: str | None) -> set[str]:
-        """To be asked before a list begins."""
+        """Return known uids. Call it before a list begins."""
         if kind == "workload":
             return self.workloads.uids(namespace)
         if kind == "job":
@@ -174,7 +169,7 @@ class Cache:
         return {uid for uid, (key, _) in self._pod_by_uid.items() if namespace in (None, key[0])}
 
     def listed(self, kind: Kind, before: set[str], found: Iterable[str]) -> list[Key]:
-        """What was here before the list began and is not in it is gone."""
+        """Remove what was known before the list began and is missing in it; return affected jobs."""
         gone = before - set(found)
         if kind == "workload":
             return self.workloads.gone(gone)
@@ -189,21 +184,21 @@ class Cache:
         return keys
 
     def leave(self, namespace: str) -> None:
-        """It is watched no more. What was in it is not gone, and may be seen again."""
+        """Forget a namespace that is no longer watched. Its objects still exist and may return."""
         self.left.add(namespace)
         self._jobs = {key: job for key, job in self._jobs.items() if key[0] != namespace}
         self._pods = {key: pods for key, pods in self._pods.items() if key[0] != namespace}
         self._pod_by_uid = {uid: held for uid, held in self._pod_by_uid.items() if held[0][0] != namespace}
         self.workloads.leave(namespace)
 
-    # --- what the operator itself learns -----------------------------------------------------------------------------
+    # --- from the operator itself ------------------------------------------------------------------------------------
 
     def put_report(self, key: Key, report: Report, now: datetime) -> None:
         if (job := self._jobs.get(key)) is not None:
             job.report, job.report_at = report, now
 
     def refused(self, key: Key, refusal: Refusal) -> bool:
-        """Whether that is news."""
+        """Record a refusal; return whether it is news."""
         if (job := self._jobs.get(key)) is None:
             return False
         last = job.refusals.get((refusal.kind, refusal.name))
@@ -211,7 +206,7 @@ class Cache:
         return last is None or (last.reason, last.message) != (refusal.reason, refusal.message)
 
     def accepted(self, key: Key, kind: str, name: str) -> bool:
-        """Whether it was refused before."""
+        """Forget a refusal; return whether there was one."""
         job = self._jobs.get(key)
         return job is not None and job.refusals.pop((kind, name), None) is not None
 
@@ -220,7 +215,7 @@ class Cache:
             job.trial = trial
 
     def is_leaving(self, key: Key, pod: str) -> bool:
-        """Whatever owns it, it is being deleted."""
+        """Return whether a pod of this name, of any owner, is being deleted."""
         held = self._pods.get(key, {}).get(pod)
         return held is not None and held.view.is_deleting
 
@@ -229,10 +224,8 @@ class Cache:
             job.status_written = now
 
     def status_written(self, key: Key) -> datetime | None:
-        """By this replica, since it knows the job."""
+        """Return when this replica last wrote the job's status."""
         return self._jobs[key].status_written if key in self._jobs else None
-
-    # --- what there is -----------------------------------------------------------------------------------------------
 
     def jobs(self) -> list[Key]:
         return list(self._jobs)
@@ -241,15 +234,15 @@ class Cache:
         return held.view if (held := self._jobs.get(key)) is not None else None
 
     def open_runs(self) -> set[tuple[str, str]]:
-        """Namespace and uid of each run that its job says is not over."""
+        """Return namespace and uid of every open run."""
         return {(job.namespace, uid) for uid, job in self.jobs_of_open_runs().items()}
 
     def jobs_of_open_runs(self) -> dict[str, JobView]:
-        """By the run's uid."""
+        """Return the jobs of open runs, by run uid."""
         return {uid: job.view for job in self._jobs.values() if (uid := _open_run(job.view))}
 
     def live_runs(self) -> set[str]:
-        """Uids of these, and of all of which a pod may still run."""
+        """Return the uids of open runs, and of runs with pods that may still run."""
         of_pods = {pod.view.run for pods in self._pods.values() for pod in pods.values() if pod.view.is_running}
         return of_pods | {uid for _, uid in self.open_runs()}
 
@@ -267,7 +260,7 @@ class Cache:
         )
 
     def pods(self, key: Key) -> list[PodView]:
-        """Of this very job, and not of an older one of its name."""
+        """Return the pods of this very job, not of an older one of its name."""
         job = self._jobs.get(key)
         held = sorted(self._pods.get(key, {}).items())
         return [
@@ -277,14 +270,14 @@ class Cache:
         ]
 
     def _gone_by(self, pod: _Pod) -> datetime | None:
-        """By our own clock, from when we saw that it goes: the API server's may be wrong by minutes."""
+        """Return the end of a pod's grace by our own clock, since the API server's may be off by minutes."""
         if pod.marked is None:
             return None
         return datetime.now(UTC) + timedelta(seconds=pod.view.grace_seconds - (self._now() - pod.marked))
 
 
 def _open_run(view: JobView) -> str:
-    """Its uid; empty: none is open."""
+    """Return the uid of the open run; empty: none."""
     internal = view.status.get(INTERNAL)
     if not isinstance(internal, dict):
         return ""

@@ -1,7 +1,4 @@
-"""One reconcile of one job: what is known of it, what `reconcile` makes of that, and the doing.
-
-What was done is known at once, not only when the watches tell it: the answer to each write goes into the cache.
-"""
+"""One reconcile of one job: observe, decide, act. Answers to writes go into the cache at once, ahead of the watches."""
 
 from __future__ import annotations
 
@@ -30,15 +27,15 @@ from rlhfspec.operator.looking.queue import Key, ReconcileResult
 from rlhfspec.operator.making import trial, workloads
 from rlhfspec.operator.settings import ChartSettings
 
-UNDECIDED_SECONDS = 60.0  # before a job that cannot be decided is tried again
-_QUIET_SECONDS = 300.0  # the same event is written once in so long
-_MOST_KNOWN = 5000  # events
+UNDECIDED_SECONDS = 60.0  # retry of a job on which the decision failed
+_QUIET_SECONDS = 300.0  # interval of repeated events
+_MOST_KNOWN = 5000  # events remembered
 LONGEST_MESSAGE = 1000
 LOG = logging.getLogger(__name__)
 
 
 class Conflict(Exception):
-    """Somebody wrote the job since we read it."""
+    """Raised when the job was changed since it was read."""
 
 
 class Reconciler:
@@ -63,17 +60,17 @@ class Reconciler:
         now = datetime.now(UTC)
         try:
             plan = await asyncio.to_thread(self._decide, job, self._cache.observed(key), self._settings, now)
-        except Exception as error:  # what the API server took, and was not foreseen here
+        except Exception as error:  # unforeseen input
             LOG.exception("%s cannot be decided", "/".join(key))
             status, events = undecided(job, error, now)
             plan = ReconcilePlan(status=status, events=tuple(events), requeue_seconds=UNDECIDED_SECONDS)
         try:
             again_seconds = await self._carry_out(key, job, plan, now)
         except Conflict:
-            return ReconcileResult(failed=True)  # the watch tells what somebody else wrote
+            return ReconcileResult(failed=True)  # the watch will bring the newer version
         except (ClusterUnavailable, LeadershipLost) as error:
             LOG.warning("%s: %s", "/".join(key), error)
-            if isinstance(error, ClusterRefused):  # such a status: it has another that says so
+            if isinstance(error, ClusterRefused):  # the status itself was refused: write one that says so
                 with suppress(Conflict, ClusterUnavailable):
                     await self._write_status(key, job, undecided(job, error, now)[0], now)
             return ReconcileResult(failed=True)
@@ -81,8 +78,8 @@ class Reconciler:
         return ReconcileResult(soonest, None if plan.is_quiet else _deeds(plan))
 
     async def _carry_out(self, key: Key, job: JobView, plan: ReconcilePlan, now: datetime) -> float | None:
-        """In the order that `plan` asks for. When to reconcile again, where no watch will tell: at once if something
-        came of it, or when a status that was put off is to be written."""
+        """Carry out a plan in order. Return the seconds until the next reconcile where no watch event will follow: 0
+        after new knowledge, else until a postponed status write."""
         put_off = seconds_to_write(job.status, plan.status, self._cache.status_written(key), now)
         if not plan.is_quiet or put_off == 0.0:
             await self._write_status(key, job, plan.status, now)
@@ -134,7 +131,8 @@ class Reconciler:
         return answer
 
     async def _create(self, key: Key, things: tuple[dict[str, Any], ...], now: datetime) -> bool:
-        """Kind by kind: what the pods mount is there before they are."""
+        """Create objects kind by kind, so that mounted objects exist before pods. Return whether something was
+        learned."""
         learned = False
         for kind, group in groupby(things, key=lambda thing: str(thing["kind"])):
             asked = list(group)
@@ -146,7 +144,7 @@ class Reconciler:
         return learned
 
     async def _write_workload(self, key: Key, write: WorkloadWrite | None, now: datetime) -> bool:
-        """409: it is there already, or somebody wrote since: the watch tells."""
+        """Write the Workload; return whether something was learned. After a 409 the watch brings the newer version."""
         if write is None:
             return False
         version, kind, known = workloads.WORKLOAD_VERSION, workloads.WORKLOAD_KIND, self._cache.workloads
@@ -167,11 +165,11 @@ class Reconciler:
         return True
 
     async def _make(self, thing: dict[str, Any]) -> ApiResponse:
-        """What has its name is ours by its owner, or is left alone."""
+        """Create an object. An existing one of the same owner is updated; one of another owner is left alone."""
         answer = await self._api.create(thing)
         if not answer.is_taken:
             return answer
-        fields = ("data", "spec") if thing["kind"] != "Pod" else ()  # of a pod none can change
+        fields = ("data", "spec") if thing["kind"] != "Pod" else ()  # pods are immutable
         taken_up = await self._api.take_up(thing, [field for field in fields if field in thing])
         return answer if taken_up.is_of_another else taken_up
 
@@ -192,7 +190,7 @@ class Reconciler:
 
 
 def _deeds(plan: ReconcilePlan) -> object:
-    """What two plans that do the same have in common."""
+    """Return a value that is equal for plans that do the same."""
     made = [(thing["kind"], thing["metadata"]["name"]) for thing in plan.create]
     queued = plan.workload and (plan.workload.verb, plan.workload.uid)
     return (made, plan.delete, queued, [pod["metadata"]["name"] for pod in plan.trial])
@@ -206,7 +204,7 @@ class _RecordedEvent:
 
 
 class EventRecorder:
-    """Writes events of a job, as `kubectl describe` shows them: the same one is counted, not written anew."""
+    """Writer of a job's events; repeated events are counted, not written anew."""
 
     def __init__(self, api: Api, *, now: Callable[[], float] = time.monotonic) -> None:
         self._api = api
@@ -214,7 +212,7 @@ class EventRecorder:
         self._said: OrderedDict[str, _RecordedEvent] = OrderedDict()
 
     async def say(self, job: JobView, event: Event) -> ApiResponse | None:
-        """None: it was said not long ago."""
+        """Write an event; None if the same one was written recently."""
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         digest = hashlib.sha256(f"{job.uid}/{event.type}/{event.reason}/{event.message}".encode()).hexdigest()[:16]
         said = self._said.setdefault(digest, _RecordedEvent(at))

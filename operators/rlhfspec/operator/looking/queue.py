@@ -1,10 +1,6 @@
-"""Which job is reconciled next: each job by one worker at a time, the longest waiting first, and never in a hot loop.
-Namespaces take turns: hundreds of jobs of one hold up no job of another.
-
-A job that is told of again while it waits is reconciled once. Told of while it is being reconciled: once more after
-that, and after a short rest when there was nothing to do. A reconcile says when the next is due, and whether it did the
-very same as the last one: then the next waits, longer each time, whatever is told.
-"""
+"""Work queue of jobs: one reconcile per job at a time, longest waiting first, namespaces in turn. Notifications of a
+waiting job are merged. A job notified during its reconcile runs once more, after a rest if there was nothing to do. A
+reconcile that repeats the last one backs off exponentially, whatever is notified."""
 
 from __future__ import annotations
 
@@ -16,16 +12,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 Key = tuple[str, str]  # namespace, name
-GATHER_SECONDS = 0.05  # what happens together is one reconcile
-PATIENT_SECONDS = 0.25  # a worker waits so long; a reconcile that hangs on a slow webhook goes on beside the others
-REST_SECONDS = 0.5  # after a reconcile that found nothing to do: as when a job's pods become ready, one after the other
+GATHER_SECONDS = 0.05  # gathers simultaneous events into one reconcile
+PATIENT_SECONDS = 0.25  # a reconcile that takes longer (a slow webhook) goes on beside the others
+REST_SECONDS = 0.5  # after a reconcile with nothing to do
 LOG = logging.getLogger(__name__)
 FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReconcileResult:
-    """`did`: what was done, to be compared; None: nothing had to be. `gone`: there is no such job."""
+    """Result of a reconcile. `did` identifies its actions for comparison (None: nothing). `gone`: the job does not
+    exist."""
 
     requeue_seconds: float | None = None
     did: object = None
@@ -34,7 +31,7 @@ class ReconcileResult:
 
 
 class Timers(Protocol):
-    """The part of an event loop that is needed; a test has its own."""
+    """Part of an event loop that the queue needs; tests replace it."""
 
     def time(self) -> float: ...
     def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle: ...
@@ -51,7 +48,7 @@ class _Entry:
 
 
 class WorkQueue:
-    """`waited`: told of each reconcile how many seconds it was late."""
+    """Queue of jobs to reconcile. `waited` is called with the delay in seconds of each reconcile."""
 
     def __init__(
         self,
@@ -64,15 +61,15 @@ class WorkQueue:
         self._waited = waited
         self._timers = timers
         self._entries: dict[Key, _Entry] = {}
-        self._ready: dict[str, deque[Key]] = {}  # by namespace, in the order of their turns
+        self._ready: dict[str, deque[Key]] = {}  # by namespace, in turn order
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
-        """How many wait for a reconcile that is due."""
+        """Return the number of due jobs."""
         return sum(map(len, self._ready.values()))
 
     def tell(self, key: Key, *, after_seconds: float = GATHER_SECONDS) -> None:
-        """Something of this job changed."""
+        """Note that something about this job changed."""
         entry = self._entries.setdefault(key, _Entry())
         if entry.is_reconciling:
             entry.is_told = True
@@ -93,7 +90,7 @@ class WorkQueue:
             self._arrived.set()
 
     def _next(self) -> Key:
-        """Its namespace has its next turn after all others."""
+        """Pop the next job and move its namespace to the end of the turns."""
         namespace = next(iter(self._ready))
         waiting = self._ready.pop(namespace)
         key = waiting.popleft()
@@ -102,7 +99,7 @@ class WorkQueue:
         return key
 
     async def work(self) -> None:
-        """One worker: reconciles, until it is cancelled. Several may run."""
+        """Run reconciles until cancelled. Several workers may run."""
         async with asyncio.TaskGroup() as running:
             while True:
                 while not self._ready:
@@ -120,7 +117,7 @@ class WorkQueue:
         result = ReconcileResult(failed=True)
         try:
             result = await self._reconcile(key)
-        except Exception:  # one job's trouble is not another's
+        except Exception:  # one job must not stop the others
             LOG.exception("the reconcile of %s failed", "/".join(key))
         finally:
             self._finished(key, entry, result)

@@ -1,4 +1,4 @@
-"""The API server's objects as what the operator looks at.
+"""Conversion of API objects into the operator's views.
 
 Example:
     >>> view = job_view({"metadata": {"name": "sums", "namespace": "rl", "uid": "6f1c", "generation": 1,
@@ -29,8 +29,7 @@ _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def job_view(body: Mapping[str, Any], before: JobView | None = None) -> JobView:
-    """Of an RLHFJob as it was watched. `before`: an older one; most changes are of the status, and what the user wrote
-    need not be read and checked again then."""
+    """Return the view of an RLHFJob. An unchanged manifest reuses the validation of `before`."""
     metadata = body["metadata"]
     manifest: Mapping[str, Any] = manifest_of(body)
     if before is not None and before.manifest == manifest:
@@ -48,7 +47,7 @@ def job_view(body: Mapping[str, Any], before: JobView | None = None) -> JobView:
 
 
 def manifest_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """As a user would write it, and `rlhfspec validate` read it."""
+    """Return the manifest as a user would write it, for `rlhfspec validate`."""
     metadata = body["metadata"]
     annotations = {k: v for k, v in (metadata.get("annotations") or {}).items() if k != _LAST_APPLIED}
     kept = {"name": metadata["name"], "namespace": metadata["namespace"]}
@@ -58,20 +57,20 @@ def manifest_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(manifest: Mapping[str, Any]) -> tuple[RLHFJob | None, tuple[Problem, ...]]:
-    """With the checks of a job file, but those that look at files: they are not here."""
+    """Validate a manifest like a job file, except checks of files, which do not exist here."""
     try:
         job = RLHFJob.model_validate(manifest)
         problems = tuple(finding.as_problem({}) for finding in check(job))
     except ValidationError as error:
         return None, tuple(explain(error, manifest, {})[0])
-    except Exception as error:  # no manifest ends a watch
+    except Exception as error:  # no manifest may end a watch
         return None, (Problem(field="spec", problem=f"{type(error).__name__}: {error}"[:900]),)
     return (None if problems else job), problems
 
 
 def pod_view(pod: Mapping[str, Any]) -> PodView | None:
-    """Return what is of use of a pod; None: it is no job's. Its owner and name tell whose it is, not its labels, which
-    anybody may write."""
+    """Return the view of a pod; None: no job's. Owner and name identify it, because labels can be written by
+    anybody."""
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     owner = owner_of(metadata)
     if owner is None or (worker := _worker_of(metadata["name"], owner["name"])) is None:
@@ -109,13 +108,13 @@ def _worker_of(pod: str, job: str) -> Worker | None:
 
 
 def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The worker's. Others that a webhook put beside it say nothing of how the worker fares."""
+    """Return the status of the worker's container; sidecars do not matter."""
     return next((each for each in status.get("containerStatuses") or () if each["name"] == names.CONTAINER), {})
 
 
 def _phase_of_worker(status: Mapping[str, Any], container: Mapping[str, Any]) -> Any:
-    """A pod whose worker ended goes on as long as a sidecar does, and failed if a sidecar did. What happened to the pod
-    as a whole, such as Evicted, is said of the pod."""
+    """Return the worker's phase: a sidecar may outlive or fail it. A reason of the whole pod, such as Evicted,
+    prevails."""
     ended = (container.get("state") or {}).get("terminated")
     if ended and not status.get("reason"):
         return "Failed" if ended.get("exitCode") else "Succeeded"
@@ -123,8 +122,8 @@ def _phase_of_worker(status: Mapping[str, Any], container: Mapping[str, Any]) ->
 
 
 def _state(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of the worker's container, or of an init container that keeps it from running. One that restarts always is a
-    sidecar: it may end as it likes."""
+    """Return the state of the worker's container, or of an init container that blocks it. Init containers that always
+    restart are sidecars and may end."""
     state: Mapping[str, Any] = _container(status).get("state") or {}
     if "running" in state or "terminated" in state:
         return state
@@ -159,7 +158,7 @@ def _terminated(state: Mapping[str, Any] | None) -> Terminated | None:
 
 
 def last_line(text: str) -> str:
-    """Where a process could say nothing itself, Kubernetes gives the end of its log.
+    """Return the last non-empty line: without own words the termination message is the end of the log.
 
     >>> last_line("Traceback ...\\nMemoryError: big\\n")
     'MemoryError: big'

@@ -1,11 +1,6 @@
-"""Watches jobs, their pods and the warnings about these, and tells the cache.
-
-Each kind in each namespace is watched by itself: listed, then watched from there. Where that fails, be it that the API
-server is away, or that a namespace is gone and our rights with it, that is said once, in the metrics too, and it is
-listed anew after a while, longer each time. No other namespace hears of it.
-
-Which namespaces these are is told once, or follows a label: then namespaces are watched as well, and come and go.
-"""
+"""Watches of jobs, their pods, and warnings about these, which feed the cache. Each kind in each namespace is listed
+and watched independently. A failure is logged once, shown in the metrics, and retried with backoff; other namespaces
+are unaffected. Namespaces are fixed, or selected by a label, in which case they are watched too."""
 
 from __future__ import annotations
 
@@ -31,7 +26,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WatchSource:
-    """`cached`: what the cache holds of it one by one, so that what is missing in a list is gone."""
+    """One kind to watch. `cached` names the cached objects that a list can prove deleted."""
 
     version: str
     kind: str
@@ -43,8 +38,8 @@ class WatchSource:
 
 
 class Informers:
-    """`tell`: which job changed. `label`: of the namespaces, where none are named. `joins`, `leaves`: told of one that
-    has it, or has it no more."""
+    """Watches of all namespaces. `tell` receives changed jobs. `label` selects namespaces if none are given; `joins`
+    and `leaves` are called when one gains or loses it."""
 
     def __init__(
         self, cache: Cache, namespaces: Sequence[str], tell: Callable[[Key], None], *, label: str = "",
@@ -56,7 +51,7 @@ class Informers:
         self._joins, self._leaves = joins, leaves
         self._namespaces: dict[str, list[asyncio.Task[None]]] = {name: [] for name in namespaces}
         self._labelled = WatchSource("v1", "Namespace", self._join, self._leave, labels=label) if label else None
-        self._by_uid: dict[str, str] = {}  # of those with the label
+        self._by_uid: dict[str, str] = {}  # namespaces with the label
         self._running: tuple[asyncio.TaskGroup, Api] | None = None
         self._sources = (
             WatchSource(JOB_VERSION, names.KIND, cache.put_job, cache.remove_job, "job"),
@@ -68,7 +63,7 @@ class Informers:
         self._problems: dict[tuple[str | None, str], str] = {}  # by namespace and kind
 
     async def run(self, api: Api) -> None:
-        """Until it is cancelled."""
+        """Watch until cancelled."""
         async with asyncio.TaskGroup() as group:
             self._running = (group, api)
             for namespace in self._namespaces:
@@ -94,9 +89,9 @@ class Informers:
             self._joins(name)
 
     def _leave(self, namespace: Json) -> None:
-        """It, or its label, is gone."""
+        """Stop watching a namespace that is gone or lost the label."""
         name = self._by_uid.pop(namespace["metadata"]["uid"], None)
-        if name is None or name in self._by_uid.values():  # made again under the same name
+        if name is None or name in self._by_uid.values():  # recreated under the same name
             return
         for task in self._namespaces.pop(name, ()):
             task.cancel()
@@ -106,7 +101,7 @@ class Informers:
         self._leaves(name)
 
     async def resync(self, api: Api) -> None:
-        """Everything that we may see as the API server has it now. Raises ClusterUnavailable when it is away."""
+        """List everything anew. Raises ClusterUnavailable when the API server is away."""
         if self._labelled is not None:
             await self._list(api, self._labelled, None)
         for namespace, source in list(self._places()):
@@ -118,12 +113,13 @@ class Informers:
             self._tell(key)
 
     def problems(self) -> dict[str, str]:
-        """By namespace, every one that is watched: why it is not; empty: it is. "": which ones have the label."""
+        """Return, per watched namespace, why it is not watched; empty: it is. The key "" is the list of labelled
+        namespaces."""
         label = {} if self._labelled is None else {"": self._problems.get((None, self._labelled.kind), "")}
         return label | {namespace: self._problem_of(namespace) for namespace in self._namespaces}
 
     def watched(self) -> set[str]:
-        """Namespaces of which all is known: everything was listed, and nothing is the matter since."""
+        """Return the namespaces that are completely listed and without problems."""
         return {
             namespace
             for namespace in self._namespaces
@@ -152,7 +148,7 @@ class Informers:
             wait = min(2 * wait, LONGEST_WAIT_SECONDS)
 
     async def _list(self, api: Api, source: WatchSource, namespace: str | None) -> str:
-        """The resourceVersion to watch from."""
+        """List one kind and return the resourceVersion to watch from."""
         before = self._cache.uids(source.cached, namespace) if source.cached else set()
         found, since = [], ""
         async for page in api.pages(source.version, source.kind, namespace, labels=source.labels, fields=source.fields):
@@ -180,7 +176,7 @@ class Informers:
     def _take(self, put: Put, thing: Json) -> None:
         try:
             key = put(thing)
-        except Exception:  # one unforeseen object is no reason to watch no other
+        except Exception:  # an unforeseen object must not stop the watch
             LOG.exception("%s cannot be read", thing.get("metadata", {}).get("name"))
             return
         if key is not None:
@@ -195,13 +191,13 @@ class Informers:
 
 
 def _workloads(known: Workloads) -> Iterator[WatchSource]:
-    """Where Kueue is not installed they are tried again and again, and jobs say that they wait."""
+    """Return the source of Workloads. Without Kueue it is retried forever, and jobs report that they wait."""
     yield WatchSource(
         workloads.WORKLOAD_VERSION, workloads.WORKLOAD_KIND, known.put, known.remove, "workload", labels=PODS
     )
 
 
 def _of_kueue(known: Workloads) -> Iterator[WatchSource]:
-    """What has no namespace."""
+    """Return Kueue's cluster-scoped sources."""
     yield WatchSource(workloads.WORKLOAD_VERSION, workloads.FLAVOR, known.put_flavor, known.remove_flavor)
     yield WatchSource(workloads.PRIORITY_VERSION, workloads.PRIORITY, known.put_priority, known.remove_priority)

@@ -1,1 +1,1 @@
-"""What a job is made of: pods and what stands beside them, and the objects by which others let them run."""
+"""Objects of a job: pods, what they mount, and the objects of schedulers."""

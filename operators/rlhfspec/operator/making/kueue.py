@@ -1,13 +1,11 @@
-"""Kueue decides when a job runs: the job is one Workload in its queue, which the operator makes and keeps true.
+"""Kueue integration: a job is one Workload in its queue, which the operator creates and keeps up to date.
 
-    closed, not admitted   the job waits, and says what Kueue says
-    admitted               a run opens, on the nodes that Kueue chose
-    evicted                the run is closed as for suspension, the trainer first; then the quota is given back
+    closed, not admitted   the job waits and shows Kueue's message
+    admitted               a run opens on the nodes that Kueue chose
+    evicted                the run is closed as for suspension, the trainer first; then the quota is released
     over                   the Workload is finished: the quota is free
 
-The job's own `suspend` stays the user's: no program writes it. Pods are none of Kueue's business, so that they are
-made again under the same names whenever a worker ends, without any word with Kueue.
-"""
+The job's `suspend` is never written by the operator. Kueue does not manage the pods, so workers restart without it."""
 
 from __future__ import annotations
 
@@ -30,28 +28,25 @@ from rlhfspec.operator.making.workloads import (
     WorkloadView,
 )
 
-DEFAULT_QUEUE = "default"  # as Kueue itself takes where a namespace has a LocalQueue of this name
-NO_KUEUE_SECONDS = 5.0  # Kueue says something sooner, where it runs
-# Of a pod, what Kueue looks at when it chooses a place.
+DEFAULT_QUEUE = "default"  # Kueue's own default LocalQueue
+NO_KUEUE_SECONDS = 5.0  # a running Kueue answers sooner
+# Pod fields that Kueue uses for placement.
 _OF_SPEC = (
     "nodeSelector", "affinity", "tolerations", "priorityClassName", "runtimeClassName", "overhead", "resourceClaims",
 )  # fmt: skip
 _OF_CONTAINER = ("name", "image", "resources", "restartPolicy")
-_NOT_THERE = ("NotFound", "404")  # the second where the API server knows nothing of Kueue at all
-# Evicted for these, it may be admitted again at once; for others Kueue says when.
+_NOT_THERE = ("NotFound", "404")  # 404: Kueue is not installed
+# After these evictions it may be admitted again at once; for others Kueue sets the time.
 _AT_ONCE = ("Preempted", "NodeFailures")
 
 
 def is_queued(known: Situation) -> bool:
-    """The job runs when Kueue lets it."""
+    """Return whether Kueue decides when the job runs."""
     return known.job.job is not None and known.spec.scheduling.gang == "kueue"
 
 
-# --- what Kueue says -------------------------------------------------------------------------------------------------
-
-
 def admits(known: Situation) -> bool:
-    """A run may open."""
+    """Return whether Kueue allows a run to open."""
     if not is_queued(known):
         return True
     seen = known.observed.queueing.workload
@@ -61,7 +56,7 @@ def admits(known: Situation) -> bool:
 
 
 def withdraws(known: Situation) -> bool:
-    """The run has to close. A Workload of which nothing is known withdraws nothing: it is made again first."""
+    """Return whether Kueue requires the run to close. A missing Workload does not: it is created again first."""
     seen = known.observed.queueing.workload
     return is_queued(known) and seen is not None and not seen.is_admitted
 
@@ -95,11 +90,8 @@ def _said_of(known: Situation, seen: WorkloadView) -> Iterator[str]:
         yield f"queue {queue}: Kueue has said nothing yet; does it run?"
 
 
-# --- where Kueue wants the pods --------------------------------------------------------------------------------------
-
-
 def places(known: Situation) -> dict[str, dict[str, Any]]:
-    """By role, of a run that opens: how many pods have quota, and what is added to each."""
+    """Return, by role of a run that opens, the number of pods with quota and the additions to each pod."""
     seen = known.observed.queueing.workload
     if not is_queued(known) or seen is None:
         return {}
@@ -129,11 +121,8 @@ def _unknown_flavors(known: Situation, seen: WorkloadView) -> list[str]:
     return [name for name in chosen if name not in known.observed.queueing.flavors]
 
 
-# --- what Kueue is told ----------------------------------------------------------------------------------------------
-
-
 def settle(known: Situation) -> Actions:
-    """Return the one write that brings the Workload to where the job is, and when to look again."""
+    """Return the one write that brings the Workload up to date, and when to look again."""
     if known.job.deleting_since is not None:
         return NOTHING
     memory, seen = known.memory, known.observed.queueing.workload
@@ -145,7 +134,7 @@ def settle(known: Situation) -> Actions:
         return _create(known) if _belongs_in_queue(known) else NOTHING
     elif seen.is_deleting or known.job.job is None:
         return NOTHING
-    elif not is_queued(known):  # any more: it was edited before it began
+    elif not is_queued(known):  # it was edited before it began
         write = WorkloadWrite("delete", seen.name, seen.uid)
     elif memory.state == "open":
         write = _say_ready(known, seen)
@@ -155,7 +144,7 @@ def settle(known: Situation) -> Actions:
 
 
 def _belongs_in_queue(known: Situation) -> bool:
-    """No job of which no pod can be made."""
+    """Return whether the job should be queued; its pods must have passed the dry run."""
     if not is_queued(known) or _is_paused(known):
         return False
     return known.memory.state == "open" or (known.memory.state == "closed" and trial.is_passed(known))
@@ -166,8 +155,7 @@ def _is_paused(known: Situation) -> bool:
 
 
 def _give_back(known: Situation, seen: WorkloadView) -> Actions:
-    """Decide on a job of which nothing runs. One that is suspended, or asks for something else by now, leaves the
-    queue."""
+    """Release a job of which nothing runs. A suspended or changed job leaves the queue."""
     is_over = _is_paused(known) or seen.is_true("Finished")
     if is_over or seen.asked != _asked(workload_of(known)):
         return Actions(workload=WorkloadWrite("delete", seen.name, seen.uid))
@@ -186,7 +174,7 @@ def _create(known: Situation) -> Actions:
 
 
 def _release(known: Situation, seen: WorkloadView) -> WorkloadWrite:
-    """Nothing runs any more: Kueue may give the quota to others, and the job its place in the queue."""
+    """Return the status write that frees the quota and requeues the job, once nothing runs."""
     evicted = seen.condition("Evicted")
     reason, message = evicted["reason"], evicted.get("message", "")
     changes = [
@@ -204,7 +192,7 @@ def _finish(known: Situation, seen: WorkloadView, outcome: JobOutcome) -> Worklo
 
 
 def _say_ready(known: Situation, seen: WorkloadView) -> WorkloadWrite | None:
-    """A Kueue that waits for pods evicts a job that never says so."""
+    """Report PodsReady once, because Kueue may evict jobs that never do."""
     if known.memory.running_since is None or seen.is_true("PodsReady"):
         return None
     return _status(known, seen, [("PodsReady", True, "Started", "All pods of the job have been ready")])
@@ -224,15 +212,12 @@ def _status(
     return WorkloadWrite("status", seen.name, seen.uid, {"metadata": metadata, "status": patch})
 
 
-# --- the Workload ----------------------------------------------------------------------------------------------------
-
-
 def queue_of(known: Situation) -> str:
     return known.spec.scheduling.queue or DEFAULT_QUEUE
 
 
 def workload_of(known: Situation) -> dict[str, Any]:
-    """A function of the job alone, not of its run: the same as long as the job asks for the same."""
+    """Return the Workload. It depends on the job alone, not its run, and so changes only with the request."""
     blank = replace(known, memory=Memory())
     sets = [_pod_set(blank, role, count) for role, count in counts(known).items() if count]
     spec = {"queueName": queue_of(known), "podSets": sets, **_priority(known, sets)}
@@ -249,7 +234,7 @@ def _asked(workload: dict[str, Any]) -> str:
 
 
 def counts(known: Situation) -> dict[str, int]:
-    """All that run together; of elastic generators the most. `prepare` runs before them, on their quota."""
+    """Return pods that run together, with the maximum of elastic generators. `prepare` runs before, on their quota."""
     assert known.job.job is not None
     wanted = {names.CONTROL: 1} | pods_of(known.job.job)
     replicas = known.spec.roles.generator.replicas
@@ -266,7 +251,7 @@ def _pod_set(blank: Situation, role: str, count: int) -> dict[str, Any]:
 
 
 def _priority(known: Situation, sets: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the job: its trainer's, where roles have different ones."""
+    """Return the job's priority: its trainer's, if roles differ."""
     trainer = next(each for each in sets if each["name"] == "trainer")
     name = trainer["template"]["spec"].get("priorityClassName")
     if name is None or name not in known.observed.queueing.priorities:

@@ -1,6 +1,5 @@
-"""NetworkPolicies of one job: ports that only pods of the same job may reach, each open only where the job needs it.
-
-The chart's policies deny the rest, so these are made only where the chart makes those.
+"""NetworkPolicies of one job: ports for pods of the same job, only if the job needs them. They are created only
+together with the chart's policies, which deny the rest.
 
 Example:
     >>> [port.name for port in OWN_PORTS]
@@ -41,7 +40,7 @@ OWN_PORTS = (_RANKS, _WEIGHTS, _MOVES)
 
 
 def policies(known: Situation, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the policies that this job needs. `metadata`: of all objects of the job."""
+    """Return the policies that this job needs. `metadata` is common to all its objects."""
     if not known.settings.network_policies:
         return []
     roles = known.spec.roles

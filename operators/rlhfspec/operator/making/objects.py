@@ -1,5 +1,5 @@
-"""What a job is made of beside its pods: a ConfigMap that says how the pods reach each other, a Secret for each role,
-and what a gang scheduler wants. All names are functions of the job's, all contents of the job and its run."""
+"""Objects of a job beside its pods: ConfigMap, Secrets, Service, and the objects of gang schedulers. Names depend on
+the job only, contents on the job and its run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POD_GROUPS = {"volcano": "scheduling.volcano.sh/v1beta1", "coscheduling": "sche
 
 
 def objects_for(known: Situation, workers: Sequence[Worker]) -> list[dict[str, Any]]:
-    """The pods of these workers, after what they mount."""
+    """Return the pods of these workers, preceded by what they mount."""
     if not workers:
         return []
     roles = dict.fromkeys(role for role, _ in workers)
@@ -33,7 +33,7 @@ def objects_for(known: Situation, workers: Sequence[Worker]) -> list[dict[str, A
 
 
 def mounted_by(known: Situation, roles: Iterable[str]) -> list[dict[str, Any]]:
-    """Only what pods of these roles mount: somebody removed it."""
+    """Return what pods of these roles mount, to restore removed objects."""
     return [config_map(known), *(secret(known, role) for role in roles)]
 
 
@@ -42,7 +42,7 @@ def pod(known: Situation, key: Worker) -> dict[str, Any]:
 
 
 def connections(known: Situation) -> dict[str, Any]:
-    """A `service.connections.Connections`, as JSON."""
+    """Return a `service.connections.Connections` as JSON."""
     job, settings, folder = known.job, known.settings, run_folder(known)
     told: dict[str, Any] = {
         "uid": known.run_uid,
@@ -83,7 +83,8 @@ def config_map(known: Situation) -> dict[str, Any]:
 
 
 def ranks_service(known: Situation) -> dict[str, Any]:
-    """A name for each of the trainer's pods, also before it is ready: ranks meet before that."""
+    """Return the headless Service that names the trainer's pods even before they are ready, because ranks meet
+    earlier."""
     job = known.job
     return {
         "apiVersion": "v1",
@@ -99,7 +100,7 @@ def ranks_service(known: Situation) -> dict[str, Any]:
 
 
 def _pod_group(known: Situation) -> list[dict[str, Any]]:
-    """Return the object that volcano and coscheduling want beside the pods."""
+    """Return the PodGroup for volcano or coscheduling."""
     scheduling = known.spec.scheduling
     if scheduling.gang not in _POD_GROUPS:
         return []
@@ -140,7 +141,7 @@ def metadata(known: Situation) -> dict[str, Any]:
 
 
 def _owner(known: Situation) -> dict[str, Any]:
-    """With it the API server removes what a job leaves behind."""
+    """Return the owner reference by which the API server garbage-collects the job's objects."""
     return {
         "apiVersion": f"{names.GROUP}/{names.VERSION}",
         "kind": names.KIND,

@@ -1,5 +1,4 @@
-"""One worker's pod: what *restricted* pod security admits, and nothing that could tell it from another pod of the same
-worker in the same run."""
+"""Pod of one worker, for *restricted* pod security. Its manifest is the same at every restart within a run."""
 
 from __future__ import annotations
 
@@ -18,16 +17,16 @@ from rlhfspec.messages.loop import BY_NAME
 from rlhfspec.operator.deciding.observed import Worker
 from rlhfspec.operator.deciding.situation import Situation
 
-_USER = 65532  # the images' own; any other works as well
-SLOW_LEAVERS = ("trainer", "generator")  # one ends its step and writes a checkpoint, the other hands over its sequences
-# Kubernetes comes back to a namespace that is deleted after half of the longest grace of its pods, gone or not: with 80
-# seconds all is gone within a minute. A trainer whose run is to go on from its checkpoint is asked with more patience.
+_USER = 65532  # of the images; any other works too
+SLOW_LEAVERS = ("trainer", "generator")  # the trainer writes a checkpoint, generators hand over
+# Kubernetes revisits a deleted namespace after half of the longest grace of its pods: 80 s lets all go within a minute.
+# A trainer that must resume from its checkpoint gets CHECKPOINT_SECONDS instead.
 _GRACE_SECONDS, LONG_GRACE_SECONDS = 30, 80
 CHECKPOINT_SECONDS = 600
-NODE_SECONDS = 60  # a node may be away so long before its pods are made elsewhere
+NODE_SECONDS = 60  # before pods of an unreachable node are evicted
 TOKEN_SECONDS = 3600
-LOAD_SECONDS = 600  # for a start: libraries, and a file system that is slow
-_FETCH_SECONDS = 4 * 3600  # where models are fetched from an object store first
+LOAD_SECONDS = 600  # startup limit: imports, and a slow file system
+_FETCH_SECONDS = 4 * 3600  # with downloads from an object store
 
 
 def pod(known: Situation, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def pod(known: Situation, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
     ours, jobs, roles = _templates(known, options)
     for change in (ours, _of_scheduler(known, key), jobs, roles):
         whole = merged(whole, change)
-    for name in ("labels", "annotations"):  # by these it is found again
+    for name in ("labels", "annotations"):  # the operator finds pods by these
         whole["metadata"][name] = whole["metadata"][name] | metadata[name]
     whole["metadata"] |= {"name": metadata["name"], "namespace": metadata["namespace"], "ownerReferences": [owner]}
     whole["spec"]["restartPolicy"] = "Never"
@@ -54,18 +53,18 @@ def pod(known: Situation, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
 
 
 def _restart_id(known: Situation, role: str) -> str:
-    """Return the restart id under which a pod of this role is started."""
+    """Return the restart id under which a pod of this role starts."""
     restart = known.spec.restart
     return restart.id if not restart.roles or role in restart.roles else ""
 
 
 def _templates(known: Situation, options: PodOptions) -> tuple[Mapping[Any, Any], ...]:
-    """What is merged into a pod, the last word last: the cluster's, the job's, the role's."""
+    """Return the pod templates in merge order: the cluster's, the job's, the role's."""
     return known.settings.pod_template, known.spec.pod_template, options.pod_template
 
 
 def trainer_seconds(known: Situation) -> int:
-    """For its step and a checkpoint, where the job is suspended or begins anew; more, where a template says so."""
+    """Return the trainer's grace to finish a step and checkpoint; templates may raise it."""
     templates = _templates(known, known.spec.roles.trainer) if known.job.job else ()
     said = [template.get("spec", {}).get("terminationGracePeriodSeconds") for template in templates]
     return max(CHECKPOINT_SECONDS, *(each for each in said if isinstance(each, int)), 0)
@@ -114,7 +113,7 @@ def _security(known: Situation) -> dict[str, Any]:
 
 
 def _spread(known: Situation, topology_key: str) -> dict[str, Any]:
-    """Generators as evenly as the nodes let them: they are many, and losing one place should not lose all."""
+    """Return a constraint that spreads generators, so that losing one place does not lose all."""
     return {
         "maxSkew": 1,
         "topologyKey": topology_key,
@@ -141,7 +140,7 @@ def _container(known: Situation, key: Worker, options: PodOptions) -> dict[str, 
         "terminationMessagePath": "/dev/termination-log",
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }  # fmt: skip
-    if role != names.PREPARE and not (role == "trainer" and key[1]):  # only its first node answers
+    if role != names.PREPARE and not (role == "trainer" and key[1]):  # only node 0 serves
         container |= {"ports": _ports(role), **_probes(_FETCH_SECONDS if known.spec.storage.uri else LOAD_SECONDS)}
     return container
 
@@ -156,7 +155,7 @@ def image_of(known: Situation, role: str, options: PodOptions) -> str:
 
 
 def command(known: Situation, key: Worker) -> list[str]:
-    """As the supervisor of a laptop starts it."""
+    """Return the command line, the same that the local supervisor uses."""
     role, worker = key
     module = ["-m", f"rlhfspec.{role}", "--connections", str(names.CONNECTIONS_FILE)]
     ranks = known.spec.roles.trainer.ranks_per_node if role == "trainer" else 1
@@ -171,21 +170,22 @@ def command(known: Situation, key: Worker) -> list[str]:
 
 
 def _is_node(known: Situation, role: str) -> bool:
-    """One of several of the trainer."""
+    """Return whether it is one of several trainer nodes."""
     return role == "trainer" and known.spec.roles.trainer.nodes > 1
 
 
 def _environment(known: Situation) -> list[dict[str, Any]]:
     values = {
         "RLHFSPEC_CACHE": str(names.CACHE), "RLHFSPEC_RUN": known.run_uid, "HOME": "/tmp",
-        "HF_HOME": str(names.CACHE / "huggingface"), "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # they are no lines of a log
+        "HF_HOME": str(names.CACHE / "huggingface"), "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # keep them out of the log
     }  # fmt: skip
     host = {"name": "RLHFSPEC_HOST", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}}
     return [host, *({"name": name, "value": value} for name, value in values.items())]
 
 
 def _threads(resources: Mapping[Any, Any], processes: int) -> list[dict[str, Any]]:
-    """As many as the limit lets run: torch counts the node's cores, and what is over the limit stands still.
+    """Return OMP_NUM_THREADS for the CPU limit: torch counts the node's cores, and threads above the limit are
+    throttled.
 
     >>> _threads({"limits": {"cpu": "3500m"}}, 1), _threads({"limits": {"cpu": 8}}, 2), _threads({}, 1)
     ([{'name': 'OMP_NUM_THREADS', 'value': '3'}], [{'name': 'OMP_NUM_THREADS', 'value': '4'}], [])
@@ -197,7 +197,7 @@ def _threads(resources: Mapping[Any, Any], processes: int) -> list[dict[str, Any
 
 
 def _num_processes(known: Situation, role: str) -> int:
-    """Of a pod."""
+    """Return the number of processes in a pod."""
     return known.spec.roles.trainer.ranks_per_node if role == "trainer" else known.spec.num_processes(role)
 
 
@@ -215,7 +215,7 @@ def _variables_of(secret: str | None) -> dict[str, Any]:
 
 
 def _probes(start_seconds: int) -> dict[str, Any]:
-    """A process whose event loop stands still for a minute is started again."""
+    """Return probes that restart a process whose event loop hangs for a minute."""
 
     def probe(path: str, **settings: int) -> dict[str, Any]:
         return {"httpGet": {"path": path, "port": "http", "scheme": "HTTP"}, **settings}
@@ -245,7 +245,7 @@ def _volumes(known: Situation, role: str) -> list[dict[str, Any]]:
 
 
 def _storage(known: Situation) -> dict[str, Any]:
-    """Of a job in an object store: a folder of the pod's own, gone with it."""
+    """Return the storage volume; with an object store an emptyDir that goes with the pod."""
     storage = known.spec.storage
     if storage.uri is not None:
         return {"emptyDir": {}}
@@ -266,14 +266,14 @@ def _mounts(role: str) -> list[dict[str, Any]]:
 
 
 def num_gpus(known: Situation, role: str) -> int:
-    """That one pod of the role asks for."""
+    """Return the number of GPUs that one pod of the role requests."""
     options: PodOptions = getattr(known.spec.roles, role)
     return min(sum(_gpus(known, role, options).values()), MOST)  # 1e99 fits no status
 
 
 def _gpus(known: Situation, role: str, options: PodOptions) -> dict[str, int]:
-    """How many of each kind the worker's container is limited to. A claim (dynamic resource allocation) counts as one:
-    how many devices are behind it stands in the cluster, not in the pod."""
+    """Return the GPU limits of the worker's container by kind. A resource claim counts as one device, because its size
+    is not in the pod."""
     resources = _resources(known, role, options)
     limits, claims = resources.get("limits"), resources.get("claims")
     found = {
@@ -285,7 +285,7 @@ def _gpus(known: Situation, role: str, options: PodOptions) -> dict[str, int]:
 
 
 def _resources(known: Situation, role: str, options: PodOptions) -> Mapping[Any, Any]:
-    """As the pod will have them. Templates are a user's: anything may be in them."""
+    """Return the resources after merging templates, which may contain anything."""
     resources: Mapping[Any, Any] = options.resources or known.settings.resources.get(role) or {}
     for template in _templates(known, options):
         containers = template.get("spec", {}).get("containers")
@@ -296,24 +296,19 @@ def _resources(known: Situation, role: str, options: PodOptions) -> Mapping[Any,
     return resources
 
 
-# --- all pods of a run or none ---------------------------------------------------------------------------------------
-
-
 def group_name(known: Situation) -> str:
     return f"{known.job.name}-{known.run_uid}"
 
 
 def group_counts(known: Situation) -> dict[str, int]:
-    """Return how many workers of each role start together; of elastic generators the fewest."""
+    """Return how many workers of each role start together, with the minimum of elastic generators."""
     replicas = known.spec.roles.generator.replicas
     return known.num_workers() | ({"generator": replicas.min} if replicas else {})
 
 
 def _of_scheduler(known: Situation, key: Worker) -> dict[str, Any]:
-    """Return what a gang scheduler wants to see on a pod. Of Kueue it is what Kueue said before the run began.
-
-    `prepare` runs before the group, and generators that were added later beside it.
-    """
+    """Return a gang scheduler's additions to a pod; for Kueue, its placement. `prepare` and generators added later are
+    not members of the group."""
     scheduling, (role, worker) = known.spec.scheduling, key
     is_member = role != names.PREPARE and worker < group_counts(known).get(role, 0)
     if scheduling.gang == "kueue":
@@ -329,15 +324,13 @@ def _of_scheduler(known: Situation, key: Worker) -> dict[str, Any]:
     return {}
 
 
-# --- a user's additions, and amounts ---------------------------------------------------------------------------------
-
-# By what the things in a list are told apart; `name` where nothing is said.
+# Keys that identify list items; default `name`.
 _KEYS = {"volumeMounts": "mountPath", "ports": "containerPort", "imagePullSecrets": "name", "hostAliases": "ip"}
 
 
 def merged(base: Mapping[Any, Any], change: Mapping[Any, Any]) -> dict[str, Any]:
-    """A pod with a user's additions, as `kubectl patch` merges: blocks key by key, named things by their name, the rest
-    of lists at the end; null removes.
+    """Merge a user's additions into a pod like `kubectl patch`: maps recursively, list items by key, other items
+    appended; null removes.
 
     >>> merged({"env": [{"name": "A", "value": "1"}], "x": 1}, {"env": [{"name": "A", "value": "2"}], "x": None})
     {'env': [{'name': 'A', 'value': '2'}]}
@@ -360,7 +353,8 @@ def _is_list(value: object) -> bool:
 
 
 def _merged_lists(base: Sequence[Any], change: Sequence[Any], key: str) -> list[Any]:
-    """Text, such as a command, is replaced as a whole; blocks without the key, such as tolerations, are added."""
+    """Merge lists. Lists of text, such as a command, are replaced; items without the key, such as tolerations, are
+    appended."""
     if not all(isinstance(item, Mapping) for item in (*base, *change)):
         return list(change)
     result = list(base)
@@ -378,7 +372,7 @@ _POWERS = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, 
 
 
 def amount(said: int | str | None) -> Decimal:
-    """One of Kubernetes' amounts as a number; 0 where nothing is said, or what the API server will refuse.
+    """Return a Kubernetes quantity as a number; 0 if missing or invalid.
 
     >>> [float(amount(text)) for text in (8, "3500m", "1k", "2Gi", "1e0")]
     [8.0, 3.5, 1000.0, 2147483648.0, 1.0]

@@ -1,8 +1,5 @@
-"""Whether pods can be made of what the user wrote: the API server is asked before a run opens, and makes nothing.
-
-The schema of a job cannot say what a `podTemplate` or an amount of a resource may be; only the API server knows. What
-it refuses for another reason, such as a quota, is left for the pods themselves: it may be otherwise by then.
-"""
+"""Dry run of a job's pods before a run opens, since only the API server can validate a `podTemplate` or quantities.
+Other refusals, such as a quota, are left to the real pods."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from rlhfspec.messages.loop import workers_of
 from rlhfspec.operator.deciding.situation import Situation
 from rlhfspec.operator.making import objects
 
-_ONLY_A_TRIAL = ("dry run", "dryRun")  # a webhook that takes no part in one
-# What a webhook says that cannot be asked or denies it, or an admission policy: no fault of the job's words.
+_ONLY_A_TRIAL = ("dry run", "dryRun")  # webhooks without dry-run support
+# Refusals by webhooks or policies, which are no error in the spec.
 _NOT_ABOUT_WORDS = ("webhook", "is forbidden: ", *_ONLY_A_TRIAL)
 _MOST_CHARACTERS = 2000
 _TYPES_ARE_WRONG = "failed to create typed patch object"
@@ -45,7 +42,7 @@ def pods(known: Situation) -> tuple[dict[str, Any], ...]:
 
 
 def _roles(known: Situation) -> list[str]:
-    """Of whose pods the user wrote more than which image; what is written for all of them is tried by one."""
+    """Return the roles with user-written pod fields; a template for all is tried with `prepare`."""
     if known.job.job is None:
         return []
     roles = (names.PREPARE, names.CONTROL, *workers_of(known.job.job))
@@ -55,7 +52,7 @@ def _roles(known: Situation) -> list[str]:
 
 
 def problem_of(job: RLHFJob | None, tried: Sequence[dict[str, Any]], answers: Sequence[ApiResponse]) -> str:
-    """The first; empty: none is the user's."""
+    """Return the first problem in the user's fields; empty: none."""
     for pod, answer in zip(tried, answers, strict=True):
         if _is_about_words(answer):
             where = _where(job, pod["metadata"]["labels"][names.ROLE])
@@ -64,8 +61,8 @@ def problem_of(job: RLHFJob | None, tried: Sequence[dict[str, Any]], answers: Se
 
 
 def refusals(tried: Sequence[dict[str, Any]], answers: Sequence[ApiResponse]) -> list[tuple[str, ApiResponse]]:
-    """By name, pods that are made at once when the trial is over, and would be refused just so: a webhook that cannot
-    be asked takes its time, which no job should have to wait for twice."""
+    """Return refusals, by name, of pods that would be created right after the trial and refused again; a hanging
+    webhook is waited for only once."""
     return [
         (pod["metadata"]["name"], answer)
         for pod, answer in zip(tried, answers, strict=True)
@@ -77,7 +74,7 @@ def refusals(tried: Sequence[dict[str, Any]], answers: Sequence[ApiResponse]) ->
 
 
 def _where(job: RLHFJob | None, role: str) -> str:
-    """What the user wrote that is in the role's pods."""
+    """Return the fields of the job that contribute to the role's pods."""
     if job is None:
         return f"spec.roles.{role}"
     options: PodOptions = getattr(job.spec.roles, role)
@@ -86,7 +83,7 @@ def _where(job: RLHFJob | None, role: str) -> str:
 
 
 def _in_words(message: str) -> str:
-    """What the API server says of a pod that it cannot read, without the words of its own code.
+    """Return an API server's parse error without Go terms.
 
     >>> told = 'Pod in version "v1" cannot be handled as a Pod: '
     >>> field = "PodSpec.spec.tolerations of type []v1.Toleration"

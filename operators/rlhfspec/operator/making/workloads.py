@@ -1,5 +1,4 @@
-"""Kueue's objects as the operator looks at them, and what the watches said of them last: the Workload of each job, the
-ResourceFlavors that say where its pods belong, and the PriorityClasses, whose numbers a Workload repeats.
+"""Views and cache of Kueue's objects: the Workload of each job, ResourceFlavors (placement) and PriorityClasses.
 
 Example:
     >>> view = workload_view({"metadata": {"name": "rlhfjob-sums-6f1c", "namespace": "rl", "uid": "9", "generation": 1,
@@ -24,8 +23,8 @@ Key = tuple[str, str]  # namespace, name: of a job
 KUEUE_GROUP = "kueue.x-k8s.io"
 WORKLOAD_VERSION, WORKLOAD_KIND, FLAVOR = f"{KUEUE_GROUP}/v1beta2", "Workload", "ResourceFlavor"
 PRIORITY_VERSION, PRIORITY = "scheduling.k8s.io/v1", "PriorityClass"
-ASKED = f"{names.GROUP}/asked"  # annotation: a hash of what the job asked for
-MOST_GONE = 10_000  # uids that are remembered as gone
+ASKED = f"{names.GROUP}/asked"  # annotation: hash of the request
+MOST_GONE = 10_000  # uids remembered as deleted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +38,12 @@ class WorkloadView:
     asked: str = ""
     is_deleting: bool = False
     conditions: tuple[Mapping[str, Any], ...] = ()
-    flavors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by role, where it has quota
-    counts: Mapping[str, int] = field(default_factory=dict)  # by role: pods that have quota
-    checks: tuple[Mapping[str, Any], ...] = ()  # admission checks, with what they want changed in the pods
+    flavors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by role
+    counts: Mapping[str, int] = field(default_factory=dict)  # by role: pods with quota
+    checks: tuple[Mapping[str, Any], ...] = ()  # admission checks with pod changes
 
     def condition(self, type_: str) -> Mapping[str, Any]:
-        """Empty: there is none."""
+        """Return a condition, or {}."""
         return next((each for each in self.conditions if each["type"] == type_), {})
 
     def is_true(self, type_: str) -> bool:
@@ -52,7 +51,7 @@ class WorkloadView:
 
     @property
     def is_admitted(self) -> bool:
-        """The job may run now."""
+        """Return whether the job may run now."""
         over = self.is_deleting or self.is_true("Evicted") or self.is_true("Finished")
         return self.is_true("Admitted") and not over
 
@@ -83,7 +82,7 @@ def owner_of(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Queueing:
-    """What is known of Kueue when a job is looked at. `flavors`: spec by name; `priorities`: by class."""
+    """Kueue's state for one job. `flavors`: spec by name; `priorities`: value by class."""
 
     workload: WorkloadView | None = None
     flavors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -91,7 +90,7 @@ class Queueing:
 
 
 class Workloads:
-    """Nothing in it goes back in time, as in the cache of jobs and pods."""
+    """Cache of Kueue's objects. Older resource versions never replace newer ones."""
 
     def __init__(self) -> None:
         self._by_job: dict[str, tuple[Key, WorkloadView]] = {}  # by the job's uid
@@ -103,7 +102,7 @@ class Workloads:
         _, view = self._by_job.get(job_uid, (None, None))
         return Queueing(view, self._flavors, self._priorities)
 
-    # --- what the watches say: each returns the job that it concerns -------------------------------------------------
+    # --- from watches: each returns the affected job -----------------------------------------------------------------
 
     def put(self, body: Json) -> Key | None:
         owner, view = owner_of(body["metadata"]), workload_view(body)
@@ -127,7 +126,7 @@ class Workloads:
         return self._by_job.pop(job)[0] if job is not None else None
 
     def leave(self, namespace: str) -> None:
-        """It is watched no more."""
+        """Forget a namespace that is no longer watched."""
         self._by_job = {job: held for job, held in self._by_job.items() if held[0][0] != namespace}
 
     def put_flavor(self, body: Json) -> None:
@@ -141,8 +140,6 @@ class Workloads:
 
     def remove_priority(self, body: Json) -> None:
         self._priorities.pop(body["metadata"]["name"], None)
-
-    # --- what a list says --------------------------------------------------------------------------------------------
 
     def uids(self, namespace: str | None) -> set[str]:
         return {view.uid for key, view in self._by_job.values() if namespace in (None, key[0])}

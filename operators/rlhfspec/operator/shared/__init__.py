@@ -1,1 +1,1 @@
-"""What jobs of a release share: credentials, streams and users of the servers, what each namespace needs."""
+"""Resources that a release's jobs share: credentials, streams, Redis users, and namespace objects."""

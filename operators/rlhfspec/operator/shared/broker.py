@@ -1,8 +1,5 @@
-"""NATS and Redis, seen from outside: can they be reached (`Observed.broker`)?
-
-Dialled every DIAL_SECONDS while there are jobs, as `told` when the answer changed; one missed dial says nothing, but
-the next comes soon.
-"""
+"""Reachability of NATS and Redis (`Observed.broker`), dialled every DIAL_SECONDS while there are jobs. Two failures in
+a row count as down."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ LOG = logging.getLogger(__name__)
 
 class Dialling:
     def __init__(self, urls: dict[str, str], told: Callable[[Said | None], None]) -> None:
-        """`urls`: by what a user calls the server."""
+        """Create a dialler. `urls` are keyed by the server's display name; `told` is called when the result changes."""
         self._urls = urls
         self._told = told
         self._missed = dict.fromkeys(urls, 0)
@@ -59,7 +56,7 @@ class Dialling:
 
 
 async def _problem_of(url: str) -> str:
-    """Empty: somebody answers. NATS speaks first, whether it wants TLS or not."""
+    """Return why a server does not answer; empty: it does. NATS speaks first, with or without TLS."""
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(_ANSWER_SECONDS):
@@ -76,5 +73,5 @@ async def _problem_of(url: str) -> str:
 
 
 def _shown(url: str) -> str:
-    """Without a password that may stand in it."""
+    """Return a URL's host without user and password."""
     return urlsplit(url).netloc.rpartition("@")[2]

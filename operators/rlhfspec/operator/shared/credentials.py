@@ -1,15 +1,14 @@
-"""What everybody of a release proves itself with in a cluster: all of it a pure function of one Secret, the `Keys`.
+"""Credentials of a release in a cluster, all derived deterministically from one Secret, the `Keys`.
 
-The operator need not read a job's Secrets: it makes them again, the same bytes, whenever it applies them. A role's
-Secret holds what that role needs and nothing of another's. (A generator without work may help a scoring stage, in its
-own process: it has a key of its own for that, which says so.)
+The operator never reads a job's Secrets: it derives the same bytes whenever it applies them. A role's Secret holds only
+that role's credentials. A generator that may help a scoring stage has a separate key for it.
 
 | in a role's Secret | |
 |---|---|
 | `ca.pem`, `ROLE.pem`, `ROLE.key` | the job's own authority, and this role's certificate: TLS between workers |
 | `ROLE.creds` | NATS: a token with the rights of this role in this run, and the seed that proves it |
-| `ranks.secret` | the trainer alone: by it ranks of several nodes know each other |
-| `redis.user`, `redis.password` | Redis: `control` alone has it, which writes the run's live state |
+| `ranks.secret` | trainer only: authenticates ranks of several nodes to each other |
+| `redis.user`, `redis.password` | Redis: `control` only, which writes the run's live state |
 | `servers-ca.pem` | the release's authority: of NATS, Redis and the operator's endpoint |
 
 Example:
@@ -43,15 +42,15 @@ from rlhfspec.messages.servers.credentials.derived import ACCOUNT_KEY, OPERATOR_
 from rlhfspec.runs.live import redis_users
 from rlhfspec.runs.live.redis_users import DASHBOARD, PASSWORD_FILE, USER_FILE, ClusterRun
 
-JOB_LIFETIME = timedelta(days=1096)  # of its certificates, from its creation: longer than any job
+JOB_LIFETIME = timedelta(days=1096)  # of certificates, from the job's creation: longer than any job
 RELEASE_LIFETIME = timedelta(days=3652)
 _JETSTREAM = "$JS.API"
 
 
 @dataclass(frozen=True)
 class Keys:
-    """What the Secret `RELEASE-keys` holds. `master`: 32 bytes that all else derives from; `account_seed`: of the NATS
-    account that all jobs share; `ca_pem`, `ca_key`: the release's authority."""
+    """Contents of the Secret `RELEASE-keys`: a 32-byte `master` secret, the seed of the NATS account that all jobs
+    share, and the release's authority."""
 
     master: bytes
     account_seed: bytes
@@ -60,7 +59,7 @@ class Keys:
 
     @classmethod
     def of(cls, data: Mapping[str, bytes]) -> Self:
-        """As the Secret has them."""
+        """Read the Secret's data. Raises InvalidRequest."""
         missing = {"master", "account.seed", "ca.pem", "ca.key"} - data.keys()
         if missing:
             raise InvalidRequest("keys", ", ".join(sorted(missing)), "missing in the release's Secret")
@@ -75,7 +74,7 @@ class Keys:
 
 
 def new_keys() -> Keys:
-    """Of a new release: at random."""
+    """Return random keys for a new release."""
     return Keys(os.urandom(32), new_account_seed(), *new_authority(datetime.now(UTC)))
 
 
@@ -88,20 +87,17 @@ def new_authority(begin: datetime) -> tuple[bytes, bytes]:
     return authority.certificate, authority.private_key
 
 
-# ---- of a job -------------------------------------------------------------------------------------------------------
-
-
 def credentials_of(
     keys: Keys, *, namespace: str, job: str, job_uid: str, run: str, role: str, created: datetime
 ) -> dict[str, bytes]:
-    """The data of a role's Secret. `created`: of the job; `run`: its uid (`names.run_uid`)."""
+    """Return the data of a role's Secret. `created` is the job's creation time, `run` its run uid (`names.run_uid`)."""
     if role not in (*names.ROLES, *BUS_ROLES):
         raise InvalidRequest("role", role, f"must be one of {', '.join(names.ROLES)}")
     secret = derived(keys.master, "job", job_uid)
     authority = _authority(secret, job_uid, created.replace(microsecond=0))
     data = {"ca.pem": authority.certificate, "servers-ca.pem": keys.ca_pem}
     if role == names.PREPARE:
-        return data  # it speaks with no server
+        return data  # it uses no server
     data[f"{role}.pem"], data[f"{role}.key"] = authority.issue(role, [names.WORKER_HOST])
     if role == names.CONTROL:
         data[USER_FILE] = redis_users.user_of(keys.master, ClusterRun(namespace, run)).encode()
@@ -116,7 +112,7 @@ def credentials_of(
     return data
 
 
-@lru_cache(8)  # all roles of a job are asked for together
+@lru_cache(8)  # all roles of a job are requested together
 def _authority(secret: bytes, job_uid: str, begin: datetime) -> Authority:
     return Authority.derived(secret, f"rlhfspec job {job_uid}", begin, JOB_LIFETIME)
 
@@ -127,18 +123,15 @@ def _creds(keys: Keys, seed: str, name: str, rights: RoleRights, issued: int = 0
     return jwt.creds_file(token, seed)
 
 
-# ---- of the release -------------------------------------------------------------------------------------------------
-
-
 def operator_creds(keys: Keys) -> bytes:
-    """NATS: to make what open runs need, to find streams of runs that are over, and to delete them."""
+    """Return NATS credentials that can create streams and consumers of open runs, and find and delete old streams."""
     calls = ("STREAM.NAMES", "STREAM.INFO.*", "STREAM.CREATE.*", "STREAM.DELETE.*", "CONSUMER.CREATE.*.*")
     publish = tuple(f"{_JETSTREAM}.{call}" for call in calls)
     return _release_creds(keys, "operator", publish, ())
 
 
 def dashboard_creds(keys: Keys) -> bytes:
-    """NATS: to look on as `view` does, at every run."""
+    """Return NATS credentials that can view every run, like `view` one run."""
     in_one_run = rights_of("view", "job", "run").subscribe
     looks_on = tuple(each.replace("rlhf.job.run.", "rlhf.*.*.") for each in in_one_run if "rlhf." in each)
     return _release_creds(keys, DASHBOARD, (f"{_JETSTREAM}.STREAM.INFO.*", f"{_JETSTREAM}.STREAM.MSG.GET.*"), looks_on)
@@ -150,7 +143,7 @@ def _release_creds(keys: Keys, role: str, publish: tuple[str, ...], subscribe: t
 
 
 def install_secrets(keys: Keys, *, namespace: str, release: str, created: datetime) -> dict[str, dict[str, bytes]]:
-    """What an install makes besides: by the name of the Secret, its data."""
+    """Return the data of all Secrets of an install, by name."""
     begin = created.replace(microsecond=0)
     authority = Authority.of_pem(derived(keys.master, "release"), keys.ca_pem, keys.ca_key, begin, RELEASE_LIFETIME)
 
@@ -189,5 +182,5 @@ def nats_config(keys: Keys) -> bytes:
 
 
 def _redis_users(keys: Keys) -> bytes:
-    """The operator alone: it makes all others, also after Redis was away."""
+    """Return Redis users: the operator only, which creates all others, also after a restart of Redis."""
     return shared.redis_users({redis_users.OPERATOR: redis_users.rules_of_operator(keys.master)})

@@ -1,14 +1,10 @@
-"""What runs have in NATS and Redis, and leave there, set right beside the reconciles: streams, users, keys.
-
-Each server has a task of its own, which looks at what is there, again and again, and at once when a run opens or is
-over. It needs no memory and no finalizer of a job: a run that ended while the operator was away is seen to be over when
-it is back. A server that is away or deaf delays no task but its own; one line of the log says so.
+"""Cleanup and setup of runs in NATS and Redis, beside the reconciles: streams, users, keys.
 
     cache.open_runs, live_runs -> Runs -> Streams, RedisUsers (a `Server` each, in a `Tending`)
 
-A run is over where its job is gone or says so, none of its pods runs, and the operator can know: it has seen the run
-live before, or watches all that there is in its namespace.
-"""
+One task per server compares periodically, and when a run opens or ends, what exists with what should. It needs no
+finalizers: after downtime it recognizes runs that ended. A run is over if its job is gone or says so, none of its pods
+runs, and the operator can know: it saw the run live, or watches all of its namespace."""
 
 from __future__ import annotations
 
@@ -27,18 +23,18 @@ from rlhfspec.runs.live.redis_client import words_of
 from rlhfspec.runs.live.redis_users import ClusterRun
 from rlhfspec.stage.tasks import ended, to_the_end
 
-_GATHER_SECONDS = 0.2  # what happens meanwhile is one look
-MOST_SEEN = 100_000  # runs that are remembered
+_GATHER_SECONDS = 0.2  # gathers changes into one pass
+MOST_SEEN = 100_000  # runs remembered
 LOG = logging.getLogger(__name__)
 
 
 class ServerAway(Exception):
-    """NATS or Redis cannot be asked now, or refuses; the words say why."""
+    """Raised when NATS or Redis is unreachable or refuses."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """As much of it as its subjects derive from (`loop.declarations`)."""
+    """Open run with what its subjects derive from (`loop.declarations`)."""
 
     namespace: str
     job: str
@@ -47,8 +43,8 @@ class OpenRun:
 
 
 class Runs:
-    """`watched`: namespaces of which all is known now. `may_act`: whether we still lead; asked before everything that
-    is written or taken away."""
+    """Runs as the cleanup sees them. `watched` returns completely known namespaces; `may_act`, whether we still lead,
+    is checked before every write."""
 
     def __init__(self, cache: Cache, watched: Callable[[], set[str]], may_act: Callable[[], bool]) -> None:
         self._cache = cache
@@ -60,7 +56,7 @@ class Runs:
         return {ClusterRun(namespace, uid) for namespace, uid in self._cache.open_runs()}
 
     def to_declare(self) -> list[OpenRun]:
-        """Of those that are open, all whose job can be read."""
+        """Return the open runs whose job is valid."""
         return [
             OpenRun(view.namespace, view.name, uid, frozenset(workers_of(view.job)))
             for uid, view in self._cache.jobs_of_open_runs().items()
@@ -68,7 +64,7 @@ class Runs:
         ]
 
     def live(self) -> set[str]:
-        """By uid: what is of these is left alone."""
+        """Return the uids of live runs, which are left alone."""
         live = self._cache.live_runs()
         for uid in live:
             self._seen[uid] = None
@@ -78,14 +74,14 @@ class Runs:
         return live
 
     def over(self, found: Iterable[ClusterRun]) -> set[ClusterRun]:
-        """Of those that were found on a server before this is asked."""
+        """Return which of these runs, found on a server beforehand, are over."""
         live, watched = self.live(), self._watched()
         return {
             run for run in found if run.uid not in live and (run.namespace in watched or self._was_seen_to_end(run))
         }
 
     def _was_seen_to_end(self, run: ClusterRun) -> bool:
-        """It was live, and is no more, though the namespace is one that we would still see it in."""
+        """Return whether a run that was live is gone from a namespace that is still watched."""
         return run.uid in self._seen and run.namespace not in self._cache.left
 
     def check(self) -> None:
@@ -95,17 +91,17 @@ class Runs:
 
 class Server(Protocol):
     name: str
-    seconds: float  # between two looks
+    seconds: float  # between two passes
 
     async def settle(self, runs: Runs) -> None:
-        """Makes what open runs need, takes away what others left. Raises ServerAway; whatever was done by then stands,
-        and the next look goes on."""
+        """Create what open runs need and delete leftovers. Raises ServerAway; partial work stands, and the next pass
+        continues."""
 
     async def close(self) -> None: ...
 
 
 class Tending:
-    """`failed`: told of each look that was not finished."""
+    """Task that keeps one server up to date. `failed` is called for each incomplete pass."""
 
     def __init__(self, server: Server, runs: Runs, failed: Callable[[str], None]) -> None:
         self._server = server
@@ -115,11 +111,11 @@ class Tending:
         self._problem = ""
 
     def tell(self) -> None:
-        """A run opened, or is over."""
+        """Start a pass: a run opened or ended."""
         self._told.set()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Run until cancelled."""
         looking = asyncio.create_task(self._keep_looking())
         try:
             await asyncio.wait([looking])
@@ -147,7 +143,7 @@ class Tending:
             return
         except ServerAway as error:
             self._is(words_of(error))
-        except Exception as error:  # what was not foreseen here is no reason to look after no job
+        except Exception as error:  # an unforeseen error must not stop the cleanup
             LOG.debug("%s", self._server.name, exc_info=error)
             self._is(f"{type(error).__name__}: {words_of(error)}")
         else:

@@ -1,17 +1,16 @@
-"""What the operator may do, as data: the chart's roles are made from it, and the tests compare it with an audit log.
+"""Permissions of the operator as data: the chart's roles are generated from it, and tests compare it with an audit log.
 
 | rules | bound in |
 |---|---|
 | JOBS | every namespace with jobs |
 | GANG | the same, when jobs use Kueue, Volcano or coscheduling |
-| SPACES | the cluster, when the operator's scope is cluster: where a namespace has the label, it makes the rest |
+| SPACES | the cluster, when the operator's scope is cluster: it sets up namespaces with the label |
 | KUEUE | the cluster, when jobs use Kueue |
 | RELEASE | the operator's own namespace |
 | CLUSTER | the cluster: a TokenReview has no namespace |
 | INSTALL | the operator's own namespace, for the install hook (`keys`) alone |
 
-It never reads a Secret: whose one is that is there already says a patch that tests its owner. Reading what
-the API server serves (`/apis`) is granted to everybody by Kubernetes itself.
+It never reads a job's Secret: a patch that tests the owner tells whose an existing one is.
 
 Example:
     >>> [rule.resources for rule in JOBS if "get" in rule.verbs]
@@ -49,14 +48,14 @@ GANG = (
 )
 RELEASE = (
     PolicyRule("coordination.k8s.io", ("leases",), ("get", "create", "update")),
-    PolicyRule("", ("pods",), ("list", "patch")),  # the label of the leader
+    PolicyRule("", ("pods",), ("list", "patch")),  # labels the leader
 )
-# What has no namespace, of Kueue: which nodes a flavor means, and what a priority class is worth.
+# Kueue's cluster-scoped kinds: the nodes of a flavor and the value of a priority class.
 KUEUE = (
     PolicyRule("kueue.x-k8s.io", ("resourceflavors",), ("list", "watch")),
     PolicyRule("scheduling.k8s.io", ("priorityclasses",), ("list", "watch")),
 )
-# The chart adds names: only those objects may be patched, and only the role JOBS be bound.
+# The chart adds resource names: only those objects may be patched, and only the role JOBS be bound.
 SPACES = (
     PolicyRule("", ("namespaces",), ("list", "watch")),
     PolicyRule("", ("serviceaccounts", "persistentvolumeclaims"), ("create",)),
@@ -71,7 +70,7 @@ INSTALL = (PolicyRule("", ("secrets",), ("get", "create")),)
 
 
 def as_rules(rules: tuple[PolicyRule, ...]) -> list[dict[str, Any]]:
-    """As a Role has them.
+    """Return rules in the form of a Role.
 
     >>> as_rules(CLUSTER)
     [{'apiGroups': ['authentication.k8s.io'], 'resources': ['tokenreviews'], 'verbs': ['create']}]

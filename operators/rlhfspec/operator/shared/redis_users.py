@@ -1,7 +1,5 @@
-"""Users in Redis of open runs, and what is left of runs that are over: their users, then their keys.
-
-A Redis that was started anew knows no user but the operator, and has all again at the next look.
-"""
+"""Redis users of open runs; the users and then keys of runs that are over are removed. A restarted Redis gets all users
+at the next pass."""
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ from rlhfspec.runs.live import redis_users as users
 from rlhfspec.runs.live.redis_client import client, close, failures, words_of
 
 _LOOK_SECONDS = 3.0
-CALL_SECONDS = 2.0  # for one answer
-SWEEP_SECONDS = 60.0  # for all of them
-_AT_ONCE = 100  # commands in one go: what is between two of these is our own CPU
+CALL_SECONDS = 2.0  # per answer
+SWEEP_SECONDS = 60.0  # per pass
+_AT_ONCE = 100  # commands per pipeline
 
 
 class RedisUsers:
-    """`login`: user and password of the operator itself; `authority`: whose certificate the server shows."""
+    """Redis users and keys of runs. `login` is the operator's user and password, `authority` the server's CA."""
 
     name, seconds = "Redis", _LOOK_SECONDS
 
@@ -30,7 +28,7 @@ class RedisUsers:
         if url.startswith("rediss:"):
             options["ssl_ca_data"] = authority.decode()
         self._master = master
-        self._num_connects, self._made_after = 0, 0  # the latter: how many connects there were by then
+        self._num_connects, self._made_after = 0, 0  # number of connects when users were last created
         self._redis = client(url, CALL_SECONDS, options, self._connected)
 
     async def _connected(self, connection: Any) -> None:
@@ -50,8 +48,7 @@ class RedisUsers:
         await close(self._redis)
 
     async def _make(self, there: set[str], runs: Runs) -> None:
-        """Those that are missing; after each connect all of them, for an operator of another version may have made
-        them."""
+        """Create missing users; after each new connection all, since another version's operator may have made them."""
         num_connects = self._num_connects
         known = there if num_connects == self._made_after else set[str]()
         commands = [
@@ -65,7 +62,7 @@ class RedisUsers:
         self._made_after = num_connects
 
     async def _take_away(self, there: set[str], runs: Runs) -> None:
-        """The users go last: while one is there, the keys of its run may be, and the next look goes on."""
+        """Remove keys, then users: while a user exists, the next pass can continue."""
         found = {name: run for name in there if (run := users.run_of(self._master, name)) is not None}
         over = runs.over(found.values())
         names = sorted(name for name, run in found.items() if run in over)
@@ -90,7 +87,7 @@ class RedisUsers:
 
 
 def _text(said: bytes | str) -> str:
-    """The client decodes some of it."""
+    """Decode an answer, which the client leaves as bytes at times."""
     return said.decode(errors="replace") if isinstance(said, bytes) else said
 
 

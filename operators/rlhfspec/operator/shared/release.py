@@ -1,8 +1,5 @@
-"""What the operator makes of the Secret RELEASE-keys, which it mounts: credentials of jobs, and its own.
-
-A NATS or Redis that is not the release's own brings an account, a user and authorities of its own, as files beside the
-keys.
-"""
+"""Credentials from the mounted Secret RELEASE-keys, for jobs and the operator. External NATS or Redis servers add an
+account, a user and authorities as files beside the keys."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from rlhfspec.runs.live.redis_users import OPERATOR, install_of, password_of
 
 REDIS_LOGIN = ("redis.username", "redis.password")
 NATS_ACCOUNT, AUTHORITIES = "nats.account.seed", ("nats.ca.pem", "redis.ca.pem")
-_MOST_KNOWN = 2000  # Secrets that are kept, to sign none twice
+_MOST_KNOWN = 2000  # Secrets cached to avoid signing twice
 
 
 def keys_of(folder: Path) -> Keys:
@@ -50,7 +47,7 @@ def credentials_by(keys: Keys) -> Credentials:
 
 
 def servers_of(told: OperatorFile, keys: Keys, folder: Path) -> list[Server]:
-    """What the operator looks after on them. `folder`: of the keys."""
+    """Return the servers to keep up to date. `folder` holds the keys."""
     tls = ssl.create_default_context(cadata=keys.ca_pem.decode()) if urlsplit(told.nats_url).scheme == "tls" else None
     inbox, install = inbox_of(OPERATOR, "release"), install_of(keys.master)
     servers: list[Server] = [Streams(told.nats_url, install, operator_creds(keys), inbox, tls)]
@@ -60,7 +57,7 @@ def servers_of(told: OperatorFile, keys: Keys, folder: Path) -> list[Server]:
 
 
 def redis_login(keys: Keys, folder: Path) -> tuple[str, str]:
-    """The operator's own user and password."""
+    """Return the operator's own Redis user and password."""
     user, password = (folder / name for name in REDIS_LOGIN)
     if not user.exists():
         return OPERATOR, password_of(keys.master, OPERATOR)

@@ -1,6 +1,6 @@
-"""What jobs need in each namespace where they run, made by the replica that leads: a service account, the operator's
-own rights there, the claim, NetworkPolicies. Only with scope `cluster`, where a label makes a namespace one of jobs; in
-others the chart makes the same. What is there stays when the label goes: pods may still use it.
+"""Objects that jobs need in each namespace: service account, the operator's rights, claim, NetworkPolicies. The leader
+creates them with scope `cluster`, where a label selects namespaces; else the chart does. They stay when the label goes,
+since pods may use them.
 
 Example:
     >>> kind_of = {"ServiceAccount": 1, "PersistentVolumeClaim": 2}
@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from rlhfspec.cluster.api import Api, ApiResponse, Json
 from rlhfspec.errors import ClusterUnavailable, LeadershipLost
 
-MADE_ONCE = ("PersistentVolumeClaim", "RoleBinding")  # which refuse to become others; those that exist are kept
+MADE_ONCE = ("PersistentVolumeClaim", "RoleBinding")  # immutable kinds; existing ones are kept
 NAMESPACE_RETRY_SECONDS = 15.0
 LOG = logging.getLogger(__name__)
 
 
 class Spaces:
-    """`kit`: the objects, without a namespace."""
+    """Setup of namespaces. `kit` are the objects, without a namespace."""
 
     def __init__(self, api: Api, kit: Sequence[Json]) -> None:
         self._api = api
@@ -34,7 +34,7 @@ class Spaces:
         self._problems: dict[str, str] = {}
 
     def joins(self, namespace: str) -> None:
-        """It is new, though another may have had its name."""
+        """Set up a namespace, also one recreated under the same name."""
         self._namespaces.add(namespace)
         self._done.discard(namespace)
         self._changed.set()
@@ -44,7 +44,8 @@ class Spaces:
         self._done.discard(namespace)
 
     async def work(self) -> None:
-        """While this replica leads. Each leader makes all of it anew: an upgrade may have changed it."""
+        """Run while this replica leads. A new leader applies everything again, because an upgrade may have changed
+        it."""
         self._done.clear()
         while True:
             self._changed.clear()
@@ -61,7 +62,7 @@ class Spaces:
                 pass
 
     async def _furnish(self, namespace: str) -> str:
-        """Why something is missing there; empty: nothing is."""
+        """Create the kit; return why something is missing, or an empty text."""
         for thing in self._kit:
             try:
                 answer = await self._make(thing | {"metadata": thing["metadata"] | {"namespace": namespace}})

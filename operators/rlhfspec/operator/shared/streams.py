@@ -1,8 +1,7 @@
-"""Streams in NATS: those of open runs are made, with their consumers, and those of runs that are over are deleted.
-
-No process of a run makes streams: all runs share one account, and a stream, whatever its name, may take in
-what others say. A stream says in its metadata of which install and namespace it is, so that several installs may share
-one server; one that says nothing is somebody else's. What a NATS lost that was started anew is made at the next look.
+"""Streams in NATS: created with their consumers for open runs, deleted for runs that are over. Runs never create
+streams, because all share one account and a stream could capture others' subjects. Stream metadata names install and
+namespace, so several installs may share a server; streams without it are foreign. A restarted NATS gets its streams
+back at the next pass.
 
 Example:
     >>> metadata_of("6eb63d927a08", "team")
@@ -32,11 +31,11 @@ from rlhfspec.runs.live.redis_users import ClusterRun
 from rlhfspec.stage.tasks import to_the_end
 
 _LOOK_SECONDS = 3.0
-CALL_SECONDS = 2.0  # for one answer
+CALL_SECONDS = 2.0  # per answer
 _CLOSE_SECONDS = 0.5
-SWEEP_SECONDS = 60.0  # for all of them
-RUNS_AT_ONCE = 16  # whose streams are made
-Call = tuple[str, dict[str, Any]]  # of JetStream, and its body
+SWEEP_SECONDS = 60.0  # per pass
+RUNS_AT_ONCE = 16  # runs whose streams are created concurrently
+Call = tuple[str, dict[str, Any]]  # JetStream call and body
 _INSTALL, _NAMESPACE = "rlhfspec.install", "rlhfspec.namespace"
 
 
@@ -45,14 +44,14 @@ def metadata_of(install: str, namespace: str) -> dict[str, str]:
 
 
 def run_in(stream: str) -> str:
-    """The run's uid, by which all streams of a run are called; empty: it is no stream of a run."""
+    """Return the run's uid from a stream's name; empty: not of a run."""
     words = stream.split("_")
     return words[-2] if words[0] == "rlhf" and len(words) >= 4 else ""
 
 
 def calls_of(run: OpenRun, install: str, there: Collection[str]) -> list[Call]:
-    """What NATS is asked to make all streams and consumers of the run, whose last stream says that it is open; nothing
-    where every stream is there already."""
+    """Return the calls that create all streams and consumers of a run, the one that marks it open last; [] if all
+    streams exist."""
     keeping = Keeping(work_seconds=KEEP_SECONDS, metadata=metadata_of(install, run.namespace))
     calls: list[Call] = []
     is_lacking = False
@@ -67,7 +66,7 @@ def calls_of(run: OpenRun, install: str, there: Collection[str]) -> list[Call]:
 
 
 class Streams:
-    """`creds`: of a NATS user that may make, find and delete them (`service.credentials.operator_creds`)."""
+    """Streams of runs. `creds` are NATS credentials with the rights of `service.credentials.operator_creds`."""
 
     name, seconds = "NATS", _LOOK_SECONDS
 
@@ -78,14 +77,14 @@ class Streams:
         self._url = url
         self._install = install
         self._options = options
-        self._of_others: set[str] = set()  # streams that were asked whose they are; that never changes
+        self._of_others: set[str] = set()  # foreign streams, which stay foreign
 
     async def settle(self, runs: Runs) -> None:
         client = Client()
         try:
             async with asyncio.timeout(SWEEP_SECONDS):
                 await self._connect(client)
-                names = await self._names(client)  # first: a run that opens meanwhile is not among them
+                names = await self._names(client)  # first, so that a run that opens meanwhile is not among them
                 refused = await self._declare(client, names, runs)
                 await self._sweep(client, names, runs)
         except (OSError, TimeoutError, nats.errors.Error) as error:
@@ -96,14 +95,14 @@ class Streams:
             raise ServerAway(refused[0])
 
     async def close(self) -> None:
-        """Each look has a connection of its own."""
+        """Do nothing: each pass has its own connection."""
 
     async def _connect(self, client: Client) -> None:
         async with asyncio.timeout(2 * CALL_SECONDS):
             await client.connect(self._url, name="operator", allow_reconnect=False, error_cb=_quiet, **self._options)
 
     async def _declare(self, client: Client, names: set[str], runs: Runs) -> list[str]:
-        """What open runs lack. Returns what the server refuses, which is no reason to leave the other runs without."""
+        """Create what open runs lack. Return refusals, which do not keep the other runs waiting."""
         lacking = [calls for run in runs.to_declare() if (calls := calls_of(run, self._install, names))]
         refused: list[str] = []
         for start in range(0, len(lacking), RUNS_AT_ONCE):
@@ -139,7 +138,7 @@ class Streams:
 
     async def _owner(self, client: Client, name: str) -> ClusterRun | None:
         info = await _call(client, f"STREAM.INFO.{name}", {})
-        if "config" not in info:  # it is gone meanwhile
+        if "config" not in info:  # deleted meanwhile
             return None
         metadata: Mapping[str, str] = info["config"].get("metadata") or {}
         if metadata.get(_INSTALL) != self._install:
@@ -169,4 +168,4 @@ async def _closed(client: Client) -> None:
 
 
 async def _quiet(_: Exception) -> None:
-    """What goes wrong is raised where it was asked."""
+    """Ignore client callbacks: errors are raised at the call."""
