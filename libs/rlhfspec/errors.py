@@ -2,33 +2,33 @@
 
     RLHFSpecError
     ├── InvalidRequest (ValueError)   the user asked for something impossible; names the field
-    │   ├── UnsupportedModel          a model feature we refuse by name rather than ignore
+    │   ├── UnsupportedModel          the model needs a feature that the engine refuses
     │   ├── JobError                  a job file or its data; holds every problem found, not only the first
-    │   └── StageRefused              what a stage's process found wrong with the job when it loaded
+    │   └── StageRefused              a stage's process refused the job when it loaded
     ├── DataExhausted                 the dataset's epochs are over
-    ├── WeightsVersionError           weights older than, or other than, what was asked for
+    ├── WeightsVersionError           weights of another version than was asked for
     ├── SequenceStateError            an exported sequence does not fit this engine
-    ├── RolloutError                  samples and scores of a step that do not belong together
+    ├── RolloutError                  samples and scores of a step do not belong together
     ├── RewardError                   a reward source gave no number for a sample; names both and the cause
-    ├── MalformedRecord               bytes that are no record; says what was wrong with them
+    ├── MalformedRecord               bytes from the wire are not a valid record
     ├── TransportClosed               a subject was used after the transport, or the subscription, was closed
-    ├── LogProbMismatch               an engine's log-probs are further from the trainer's than rounding explains
-    ├── TransportFull                 no room to publish for too long; names the consumers that have yet to read
-    ├── MessageTooLarge               more bytes than the server between the processes takes
+    ├── LogProbMismatch               an engine's log-probs differ from the trainer's by more than rounding
+    ├── TransportFull                 `publish` waited too long for room; names the slow consumers
+    ├── MessageTooLarge               a message exceeds the server's limit
     ├── PlacedError                   names one thing and what is wrong with it
     │   ├── StorageError              stored weights or a checkpoint: missing, damaged or not writable
-    │   │   └── StorageUnavailable    the object store does not answer; it may again
+    │   │   └── StorageUnavailable    the object store does not answer; temporary
     │   ├── ServerFailed              NATS or Redis of a run does not start, or refuses us
-    │   ├── TransportUnavailable      the server between the processes does not answer; it may again
+    │   ├── TransportUnavailable      the server between the processes does not answer; temporary
     │   ├── EngineFailed              the process of an engine dies again and again
-    │   └── LinkError                 bytes of a moving sequence did not get to the other engine
-    ├── ClusterUnavailable            the API server does not answer, or not so that anything could be done about it
-    │   └── ClusterRefused            it answered: no
-    ├── LeadershipLost                this replica of the operator does not act any more: it must not write
+    │   └── LinkError                 bytes of a moving sequence did not reach the other engine
+    ├── ClusterUnavailable            the API server does not answer, or answers with an error
+    │   └── ClusterRefused            the request is forbidden, or its object does not exist
+    ├── LeadershipLost                this replica of the operator is no longer the leader and must not write
     ├── StageError                    the run ended because of one stage's worker, which it names
-    │   ├── StageFailed               it raised
+    │   ├── StageFailed               the worker raised
     │   ├── StageStalled              its work took longer than its deadline
-    │   │   └── LoopStalled           all wait and none works; names every wait
+    │   │   └── LoopStalled           all workers wait and none works; names every wait
     │   └── RecordUndeliverable       no worker could handle a record; it is in the dead letters
     └── NumericalError                a model gave NaN or infinite logits for one sequence
 
@@ -47,7 +47,7 @@ from dataclasses import dataclass
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.7) -> str | None:
-    """The known word that was probably meant; capitals and underscores do not count.
+    """Return the known word closest to `word`, ignoring case and underscores; None when none is close.
 
     >>> nearest("learning_rate", ["name", "learningRate"]), nearest("banana", ["name"])
     ('learningRate', None)
@@ -58,7 +58,7 @@ def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.7) -> str | No
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown word; empty when nothing known is near.
+    """Return a "did you mean" ending for a message about an unknown word; empty when no known word is close.
 
     >>> did_you_mean("stpes", ["steps", "seed"]), did_you_mean("banana", ["steps"])
     ('; did you mean steps?', '')
@@ -72,7 +72,7 @@ def _folded(word: str) -> str:
 
 
 def _brief(value: object) -> str:
-    """On one line, and of a length to be read: a value that was sent to us may be a megabyte.
+    """Return `repr(value)` on one line, cut at 300 characters because values from the wire may be megabytes long.
 
     >>> _brief([1, 2]), len(_brief("x" * 1_000_000))
     ('[1, 2]', 303)
@@ -82,11 +82,11 @@ def _brief(value: object) -> str:
 
 
 class RLHFSpecError(Exception):
-    """Root of every error raised on purpose."""
+    pass
 
 
 class PlacedError(RLHFSpecError):
-    """An error of one thing, which it names, and what is wrong with it.
+    """An error about one named thing.
 
     >>> str(ServerFailed("nats-server", "ended with exit code 1: no space left on device"))
     'nats-server: ended with exit code 1: no space left on device'
@@ -99,7 +99,7 @@ class PlacedError(RLHFSpecError):
 
 
 class InvalidRequest(RLHFSpecError, ValueError):
-    """A value the user has to change: which field, what it was, what it must be."""
+    """A value that the user has to change: its field, the value and the requirement."""
 
     def __init__(self, field: str, value: object, problem: str) -> None:
         self.field = field
@@ -110,7 +110,7 @@ class InvalidRequest(RLHFSpecError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One error of a job or its data: where it is, what was found there, and what it must be.
+    """One problem of a job or its data: its place, the value found and the requirement.
 
     >>> print(Problem(field="spec.training.steps", value="many", problem="must be a whole number", where="line 9"))
     line 9: spec.training.steps: must be a whole number (got 'many')
@@ -119,7 +119,7 @@ class Problem:
     field: str
     problem: str
     value: object = None
-    where: str = ""  # "line 12", "--set training.steps=0"; empty when it is nowhere in particular
+    where: str = ""  # such as "line 12" or "--set training.steps=0"; empty when the problem has no single place
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
@@ -131,7 +131,7 @@ class Problem:
 
 
 class JobError(InvalidRequest):
-    """A job or its data that cannot run. `problems` are all that were found, in the order of the file.
+    """A job or its data that cannot run. `problems` holds all problems, in the order of the file.
 
     >>> error = JobError("job.yaml", [Problem(field="spec.trainig", problem="unknown key; did you mean training?")])
     >>> str(error)
@@ -151,7 +151,7 @@ class JobError(InvalidRequest):
 
 
 class StageRefused(InvalidRequest):
-    """A stage's process cannot begin with this job; in its own words, which name the field.
+    """A stage's process cannot start with this job. `said` is its message, which begins with the field.
 
     >>> str(StageRefused("spec.model.path: does not exist (got 'm')"))
     "spec.model.path: does not exist (got 'm')"
@@ -167,7 +167,7 @@ class StageRefused(InvalidRequest):
 
 
 class DataExhausted(RLHFSpecError):
-    """The dataset's `epochs` are over: a clean end of the run, after `last_step`."""
+    """The dataset's `epochs` are over. The run ends cleanly after `last_step`."""
 
     def __init__(self, last_step: int, num_rows: int, epochs: int) -> None:
         self.last_step = last_step
@@ -182,7 +182,7 @@ class UnsupportedModel(InvalidRequest):
 
 
 class WeightsVersionError(RLHFSpecError):
-    """Weights that would break the law: older than the loaded ones, or not those a request asked for."""
+    """Weights that are older than the loaded ones, or not the version that a request asked for."""
 
     def __init__(self, wanted: int, have: int, problem: str) -> None:
         self.have = have
@@ -190,7 +190,7 @@ class WeightsVersionError(RLHFSpecError):
 
 
 class SequenceStateError(RLHFSpecError):
-    """An exported sequence that does not fit this engine; `field` says which part of its manifest differs."""
+    """An exported sequence that does not fit this engine. `field` is the part of its manifest that differs."""
 
     def __init__(self, field: str, theirs: object, ours: object) -> None:
         self.field = field
@@ -198,14 +198,14 @@ class SequenceStateError(RLHFSpecError):
 
 
 class RolloutError(RLHFSpecError):
-    """Samples and scores that cannot be trained on together: which sample, and what it lacks or repeats."""
+    """Samples and scores that cannot be trained on together; names the sample and the defect."""
 
     def __init__(self, sample_id: str, problem: str) -> None:
         super().__init__(f"sample {sample_id}: {problem}")
 
 
 class MalformedRecord(RLHFSpecError):
-    """Bytes from the wire that are no record of ours, or a record that must not be."""
+    """Bytes from the wire that are not a valid record."""
 
     def __init__(self, problem: str) -> None:
         self.problem = problem
@@ -213,22 +213,22 @@ class MalformedRecord(RLHFSpecError):
 
 
 class TransportClosed(RLHFSpecError):
-    """Nothing travels any more on this subject."""
+    """A subject was used after its transport or subscription was closed."""
 
     def __init__(self, subject: str) -> None:
         super().__init__(f"{subject}: the transport or the subscription is closed")
 
 
 class ServerFailed(PlacedError):
-    """A server of the run (NATS, Redis) does not start, is not there or refuses us."""
+    """A server of the run (NATS, Redis) that does not start, is missing or refuses the connection."""
 
 
 class EngineFailed(PlacedError):
-    """An engine that computes in a process of its own cannot go on."""
+    """An engine in a process of its own that cannot continue."""
 
 
 class LogProbMismatch(RLHFSpecError):
-    """An engine whose log-probs are not those of the trainer's weights: which, at which step, and by how much.
+    """Log-probs of an engine that differ from those of the trainer's weights by more than rounding allows.
 
     >>> str(LogProbMismatch("vllm", 2, 0.0685, 1e-3, "float32"))[:96]
     "vllm: step 2: its log-probs differ from the trainer's by 0.069 a token, and float32 explains at "
@@ -247,7 +247,7 @@ class LogProbMismatch(RLHFSpecError):
 
 
 class TransportFull(RLHFSpecError):
-    """`publish` waited for room longer than it may, for consumers that have yet to acknowledge.
+    """`publish` waited too long for room, because consumers have not acknowledged earlier messages.
 
     >>> str(TransportFull("rlhf.sums.sample", 8192, ("critic",), 600.0))
     'rlhf.sums.sample: no room for 600 s: 8192 messages are not yet acknowledged by critic'
@@ -259,11 +259,11 @@ class TransportFull(RLHFSpecError):
 
 
 class TransportUnavailable(PlacedError):
-    """The server at a URL does not answer. Temporary: it may be starting, or the way to it may be cut."""
+    """The server at a URL does not answer. The error is temporary: the server may be starting or unreachable."""
 
 
 class ClusterUnavailable(RLHFSpecError):
-    """Temporary, or for the administrator of the cluster to put right: what was asked, and the answer.
+    """The API server failed a request. The error is temporary, or an administrator of the cluster has to fix it.
 
     >>> str(ClusterUnavailable("list of Pod", "pods is forbidden"))
     'the API server, asked for list of Pod: pods is forbidden'
@@ -275,29 +275,29 @@ class ClusterUnavailable(RLHFSpecError):
 
 
 class ClusterRefused(ClusterUnavailable):
-    """Asking again soon brings the same answer: what was asked for is forbidden, or not there."""
+    """The API server forbids the request or does not know its object, so an immediate retry fails too."""
 
 
 class LeadershipLost(RLHFSpecError):
-    """A request that was not written, because another replica may act by now."""
+    """A request that was not written because another replica may lead by now."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"not the leader any more, so not done: {what}")
 
 
 class LinkError(PlacedError):
-    """A link between two engines failed, or one range on it; the sequence stays where it is."""
+    """A link between two engines, or one transfer on it, failed. The sequence stays at its source."""
 
 
 class MessageTooLarge(RLHFSpecError):
-    """One message that the server would never take."""
+    """A message that exceeds the server's size limit, so that retries cannot succeed."""
 
     def __init__(self, subject: str, id: str, num_bytes: int, most: int) -> None:
         super().__init__(f"{subject}: {id} has {num_bytes} bytes, the server takes {most} (its max_payload)")
 
 
 class StageError(RLHFSpecError):
-    """What ended a run, and where; worker None: it may have been any of the stage's."""
+    """An error of one stage that ended the run. `worker` is None when any worker of the stage may be the cause."""
 
     def __init__(self, stage: str, worker: int | None, problem: str) -> None:
         self.stage = stage
@@ -307,7 +307,7 @@ class StageError(RLHFSpecError):
 
 
 class StageFailed(StageError):
-    """A worker raised; `__cause__` is what it raised.
+    """A worker raised; `__cause__` is the original exception.
 
     >>> str(StageFailed("reward", 0, "ValueError: no digits"))
     'reward 0: failed: ValueError: no digits'
@@ -318,7 +318,7 @@ class StageFailed(StageError):
 
 
 class StageStalled(StageError):
-    """A worker's piece of work is not done by its deadline.
+    """A worker's piece of work that missed its deadline.
 
     >>> str(StageStalled("reward", 0, "reward of sums/3/7/1", 61.0))
     'reward 0: stalled: reward of sums/3/7/1 takes 61 s, longer than its deadline'
@@ -329,7 +329,7 @@ class StageStalled(StageError):
 
 
 class LoopStalled(StageStalled):
-    """No worker has worked for too long. `waits`: (stage, worker, what it waits for, seconds), the longest wait first.
+    """No worker has worked for too long. `waits` holds (stage, worker, what it waits for, seconds), longest wait first.
 
     >>> print(LoopStalled(120.0, [("trainer", 0, "scores of step 3", 130.0), ("reward", 0, "samples", 121.0)]))
     trainer 0: stalled: no worker has worked for 120 s
@@ -346,7 +346,7 @@ class LoopStalled(StageStalled):
 
 
 class RecordUndeliverable(StageError):
-    """A record that this stage could not handle, however often it came: without it no step can be whole.
+    """A record that the stage failed to handle in every delivery. Its step cannot complete without it.
 
     >>> str(RecordUndeliverable("reward", "rlhf.sums.sample", "sums/3/7/1", "5 deliveries and no ack"))
     'reward: could not handle sums/3/7/1 of rlhf.sums.sample: 5 deliveries and no ack'
@@ -361,7 +361,7 @@ class NumericalError(RLHFSpecError):
 
 
 class RewardError(RLHFSpecError):
-    """A reward source gave no number for a sample: which source, which sample, what happened."""
+    """A reward source gave no number for a sample; names the source, the sample and the cause."""
 
     def __init__(self, source: str, sample_id: str, problem: str) -> None:
         self.problem = problem
@@ -369,8 +369,8 @@ class RewardError(RLHFSpecError):
 
 
 class StorageError(PlacedError):
-    """Stored weights or a checkpoint that are not there, damaged or not writable: where, and what is wrong."""
+    """Stored weights or a checkpoint that are missing, damaged or not writable."""
 
 
 class StorageUnavailable(StorageError):
-    """An object store that does not answer: which, and what it or the way to it said."""
+    """An object store that does not answer."""

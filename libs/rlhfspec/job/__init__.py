@@ -1,7 +1,6 @@
-"""RLHFJob: the one schema of the command line, the custom resource and the chart. Strict; torch-free.
+"""RLHFJob: the one strict schema of the command line, the custom resource and the chart. This module is torch-free.
 
-YAML is camelCase, Python snake_case. Every field says its unit, its default and the reason for it. What an algorithm
-decides by default (`choices.algorithms`) is filled in on reading, so that a resolved job shows everything.
+YAML is camelCase, Python snake_case. Defaults of the algorithm are filled in when a job is read.
 
 Example:
     >>> job = RLHFJob.model_validate({
@@ -37,7 +36,7 @@ from rlhfspec.job.rewards import Rewards
 from rlhfspec.job.roles import FailurePolicy, Rebalance, Roles
 
 API_VERSION = "rlhfspec.io/v1alpha1"
-if TYPE_CHECKING:  # names are of a table that a type checker does not run
+if TYPE_CHECKING:  # a type checker cannot evaluate a Literal of a table's names
     AlgorithmName = str
 else:
     AlgorithmName = Literal[ALGORITHMS.names]
@@ -126,7 +125,6 @@ class HeldOut(Block):
     )
 
     def is_due(self, step: int, last_step: int) -> bool:
-        """Return whether an evaluation follows this step."""
         return step % self.every_steps == 0 or step == last_step
 
 
@@ -199,7 +197,6 @@ class Algorithm(Block):
 
     @property
     def entry(self) -> AlgorithmEntry:
-        """Return the entry of the algorithm in the table of algorithms."""
         return ALGORITHMS[self.name]
 
     @property
@@ -384,7 +381,6 @@ class Spec(Block):
 
     @property
     def moves_samples(self) -> bool:
-        """Return whether samples can move to another generator."""
         generator = self.roles.generator
         most = max(generator.workers, generator.replicas.max if generator.replicas else 1)
         return most > 1 and self.rebalance.mode == "auto" and self.has_movable_samples
@@ -395,17 +391,15 @@ class Spec(Block):
         return ENGINES[self.generation.engine.name].is_movable
 
     def num_processes(self, stage: str) -> int:
-        """Return how many processes one worker of the stage is."""
+        """Return the number of processes that form one worker of the stage."""
         several = {"trainer": self.roles.trainer.ranks, "generator": self.roles.generator.tensor_parallel}
         return several.get(stage, 1)
 
     @property
     def prefetch(self) -> int:
-        """Return how many samples a generator fetches beyond those that its engine can run.
-
-        A fetched sample is not available to another generator that has room, so the default is small. Where samples
-        can move, it is at least a whole group, whose prompt is then computed once.
-        """
+        """Return how many samples a generator fetches beyond those that its engine can run. The default is small
+        because other generators cannot take fetched samples. Where samples can move, it covers a whole group, so that
+        its prompt is prefilled once."""
         given = self.roles.generator.prefetch
         if given is not None:
             return given
@@ -413,12 +407,12 @@ class Spec(Block):
 
     @property
     def pulled_at_a_time(self) -> int:
-        """Return how many samples are pulled at a time: those of one prompt, which share its KV."""
+        """Return how many samples are pulled at a time: at most one group, which shares the KV of its prompt."""
         return max(min(self.algorithm.samples_per_prompt, self.prefetch), 1)
 
     @property
     def samples_in_flight(self) -> int:
-        """Return the most samples that may be requested at a time: those of every step that staleness lets begin."""
+        """Return the most samples that may be requested at a time, over all steps that staleness lets begin."""
         training = self.training
         return training.prompts_per_step * self.algorithm.samples_per_prompt * (1 + training.max_staleness)
 

@@ -1,6 +1,4 @@
-"""The base class and number types of the blocks of a job, used by `rlhfspec.job` and its parts.
-
-What is true of a field beyond its value is a `Mark` in its annotation; `marked` lists the fields that have one.
+"""The base class and number types of the blocks of a job. `marked` lists the fields that carry a `Mark`.
 
 Example:
     >>> class Wait(Block):
@@ -22,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 MOST = (1 << 31) - 1
-MOST_WORKERS = 10_000  # of a stage; a cluster's operator allows fewer by default (`jobs.maxWorkers` of its chart)
+MOST_WORKERS = 10_000  # per stage; a cluster's operator allows fewer by default (`jobs.maxWorkers` of its chart)
 MOST_SECONDS = 10 * 366 * 86_400
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 Natural = Annotated[int, Field(ge=0, le=MOST)]
@@ -57,7 +55,7 @@ def marked(block: type[Block], mark: Mark) -> Iterator[str]:
 
 
 def blocks_of(annotation: Any) -> list[type[Block]]:
-    """Return the blocks that a field may hold, by itself, in a list or as one of several."""
+    """Return the blocks that a field may hold: directly, in a list or in a union."""
     if isinstance(annotation, type) and issubclass(annotation, Block):
         return [annotation]
     return [block for inner in get_args(annotation) for block in blocks_of(inner)]

@@ -1,5 +1,5 @@
-"""The fields of a job that have an effect in a cluster only: on one machine they are ignored, and `rlhfspec run`
-lists them (`job.file.remarks`). All are optional.
+"""Fields of a job that have an effect in a cluster only. `rlhfspec run` ignores them and lists them
+(`job.file.remarks`).
 
 Example:
     >>> Replicas.model_validate({"min": 1, "max": 4}).max
@@ -16,12 +16,12 @@ from pydantic import Field
 
 from rlhfspec.job.block import Block, Count, Mark
 
-# Every role that has a pod: `cluster.names.ROLES`, as what a field may say.
+# Every role that has a pod, equal to `cluster.names.ROLES`.
 Role = Literal[
     "prepare", "control", "prompts", "generator", "reward", "reference", "critic", "trainer", "rebalancer"
 ]  # fmt: skip
 Name = Annotated[str, Field(min_length=1, max_length=253)]
-DEFAULT_MANAGER = "rlhfspec.io/operator"  # as managedBy names it
+DEFAULT_MANAGER = "rlhfspec.io/operator"  # as in managedBy
 MANAGER = r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9][A-Za-z0-9._/-]*$"
 OBJECT_STORE = r"^(s3|gs|az|abfss)://[^/]+(/.*)?$"
 PodTemplate = dict[Literal["metadata", "spec"], dict[str, Any]]

@@ -15,7 +15,7 @@ from rlhfspec.job.block import Block, Mark, Natural, Positive
 from rlhfspec.job.choices.drafters import SPECULATION_MODES
 from rlhfspec.job.choices.engines import ENGINES
 
-if TYPE_CHECKING:  # names are of tables that a type checker does not run
+if TYPE_CHECKING:  # a type checker cannot evaluate a Literal of a table's names
     SpeculationMode = str
     EngineName = str
 else:

@@ -15,7 +15,7 @@ from rlhfspec.job.block import Block, Count, Mark, Natural, Seconds
 from rlhfspec.job.choices.links import LINKS_OF_A_JOB
 from rlhfspec.job.cluster import PodOptions, Replicas, Rule
 
-if TYPE_CHECKING:  # names are of a table that a type checker does not run
+if TYPE_CHECKING:  # a type checker cannot evaluate a Literal of a table's names
     LinkName = str
 else:
     LinkName = Literal[LINKS_OF_A_JOB]
@@ -54,7 +54,7 @@ class Trainer(Workers):
 
     @property
     def ranks(self) -> int:
-        """Return their number on all nodes."""
+        """Return the number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
 

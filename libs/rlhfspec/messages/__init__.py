@@ -1,1 +1,1 @@
-"""What the stages of a run say to each other, and how it travels: records, the map of the loop, transports, servers."""
+"""Messages between the stages of a run: records, the map of the loop, transports and servers."""

@@ -1,7 +1,6 @@
-"""THE MAP: every stage, what it consumes and produces, what it waits for, and what unblocks it.
+"""The map of the loop: every stage, what it consumes and produces, what it waits for, and what unblocks it.
 
 Subjects, consumers, service folders, chart keys and the supervisor's messages derive from this table.
-Adding a stage is one line here; the tests then say what is missing.
 
 Example:
     >>> subject("sums", "3f2a", Sample)
@@ -38,10 +37,10 @@ from rlhfspec.messages.records import (
 )
 from rlhfspec.messages.transport.base import Consumer, Kind
 
-# A dead worker's records are delivered to another after so long; a living one says earlier that it is still at it.
+# A dead worker's records are redelivered after this time; a living worker extends the lease earlier.
 ACK_WAIT_SECONDS = 12.0
-# Work is kept until every stage that consumes it has acknowledged it. Of state the latest stays, and a process that
-# starts sees it first. A signal may be lost, and no process waits for its readers.
+# Work is kept until every consuming stage has acknowledged it. Of state, the latest record per key is kept, and a new
+# process sees it first. A signal may be lost, and publishers never wait for its readers.
 KINDS: dict[type, Kind] = {
     Prompt: "work", Sample: "work", Score: "work", Demand: "work",
     Weights: "state", DraftWeights: "state", DatasetInfo: "state", WorkerInfo: "state",
@@ -49,17 +48,17 @@ KINDS: dict[type, Kind] = {
     Move: "signal", Moved: "signal", Plan: "signal",
 }  # fmt: skip
 MOST_PENDING = 1 << 20  # messages of a subject: several steps of any job
-# What every process says of itself, whatever its stage; of these, what every process may also read.
+# Records that every process publishes, whatever its stage; and those that every process may also read.
 OF_A_PROCESS: tuple[type[Record], ...] = (Heartbeat, WorkerInfo)
 SEEN_BY_ALL: tuple[type[Record], ...] = (WorkerInfo,)
-LAST_DECLARED = WorkerInfo  # of all records: once it is, all are; every process may ask for it
+LAST_DECLARED = WorkerInfo  # declared last, so its existence implies all others; every process may query it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """`max_held`: records of one type that its workers together hold unacknowledged. `max_deliveries`: of one record
-    before it is a dead letter; None: as often as it takes. `watches`: work of others that it looks on at, as observers
-    do: it is not kept for this stage, and nothing that decides a token or a curve reads it."""
+    """A stage of the loop. `max_held`: most records of one type that its workers together hold unacknowledged.
+    `max_deliveries`: most deliveries of a record before it becomes a dead letter; None: no limit. `watches`: records of
+    other stages that it observes. They are not kept for it and must not affect tokens or curves."""
 
     name: str
     consumes: tuple[type[Record], ...]
@@ -67,7 +66,7 @@ class Stage:
     waits_for: str
     unblocked_by: tuple[str, ...]
     max_held: int = 1024
-    max_deliveries: int | None = 20  # a worker that dies or leaves has used one up for all it held
+    max_deliveries: int | None = 20  # each death or exit of a worker costs one delivery of all records it held
     watches: tuple[type[Record], ...] = ()
 
 
@@ -78,7 +77,7 @@ STAGES: tuple[Stage, ...] = (
         produces=(Prompt, DatasetInfo),
         waits_for="a weights version not older than the step allows",
         unblocked_by=("trainer",),
-        watches=(Sample,),  # how long the answers to a prompt were: what takes long goes first
+        watches=(Sample,),  # their response lengths; prompts with long responses go first
     ),
     Stage(
         name="generator",
@@ -87,7 +86,7 @@ STAGES: tuple[Stage, ...] = (
         waits_for="prompts, and room in the KV cache",
         unblocked_by=("prompts", "trainer"),
         watches=(Move, Plan, DraftWeights),
-        max_held=1 << 16,  # the engine queues what it has no room for
+        max_held=1 << 16,  # the engine queues sequences that it has no room for
     ),
     Stage(
         name="reward",
@@ -95,7 +94,7 @@ STAGES: tuple[Stage, ...] = (
         produces=(Score,),
         waits_for="finished samples",
         unblocked_by=("prompts", "generator"),
-        max_held=1 << 16,  # groups that are not complete yet
+        max_held=1 << 16,  # incomplete groups
     ),
     Stage(
         name="reference",
@@ -120,18 +119,18 @@ STAGES: tuple[Stage, ...] = (
         waits_for="every sample of the step and every score of a sample",
         unblocked_by=("prompts", "generator", "reward", "reference", "critic"),
         max_held=1 << 20,  # until a checkpoint covers their step
-        max_deliveries=None,  # each crash of a trainer counts as a delivery of all it holds
+        max_deliveries=None,  # each crash of a trainer counts as a delivery of all its records
     ),
     Stage(
         name="rebalancer",
         consumes=(),
         produces=(Move, Plan),
         waits_for="generators to say what they have",
-        unblocked_by=(),  # nothing waits for it, and it needs nothing
-        watches=(Load, Moved, Sample),  # of a sample, how long it became
+        unblocked_by=(),  # no stage waits for it, and it needs nothing
+        watches=(Load, Moved, Sample),  # samples tell their final length
     ),
 )
-# What looks on: it watches, produces nothing, and no stage waits for it.
+# Observers watch and produce nothing, and no stage waits for them.
 OBSERVERS: tuple[Stage, ...] = (
     Stage(
         name="view",
@@ -145,17 +144,17 @@ BY_NAME = {stage.name: stage for stage in (*STAGES, *OBSERVERS)}
 
 
 def subject(job: str, uid: str, record: type) -> str:
-    """Where records of this type travel in one run of the job; another run of the same name has another uid."""
+    """Return the subject of a record type in one run of a job; runs of the same name differ in uid."""
     return f"rlhf.{job}.{uid}.{record.__name__.lower()}"
 
 
 def dead_letters(job: str, uid: str) -> str:
-    """Where records go that no worker could handle: state, so that every watcher sees all of them."""
+    """Return the subject of records that no worker could handle. It is state, so that watchers see all of them."""
     return f"rlhf.{job}.{uid}.dead"
 
 
 def state_key(record: Record) -> str:
-    """What a record of state is the latest of."""
+    """Return the key under which only the latest state record is kept."""
     if isinstance(record, WorkerInfo):
         return f"{record.stage}-{record.worker}"
     return record.role if isinstance(record, Weights) else ""
@@ -166,7 +165,7 @@ def consumers_of(record: type[Record]) -> list[Stage]:
 
 
 def work_consumer(stage: Stage) -> Consumer:
-    """As what its workers pull: they compete under the stage's name."""
+    """Return the consumer of a stage; its workers compete under the stage's name."""
     return Consumer(
         name=stage.name,
         ack_wait_seconds=ACK_WAIT_SECONDS,
@@ -176,7 +175,7 @@ def work_consumer(stage: Stage) -> Consumer:
 
 
 def work_consumers(record: type[Record], running: Collection[str]) -> list[Consumer]:
-    """Of the stages that run in a job, those that this work is kept for.
+    """Return the consumers of a work record among the stages that run in a job.
 
     >>> [consumer.name for consumer in work_consumers(Sample, {"reward", "trainer"})]
     ['reward', 'trainer']
@@ -185,7 +184,7 @@ def work_consumers(record: type[Record], running: Collection[str]) -> list[Consu
 
 
 class Declaration(NamedTuple):
-    """What `Transport.declare` is told."""
+    """Arguments of `Transport.declare`."""
 
     subject: str
     kind: Kind
@@ -193,8 +192,7 @@ class Declaration(NamedTuple):
 
 
 def declarations(job: str, uid: str, running: Collection[str]) -> list[Declaration]:
-    """All that opens a run, in this order. Work is kept for the stages that run alone: a job without a critic has no
-    consumer `critic`.
+    """Return the declarations that open a run, in order. Only running stages get consumers.
 
     >>> [each.subject for each in declarations("sums", "3f2a", {"reward", "trainer"})][-2:]
     ['rlhf.sums.3f2a.dead', 'rlhf.sums.3f2a.workerinfo']
@@ -214,7 +212,7 @@ def _declaration(job: str, uid: str, record: type, running: Collection[str]) -> 
 
 
 def scoring_stages(algorithm: Algorithm) -> tuple[ScoringStage, ...]:
-    """Whose scores a sample needs before it can be trained on."""
+    """Return the stages whose scores a sample needs before it can be trained on."""
     stages: list[ScoringStage] = ["reward"]
     if algorithm.kl_coefficient > 0:
         stages.append("reference")
@@ -224,7 +222,7 @@ def scoring_stages(algorithm: Algorithm) -> tuple[ScoringStage, ...]:
 
 
 def workers_of(job: RLHFJob) -> dict[str, int]:
-    """The stages that run in this job, and how many workers each has."""
+    """Return the number of workers of each stage that runs in this job."""
     roles = job.spec.roles
     running = {"prompts", "generator", "trainer", *scoring_stages(job.spec.algorithm)}
     if job.spec.moves_samples:

@@ -1,5 +1,4 @@
-"""What a run shows and records: metrics of a step, the run folder, the live view, pictures, trackers, the summary.
+"""Output of a run: step metrics, the run folder, the live view, plots, trackers and the summary.
 
-Nothing here decides anything: what a stage reports goes in, files and pictures come out. Importing it costs no torch
-and no matplotlib.
+This package makes no decisions and imports neither torch nor matplotlib.
 """

@@ -1,1 +1,1 @@
-"""One trace a sample, over all processes: where its time went, written into the run folder and sent out by OTLP."""
+"""Tracing: one trace per sample over all processes, written to the run folder and exported by OTLP; and metrics."""

@@ -1,7 +1,7 @@
-"""What looks on at the bus: told of each record that leaves a worker, reaches it and is done with. It changes nothing.
+"""Watchers of the bus, called for each record that leaves a worker, reaches it or is done. They change nothing.
 
-Traces and metrics are made here, so that no stage says a word about them. What a watcher returns from `publishing`
-travels with the record, as headers, to the worker that takes it.
+Traces and metrics are made here, so that stages contain no code for them. Headers returned by `publishing` travel with
+the record to the worker that takes it.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import Literal, NamedTuple, Protocol
 from rlhfspec.messages.records import Record
 
 How = Literal["ack", "nak", "term", "moved"]
-SENT = "sent"  # header: when the record was published, in Unix seconds
+SENT = "sent"  # header: time of publication in Unix seconds
 
 
 class WorkerPlace(NamedTuple):
-    """A worker."""
+    """Address of a worker."""
 
     stage: str
     worker: int
 
 
 class SampleProgress(NamedTuple):
-    """How far a sample is when it goes from one worker to another: made by all workers that had it so far."""
+    """Progress of a sample when it moves between workers, summed over all workers so far."""
 
     num_moves: int  # before this one
-    weights_versions: tuple[int, ...]  # of each token of its response
+    weights_versions: tuple[int, ...]  # of each response token
     num_verifications: int
     num_drafted: int
     num_accepted: int
-    strategies: tuple[tuple[str, int], ...]  # as of a `Sample`
-    at: float  # Unix seconds: where it leaves, since when it stands still
-    seconds: float = 0.0  # of engines
+    strategies: tuple[tuple[str, int], ...]  # as in `Sample`
+    at: float  # Unix seconds when it left its source and began to stand still
+    seconds: float = 0.0  # of engine time
 
     @property
     def num_tokens(self) -> int:
@@ -41,7 +41,8 @@ class SampleProgress(NamedTuple):
 
 
 class Delivered(NamedTuple):
-    """How a record came. `num`: 1 the first time. `progress`: with what it came from another worker of the stage."""
+    """Circumstances of a delivery. `num`: 1 the first time. `progress`: set if it came from another worker of the
+    stage."""
 
     headers: Mapping[str, str]
     num: int = 1
@@ -50,26 +51,26 @@ class Delivered(NamedTuple):
 
 class Watcher(Protocol):
     def publishing(self, place: WorkerPlace, record: Record) -> Mapping[str, str]:
-        """Headers for a record that is about to leave."""
+        """Return headers for a record that is about to leave."""
         ...
 
     def published(self, place: WorkerPlace, record: Record, began: float, is_new: bool) -> None:
-        """It is out; it began to leave then (Unix seconds). is_new False: it was there already."""
+        """Observe a published record. `began`: Unix seconds before publishing. is_new False: it was a duplicate."""
         ...
 
     def taken(self, place: WorkerPlace, record: Record, delivered: Delivered) -> None:
-        """A worker has pulled it, or has it from another one."""
+        """Observe a record pulled by a worker, or received from another worker."""
         ...
 
     def ended(
         self, place: WorkerPlace, record_type: type, id: str, how: How, progress: SampleProgress | None = None
     ) -> None:
-        """The worker is done with what it had taken; `id` is the record's. `progress`: with what it goes elsewhere."""
+        """Observe the end of a worker's delivery of record `id`. `progress`: set if the sample moves elsewhere."""
         ...
 
 
 class Watchers:
-    """Several as one."""
+    """Watcher that forwards to several."""
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self._watchers = tuple(watchers)
@@ -96,7 +97,7 @@ class Watchers:
 
 
 def sent_at(headers: Mapping[str, str]) -> float | None:
-    """
+    """Return the time of publication in Unix seconds, or None.
     >>> sent_at({"sent": "1716400000.25"}), sent_at({}), sent_at({"sent": "yesterday"}), sent_at({"sent": "inf"})
     (1716400000.25, None, None, None)
     """

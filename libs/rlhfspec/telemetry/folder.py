@@ -1,7 +1,6 @@
-"""Spans in the run folder: `traces/STAGE-N.jsonl`, one line a span, written once a second by a thread of its own.
+"""Spans in the run folder: `traces/STAGE-N.jsonl`, one line per span, written every second by a background thread.
 
-What is lost when a process is killed is the last second. A trace is no part of the result: when it cannot be written
-the run goes on without, and says so once.
+A killed process loses its last second. If traces cannot be written, the run continues after one warning.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ log = logging.getLogger("rlhfspec.telemetry")
 
 
 class SpanFiles:
-    """Of one process; `keep` may be called from any thread."""
+    """Span writer of one process. `keep` is thread-safe."""
 
     def __init__(self, run: Path) -> None:
         self._folder = run / TRACES
@@ -65,7 +64,7 @@ class SpanFiles:
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Append lines, after the end of one that a killed process left half written."""
+    """Append lines; first end a line that a killed process left incomplete."""
     path.parent.mkdir(exist_ok=True)
     with path.open("ab+") as file:
         if file.tell():
@@ -75,10 +74,8 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def read_spans(run: Path, *, containing: str = "") -> Iterator[Span]:
-    """Of all processes, in no order; half lines are left out, also while the run goes on.
-
-    `containing`: only lines in which this stands; a run may have millions.
-    """
+    """Yield the spans of all processes, unordered, also during the run. Incomplete lines are skipped. `containing`:
+    read only lines with this text, as a run may have millions."""
     wanted = containing.encode()
     for path in sorted((run / TRACES).glob("*.jsonl")):
         with path.open("rb") as file:

@@ -1,8 +1,7 @@
-"""One generator's word after the other's, as one story: where a sample's stay ends its move begins, and so on.
+"""Merging of a sample's spans from several generators into one sequence of stays and moves.
 
-Each process tells what it saw by its own clock. A destination has a sample a moment before its source hears so, and
-until it does the sample stood still; a generator that was killed told no end; and what was delivered anew was in no
-queue while the first one had it.
+Each process reports by its own clock. A destination has a sample slightly before its source knows; a killed generator
+reports no end; and a redelivered sample was in no queue while its first holder had it.
 
 Example:
     >>> shared = {"run": "3f2a", "sample": "sums/3/7/1", "stage": "generator", "step": 3}
@@ -21,11 +20,11 @@ from itertools import pairwise
 
 from rlhfspec.telemetry.spans import Span
 
-WENT_ON = ("kv", "tokens", "lost")  # how moves end that end a stay
+WENT_ON = ("kv", "tokens", "lost")  # outcomes of moves that end a stay
 
 
 def joined(spans: Sequence[Span]) -> list[Span]:
-    """Of one sample. What is neither a stay nor a move stays as it was."""
+    """Join the stays and moves of one sample; leave other spans unchanged."""
     chains: dict[int, list[Span]] = {}
     for span in sorted(filter(_is_part, spans), key=lambda span: (span.delivery, span.stay, span.name == "move")):
         chains.setdefault(span.delivery, []).append(replace(span))
@@ -41,13 +40,14 @@ def joined(spans: Sequence[Span]) -> list[Span]:
 
 
 def _is_part(span: Span) -> bool:
-    """Of the way from one generator to another. A move that came to nothing interrupted a stay, and is none."""
+    """Return whether a span is a stay, or a move that ended one. A failed move only interrupts a stay."""
     return span.name == "generation" or (span.name == "move" and span.attributes.get("how") in WENT_ON)
 
 
 def _join(before: Span, after: Span) -> None:
     _until(before, after)
-    before.ended = max(before.began, min(before.ended, after.ended))  # it may be finished before its source hears
+    # The destination may finish it before the source knows of the move.
+    before.ended = max(before.began, min(before.ended, after.ended))
     after.began = max(after.began, before.ended)
     after.ended = max(after.ended, after.began)
 
@@ -59,13 +59,13 @@ def _deliver_anew(before: Span, after: Span) -> None:
 
 
 def _end_when_published(last: Span, rest: Sequence[Span]) -> None:
-    """Its worker may be killed before it told of that; but the one that took the sample says when it was out."""
+    """End the last stay when its sample was published, if a killed worker did not report it."""
     published = [span.sent for span in rest if span.sent is not None]
     if last.is_open and published:
         last.ended = max(last.began, min(published))
 
 
 def _until(before: Span, after: Span) -> None:
-    """How a stay in vain, or a move that is not confirmed, ended is not told; but what came after it is."""
+    """End an abandoned stay, or an unconfirmed move, at the begin of its successor."""
     if before.is_open or before.attributes.get("how") == "lost":
         before.ended = max(before.began, after.began)

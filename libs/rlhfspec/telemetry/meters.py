@@ -1,8 +1,8 @@
-"""What a process counts and measures: for Prometheus as text, and by OTLP where a collector is named (docs/tracing.md).
+"""Metrics of a process: for Prometheus as text, and for OTLP if a collector is configured (docs/tracing.md).
 
-Everything comes from what passes on the bus (it is a `Watcher`) and from the vitals; no stage says a word about it.
-Numbers are kept here, at a microsecond for each record, and are put into the forms of others when somebody asks:
-instruments of the OpenTelemetry SDK take ten times that.
+They come from the bus (`Meters` is a `Watcher`) and the vitals, without code in stages. Numbers are plain Python, at
+about
+1 us per record, and are converted on demand; OpenTelemetry instruments take ten times as long.
 
 Example:
     >>> from rlhfspec.telemetry.tracer import example_sample
@@ -33,7 +33,7 @@ Labels = tuple[tuple[str, str], ...]  # sorted
 
 
 class Times:
-    """A histogram of seconds."""
+    """Histogram of seconds."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS) + 1)
@@ -45,7 +45,7 @@ class Times:
 
     @property
     def cumulative(self) -> list[tuple[str, float]]:
-        """As Prometheus has it."""
+        """Return (limit, cumulative count) as in Prometheus."""
         limits = [*map(str, BOUNDS), "+Inf"]
         return list(zip(limits, map(float, accumulate(self.counts)), strict=True))
 
@@ -59,20 +59,20 @@ class Metric(NamedTuple):
 
 @dataclass(slots=True)
 class _Records:
-    """Of one type, at one worker."""
+    """Metrics of one record type at one worker."""
 
     published: int = 0
-    there: int = 0  # already
+    there: int = 0  # duplicates
     taken: int = 0
     ended: dict[How, int] = field(default_factory=lambda: dict.fromkeys(get_args(How), 0))
     publish: Times = field(default_factory=Times)
     queue: Times = field(default_factory=Times)
     trip: Times = field(default_factory=Times)
-    sent: dict[str, float] = field(default_factory=dict)  # when what is in hand was published
+    sent: dict[str, float] = field(default_factory=dict)  # publication times of records in hand
 
 
 class Meters:
-    """A `Watcher`. Belongs to one event loop; `metrics` may be asked for from any thread."""
+    """Watcher that counts and measures. It belongs to one event loop; `metrics` is callable from any thread."""
 
     def __init__(self, *, now: Callable[[], float] = time.time) -> None:
         self._now = now
@@ -82,7 +82,7 @@ class Meters:
         self._counts: dict[tuple[str, Labels], float] = defaultdict(float)
         self._pauses: dict[Labels, Times] = defaultdict(Times)
         self._weights: dict[Labels, Times] = defaultdict(Times)
-        # What others count: told from the beginning, for in what begins at 1 Prometheus sees no rise.
+        # Counters of others, exported from the start: Prometheus sees no rise in a counter that starts at 1.
         self._elsewhere: dict[tuple[str, Labels], Callable[[], int]] = {}
 
     # --- what passes on the bus --------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class Meters:
         records.taken += 1
         if (sent := sent_at(delivered.headers)) is not None:
             records.sent[record.id] = sent
-            if delivered.progress is None:  # else it was at another worker, and in no queue
+            if delivered.progress is None:  # otherwise it came from another worker, not a queue
                 records.queue.add(self._now() - sent)
 
     def ended(
@@ -125,19 +125,19 @@ class Meters:
     # --- what else happens -------------------------------------------------------------------------------------------
 
     def worked(self, stage: str, worker: int, what: str, seconds: float) -> None:
-        """For `Vitals.told`."""
+        """Count a piece of work, as `Vitals.told`."""
         self._work[_labels(WorkerPlace(stage, worker), work=kind_of_work(what))].add(seconds)
 
     def took_weights(self, stage: str, worker: int, way: str, seconds: float) -> None:
-        """`way`: `group` or `store` (docs/weights.md)."""
+        """Count an update of weights. `way`: `group` or `store` (docs/weights.md)."""
         self._weights[_labels(WorkerPlace(stage, worker), way=way)].add(seconds)
 
     def reconnects(self, server: str, count: Callable[[], int]) -> None:
-        """`count`: how often the connection to `nats` or `redis` was lost and came back."""
+        """Register a counter of lost and restored connections to `nats` or `redis`."""
         self._elsewhere["reconnects", (("server", server),)] = count
 
     def restarts(self, stage: str, worker: int, count: Callable[[], int]) -> None:
-        """`count`: how often a worker's process was started again."""
+        """Register a counter of a worker's restarts."""
         self._elsewhere["restarts", _labels(WorkerPlace(stage, worker))] = count
 
     def _loaded(self, place: WorkerPlace, load: Load) -> None:
@@ -155,7 +155,7 @@ class Meters:
             for when, tokens in (("before", load.tokens_before_learning), ("now", load.tokens_while_learning)):
                 if tokens is not None:
                     self._set("generator_tokens_per_verification", tokens, place, when=when)
-        if load.strategy:  # by which it took most of its last steps
+        if load.strategy:  # the strategy of most recent steps
             self._counts["generator_strategies", _labels(place, strategy=load.strategy)] += 1
 
     def _trained(self, place: WorkerPlace, report: StepReport) -> None:
@@ -179,11 +179,11 @@ class Meters:
     # --- what is there -----------------------------------------------------------------------------------------------
 
     def metrics(self) -> Iterator[Metric]:
-        """All of them, as they are now."""
+        """Yield the current values of all metrics."""
         records = [(place, kind.__name__.lower(), each) for (place, kind), each in list(self._records.items())]
         published: list[tuple[Labels, float]] = []
         taken: list[tuple[Labels, float]] = []
-        ended: list[tuple[Labels, float | Times]] = []  # zeros too: the first dead letter is to be seen as a rise
+        ended: list[tuple[Labels, float | Times]] = []  # includes zeros, so that the first dead letter is a rise
         for place, kind, each in records:
             published.append((_labels(place, type=kind, there="false"), each.published))
             published.append((_labels(place, type=kind, there="true"), each.there))
@@ -206,7 +206,7 @@ class Meters:
         yield from _by_name({key: count() for key, count in list(self._elsewhere.items())}, "counter")
 
 
-# Of a line of steps.jsonl: its field, and what of it.
+# Field of steps.jsonl, and its part.
 _OF_A_STEP = {
     "reward": ("reward", "mean"),
     "kl": ("kl", "k3"),
@@ -222,7 +222,7 @@ _TIMES_OF_RECORDS = {
 
 
 def kind_of_work(what: str) -> str:
-    """What kind of work it was, without ids and numbers: there are few, so each may be a label.
+    """Return the kind of work without ids and numbers, of which there are few enough for a label.
 
     >>> kind_of_work("loading weights version 7"), kind_of_work("scoring sums/3/7/1")
     ('loading weights version', 'scoring')

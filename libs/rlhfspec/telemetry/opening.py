@@ -1,4 +1,4 @@
-"""Everything that looks on at one process, opened and closed together; opentelemetry only where it is needed.
+"""Opening and closing of all watchers of a process. opentelemetry is imported only if needed.
 
 Example:
     >>> with watching("sums", "3f2a91c0", run=None) as nothing:
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """`watcher` for the bus: None where nothing looks on. `meters`: None where nothing is counted."""
+    """`watcher` for the bus; None: no watcher. `meters`; None: no metrics."""
 
     watcher: Watcher | None
     meters: Meters | None
 
     def metrics_text(self) -> str:
-        """For /metrics, as Prometheus reads it."""
+        """Return the text of /metrics for Prometheus."""
         if self.meters is None:
             return ""
         from rlhfspec.telemetry.prometheus import text_of
@@ -43,7 +43,7 @@ class Observation:
 def watching(
     job: str, uid: str, *, run: Path | None, otlp_endpoint: str | None = None, metrics: bool = False
 ) -> Iterator[Observation]:
-    """run: the folder that traces are written into; None: none are. metrics: count, for Prometheus."""
+    """Open the watchers of a process. run: folder for traces; None: no traces. metrics: collect them for Prometheus."""
     keepers: list[Callable[[Span], None]] = []
     watchers: list[Watcher] = []
     meters = None

@@ -1,7 +1,6 @@
-"""Spans to a collector, by OTLP over gRPC. Headers and certificates are read from the usual OTEL_EXPORTER_OTLP_*.
+"""Export of spans by OTLP over gRPC. OTEL_EXPORTER_OTLP_* variables set headers and certificates.
 
-Beside each span that began with a record from another process goes one for its wait, `queue`, so that other tools
-show it too.
+A span that began with a record from another process is preceded by a span `queue` for the wait.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 
 from rlhfspec.telemetry.spans import Attribute, Span, span_id
 
-MOST_WAITING = 1 << 16  # spans: a step's training ends for all of its samples at once
+MOST_WAITING = 1 << 16  # spans; the training of all samples of a step ends at once
 EXPORT_MILLISECONDS = 1000.0
 EXPORT_TIMEOUT_SECONDS = 5.0
 CLOSE_SECONDS = 5.0
@@ -28,7 +27,7 @@ log = logging.getLogger("rlhfspec.telemetry")
 
 
 class OtlpSpans:
-    """Of one process. A collector that is away costs spans, never time."""
+    """Span exporter of one process. An absent collector costs spans, never time."""
 
     def __init__(self, endpoint: str, resource: Mapping[str, Attribute]) -> None:
         self._endpoint = endpoint
@@ -42,7 +41,7 @@ class OtlpSpans:
 
     def keep(self, span: Span) -> None:
         if span.again or span.is_open:
-            return  # the first to do it has told, or will when it is over
+            return  # exported by the first to do it, or at its end
         if span.sent is not None:
             self._processor.on_end(self._readable(span, "queue", span.sent, span.began))
         self._processor.on_end(self._readable(span, span.name, span.began, span.ended))
@@ -51,7 +50,7 @@ class OtlpSpans:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # What is still to be sent may wait for a collector that is away: not for longer than this.
+        # Unsent spans must not delay the exit while the collector is away.
         sending = threading.Thread(target=self._processor.shutdown, name="otlp-close", daemon=True)
         sending.start()
         sending.join(CLOSE_SECONDS)

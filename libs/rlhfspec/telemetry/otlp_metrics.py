@@ -1,4 +1,4 @@
-"""Metrics to a collector, by OTLP over gRPC, every few seconds and once more at the end."""
+"""Export of metrics by OTLP over gRPC, every few seconds and once at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class OtlpMetrics:
-    """A collector that is away costs numbers, never time."""
+    """Metrics exporter of one process. An absent collector costs data, never time."""
 
     def __init__(self, meters: Meters, endpoint: str, resource: Mapping[str, Attribute]) -> None:
         self._meters = meters
@@ -71,7 +71,7 @@ class OtlpMetrics:
     def _times(self, labels: Labels, value: float | Times, now: int) -> export.HistogramDataPoint:
         assert isinstance(value, Times)
         counts = list(value.counts)
-        nothing = float("nan")  # the least and the most are not kept
+        nothing = float("nan")  # minimum and maximum are not recorded
         return export.HistogramDataPoint(
             dict(labels), self._began, now, sum(counts), value.sum, counts, BOUNDS, min=nothing, max=nothing
         )

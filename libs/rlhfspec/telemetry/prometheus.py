@@ -1,4 +1,4 @@
-"""Metrics as text that Prometheus reads."""
+"""Metrics in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def text_of(metrics: Iterable[Metric]) -> str:
 
 @contextmanager
 def served(metrics: Callable[[], Iterable[Metric]]) -> Iterator[str]:
-    """Where `/metrics` is answered, at any port that is free: for a process that has no other server."""
+    """Serve `/metrics` on a free port and yield host:port, for processes without another server."""
     server, thread = start_http_server(0, LOOPBACK, _AskedRegistry(metrics))
     try:
         yield f"{LOOPBACK}:{server.server_port}"
@@ -31,7 +31,7 @@ def served(metrics: Callable[[], Iterable[Metric]]) -> Iterator[str]:
 
 
 class _AskedRegistry(CollectorRegistry):
-    """Asks for all of them whenever it is asked."""
+    """Registry that collects metrics on every request."""
 
     def __init__(self, metrics: Callable[[], Iterable[Metric]]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What traces of a run tell: one sample's life, and which samples of a step took longest."""
+"""Queries on a run's traces: one sample's life, and the slowest samples of a step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ HOW_TO_GET_TRACES = "are written while a job runs, with observability.traces: tr
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """The spans of one sample, of one run, in the order in which they began, the step's end last; what was done twice
-    once. `stays`, `moves`: as a sample goes from one generator to another, and where it is delivered anew."""
+    """Spans of one sample in one run, by begin, with the end of its step last and without repetitions. `stays`,
+    `moves`: the sample at each generator, and between generators."""
 
     sample: str
     spans: tuple[Span, ...]
@@ -35,7 +35,7 @@ class Life:
 
     @property
     def seconds_until_scored(self) -> float:
-        """What is its own: after that it only waits for the others of its step."""
+        """Return its own time; afterwards it only waits for the rest of its step."""
         return max((span.ended for span in self.spans if span.name not in _LAST), default=self.ended) - self.began
 
     @property
@@ -48,7 +48,7 @@ class Life:
 
     @property
     def queue_seconds(self) -> float:
-        """In which it waited to be taken, until it was scored."""
+        """Return the total time in queues until it was scored."""
         return sum(span.waited_seconds for span in self.spans if span.name not in _LAST)
 
     @property
@@ -56,18 +56,20 @@ class Life:
         return any(span.name not in ("prompt", "generation", "move") for span in self.spans)
 
     def is_in_vain(self, span: Span) -> bool:
-        """A stay of which nothing is left: its generator is gone or gave it back, and the prompt was delivered anew."""
+        """Return whether the stay's result was lost: its generator died or returned it, and the prompt was
+        redelivered."""
         return span.name == "generation" and span.delivery != self._delivery
 
     @property
     def _delivery(self) -> int:
-        """The one that the sample came of; while there is none, the latest."""
+        """Return the delivery that produced the sample, or else the latest."""
         finished = (span for span in self.stays if "finish_reason" in span.attributes and not span.again)
         return next(finished, self.stays[-1]).delivery
 
 
 def life_of(run: Path, sample: str) -> Life:
-    """`sample` as samples.jsonl has it; the job's name may be left out. Raises InvalidRequest with the nearest ids."""
+    """Return a sample's life. `sample`: id as in samples.jsonl, with or without the job's name. Raises InvalidRequest
+    with the nearest ids."""
     _refuse_without_traces(run)
     spans = list(read_spans(run, containing=f'{sample}"'))
     names = {span.sample for span in spans if span.sample == sample} or {
@@ -80,7 +82,7 @@ def life_of(run: Path, sample: str) -> Life:
 
 
 def slowest(run: Path, count: int, *, step: int | None = None) -> list[Life]:
-    """Of a step (None: the last one that has been trained), the longest life first."""
+    """Return the lives of a step (None: the last trained step), longest first."""
     _refuse_without_traces(run)
     if step is None:
         trained = (span.step for span in read_spans(run, containing='"training"') if span.name == "training")
@@ -92,7 +94,7 @@ def slowest(run: Path, count: int, *, step: int | None = None) -> list[Life]:
 
 
 def lives(spans: Iterable[Span]) -> list[Life]:
-    """Of a run that was resumed, what was done last; of what was done twice, what came of it first."""
+    """Return a life for each sample: from the last resumed run, and with the first result of repeated work."""
     by_sample: dict[str, list[Span]] = {}
     for span in spans:
         by_sample.setdefault(span.sample, []).append(span)
@@ -121,7 +123,7 @@ def _refuse_without_traces(run: Path) -> None:
 
 
 def _unknown(sample: str, known: set[str]) -> str:
-    """
+    """Return a message with the nearest known ids.
     >>> _unknown("sums/3/7/9", {"sums/3/7/1", "sums/3/7/0", "sums/12/1/1"})
     'no trace of it; the nearest: sums/3/7/0, sums/3/7/1'
     """

@@ -1,8 +1,7 @@
-"""Spans: what was done for one sample, where, from when to when. Their ids are derived, like those of records.
+"""Spans: work on one sample, with place and times. Their ids are derived, like those of records.
 
-A sample's trace is a function of run and sample, a span's id of its trace and what was done; so what is done twice
-is the same span, and a reader of a span knows where it belongs without asking. On its way between processes the
-context is a header as W3C has it (`traceparent`).
+A trace id is a function of run and sample, a span id of trace and work. So repeated work is the same span, and readers
+can relate spans without lookups. Between processes, the context is a W3C header (`traceparent`).
 
 Example:
     >>> trace = trace_id("3f2a91c0", "sums/3/7/1")
@@ -27,14 +26,11 @@ Attribute = str | int | float | bool
 
 @dataclass(slots=True, kw_only=True)
 class Span:
-    """Times are Unix seconds. `sent`: when the record that it began with was published; it waited from then to `began`.
+    """Work on one sample. Times are Unix seconds. `sent`: publication of the record that it began with, which waited
+    until `began`. `again`: the result existed already. `delivery`: number of the prompt's delivery; `stay`: number of
+    the generator within it. A move ends or interrupts a stay. `is_open`: the stay was not over at `ended`."""
 
-    `again`: what came of it was there already (it was done before, or by somebody else). Of a generation, `delivery`
-    counts how often the prompt was delivered, and `stay` the generators that had it since; a move ends such a stay, or
-    interrupts it. `is_open`: a stay that lasted until then and was not over.
-    """
-
-    run: str  # its uid
+    run: str  # uid
     sample: str
     name: str  # prompt, generation, move, a scoring stage, training, evaluation
     stage: str
@@ -43,7 +39,7 @@ class Span:
     began: float
     ended: float
     sent: float | None = None
-    parent: str = ""  # another span's id, as a header told it; empty: the first
+    parent: str = ""  # id of the parent span, from a header; empty: this is the first
     again: bool = False
     delivery: int = 1
     stay: int = 1
@@ -56,7 +52,7 @@ class Span:
 
     @property
     def what(self) -> str:
-        """Its name, and which of several."""
+        """Return the name, with a number if there are several."""
         if self.name == "move":
             return f"move {self.attributes.get('move')}"
         return what_was_done(self.name, self.delivery, self.stay)
@@ -74,7 +70,8 @@ class Span:
         return max(self.ended - self.began, 0.0)
 
     def to_line(self) -> str:
-        """By hand, for a run has many: a third of what the json module takes. What is as by default is left out."""
+        """Return a line of JSON without default values. Hand-written, because it takes a third of the json module's
+        time."""
         more = f',"sent":{self.sent:.6f}' if self.sent is not None else ""
         more += f',"parent":"{self.parent}"' if self.parent else ""
         more += ',"again":true' if self.again else ""
@@ -89,16 +86,16 @@ class Span:
 
     @classmethod
     def from_line(cls, line: str) -> Span:
-        """Raises ValueError for what is none."""
+        """Parse a line; raise ValueError if it is no span."""
         try:
             span = cls(**json.loads(line))
-            _ = span.seconds + span.waited_seconds + span.step + span.delivery + span.stay  # they are numbers
+            _ = span.seconds + span.waited_seconds + span.step + span.delivery + span.stay  # TypeError if not numbers
         except TypeError as error:
             raise ValueError(f"no span: {error}") from error
         return span
 
 
-_encoded = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make one for every line
+_encoded = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would create an encoder for every line
 _quoted = json.encoder.encode_basestring_ascii
 
 
@@ -111,7 +108,7 @@ def span_id(trace: str, what: str) -> str:
 
 
 def what_was_done(name: str, delivery: int, stay: int) -> str:
-    """
+    """Return the name of the work, with delivery and stay unless both are 1.
     >>> what_was_done("generation", 1, 1), what_was_done("generation", 1, 2)
     ('generation', 'generation 1.2')
     """
@@ -123,6 +120,6 @@ def traceparent(trace: str, span: str) -> str:
 
 
 def parse(header: str) -> tuple[str, str] | None:
-    """Trace and span; None for what is no `traceparent`."""
+    """Return (trace, span), or None for an invalid `traceparent`."""
     found = _TRACEPARENT.fullmatch(header)
     return (found[1], found[2]) if found else None

@@ -1,6 +1,6 @@
-"""What was made of a sample at each generator that had it, as attributes of its spans.
+"""Attributes of a sample's spans: the work of each generator that had it.
 
-Records tell what was made in all; what a stay made is that, without what was there when it began.
+Records contain totals; the work of a stay is the total minus that at its begin.
 
 Example:
     >>> from rlhfspec.telemetry.tracer import example_sample
@@ -22,8 +22,8 @@ Strategies = Sequence[tuple[str, int]]
 
 
 def made_at_the_last(sample: Sample, before: SampleProgress | None) -> dict[str, Attribute]:
-    """Of the stay in which it was finished."""
-    if before is None:  # nearly all
+    """Return the attributes of the last stay."""
+    if before is None:  # nearly always
         made = _made(
             sample.generator, sample.weights_versions, sample.strategies, sample.num_verifications,
             sample.num_drafted, sample.num_accepted, sample.seconds,
@@ -44,7 +44,7 @@ def made_at_the_last(sample: Sample, before: SampleProgress | None) -> dict[str,
 def made_before_it_left(
     place: WorkerPlace, before: SampleProgress | None, progress: SampleProgress
 ) -> dict[str, Attribute]:
-    """Of one that went on elsewhere."""
+    """Return the attributes of a stay that ended by a move."""
     nothing = progress._replace(
         weights_versions=(), strategies=(), num_verifications=0, num_drafted=0, num_accepted=0, seconds=0.0
     )

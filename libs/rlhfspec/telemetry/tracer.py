@@ -1,9 +1,9 @@
-"""Makes a sample's spans out of what passes on the bus: prompt -> generation -> each score, and training.
+"""Tracer that makes a sample's spans from bus traffic: prompt -> generation -> each score, and training.
 
-The prompt's span is the first; generation hangs on it, scores and training hang on the generation. Of a sample that
-went on at other generators each had it for a stay of its own: every stay is a generation that hangs on the one before,
-and so does the move between them. A stay that lasts is told of while it does (`OPEN_SECONDS`), for its generator may be
-killed.
+The prompt's span is the root, its child is the generation, whose children are scores and training. If a sample moves,
+every stay is a generation whose parent is the previous stay, and so is the move. Long stays are also reported while
+they
+last (`OPEN_SECONDS`), as their generator may be killed.
 
 Example:
     >>> spans: list[Span] = []
@@ -26,14 +26,13 @@ from rlhfspec.telemetry.base import SENT, Delivered, How, SampleProgress, Worker
 from rlhfspec.telemetry.spans import TRACEPARENT, Attribute, Span, parse, span_id, trace_id, traceparent, what_was_done
 from rlhfspec.telemetry.stays import made_at_the_last, made_before_it_left, of_a_move
 
-OPEN_SECONDS = 1.0  # what is over sooner is told of once
-_LEADS_ON = (Prompt, Sample)  # what is made of it goes on in the same trace
+OPEN_SECONDS = 1.0  # shorter stays are reported once
+_LEADS_ON = (Prompt, Sample)  # their results belong to the same trace
 
 
 @dataclass(slots=True)
 class _Taken:
-    """A record that this process has in hand: since when, and of which span it came. `progress`: with which it came
-    from another worker."""
+    """A record in hand: time and parent span. `progress`: set if it came from another worker."""
 
     at: float
     step: int
@@ -56,23 +55,23 @@ class _Arrived:
 
 @dataclass(slots=True)
 class _TracedStep:
-    """What the trainer has of a step (or of an evaluation)."""
+    """Samples of a step or an evaluation at the trainer."""
 
     samples: dict[str, _Arrived] = field(default_factory=dict)
-    complete: float = 0.0  # when the last record of it came
+    complete: float = 0.0  # time of its last record
     trained: float = 0.0
 
 
 class Tracer:
-    """A `Watcher`. `keep` is given every span once it is over."""
+    """Watcher that makes spans. `keep` receives every span at its end."""
 
     def __init__(self, uid: str, keep: Callable[[Span], None], *, now: Callable[[], float] = time.time) -> None:
         self._uid = uid
         self._keep = keep
         self._now = now
         self._taken: dict[tuple[WorkerPlace, str], _Taken] = {}
-        self._left: dict[tuple[WorkerPlace, str], Span] = {}  # the stay it left, until its source says how that went
-        self._steps: dict[tuple[str, int], _TracedStep] = {}  # by purpose
+        self._left: dict[tuple[WorkerPlace, str], Span] = {}  # stays that ended by a move of unknown outcome
+        self._steps: dict[tuple[str, int], _TracedStep] = {}  # by purpose and step
 
     def publishing(self, place: WorkerPlace, record: Record) -> Mapping[str, str]:
         sent = f"{self._now():.6f}"
@@ -114,7 +113,7 @@ class Tracer:
             taken = self._in_hand(record, delivered)
             if place.stage == "trainer" and isinstance(record, Sample):
                 self._arrived(place, record, taken)
-            else:  # of what comes again while it is held, the first time counts
+            else:  # of repeated deliveries the first counts
                 self._taken.setdefault((place, record.id), taken)
 
     def ended(
@@ -136,7 +135,7 @@ class Tracer:
         taken = _Taken(self._now(), record.step, parent=context[1] if context else "", delivery=delivered.num)
         if delivered.progress is None:
             taken.sent = sent_at(delivered.headers)
-        else:  # it was in no queue, and hangs on the stay before
+        else:  # it was in no queue; its parent is the previous stay
             taken.progress, taken.stay = delivered.progress, delivered.progress.num_moves + 2
             before = what_was_done("generation", taken.delivery, taken.stay - 1)
             taken.parent = span_id(trace_id(self._uid, record.id), before)
@@ -152,7 +151,7 @@ class Tracer:
         *,
         again: bool = False,
     ) -> Span:
-        """From when it was taken until now."""
+        """Return a span from the record's arrival until now."""
         return Span(
             run=self._uid,
             parent=taken.parent,
@@ -182,7 +181,7 @@ class Tracer:
         return span
 
     def _tell_open(self, place: WorkerPlace) -> None:
-        """A generator says now and then what it does: then it also tells of what it has had for long."""
+        """Report long stays as open; called with each load of the generator."""
         now = self._now()
         for (where, sample), taken in self._taken.items():
             if where == place and not taken.is_told and now - taken.at >= OPEN_SECONDS:
@@ -192,8 +191,7 @@ class Tracer:
                 self._keep(stay)
 
     def _moved(self, place: WorkerPlace, moved: Moved, published: float) -> None:
-        """Told where it stood still for it: what was refused or given up before cost the sample nothing, and may be
-        advice to a generator that has given it away a moment ago."""
+        """Report a move that made its sample stand still. Moves refused earlier cost it nothing."""
         if moved.pause_seconds <= 0.0:
             return
         stay = self._left.pop((place, moved.sample_id), None)
@@ -217,14 +215,14 @@ class Tracer:
             arrived.scored = step.complete
 
     def _end_step(self, purpose: str, report: StepReport | EvaluationReport) -> None:
-        """The spans of its samples; what is held of earlier steps came again and is of no use."""
+        """Report the spans of a step's samples, and drop earlier steps, whose records are repetitions."""
         step = self._steps.get((purpose, report.step), _TracedStep())
         for key in [key for key in self._steps if key[0] == purpose and key[1] <= report.step]:
             del self._steps[key]
         ended = step.trained or self._now()
         attributes: dict[str, Attribute] = {"complete": round(step.complete, 6)}
         if isinstance(report, StepReport) and report.metrics.num_dropped:
-            attributes["dropped"] = report.metrics.num_dropped  # which ones is not known here
+            attributes["dropped"] = report.metrics.num_dropped  # unknown which ones
         name = "training" if purpose == "training" else "evaluation"
         for sample, arrived in step.samples.items():
             self._keep(
@@ -254,7 +252,6 @@ def _of_a_score(score: Score) -> dict[str, Attribute]:
 
 
 def example_sample() -> Sample:
-    """For examples and tests."""
     return Sample(
         id="sums/3/7/1", job="sums", step=3, prompt=7, replica=1, prompt_text="2+2=", prompt_token_ids=(1, 2),
         columns_json="{}", text="4", token_ids=(3, 4, 5), log_probs=(-0.5,) * 3, tempered_log_probs=(-0.5,) * 3,

@@ -1,4 +1,4 @@
-"""Everything a job can choose by name: what makes it, what it needs, and the line of the docs about it. Torch-free."""
+"""Tables of everything that a job can choose by name, with its implementation and its line in the docs. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The algorithms (docs/algorithms): `algorithm.name` picks one.
+"""The algorithms that `algorithm.name` can choose (docs/algorithms).
 
-`make` is a function of `rlhfspec.training.learning.estimators`: from rewards at tokens to advantages.
+`make` is a function of `rlhfspec.training.learning.estimators` that turns token rewards into advantages.
 
 Example:
     >>> ALGORITHMS["dapo"].defaults["clip_high"], ALGORITHMS["ppo"].has_critic
@@ -20,12 +20,12 @@ _ESTIMATORS = "rlhfspec.training.learning.estimators"
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmEntry(Entry):
-    """`about` says what the advantage is."""
+    """An algorithm. `about` describes its advantage."""
 
-    paper: str = ""  # its number at arxiv.org
-    compares_responses: bool = False  # to one prompt, so that there must be two of them
-    has_critic: bool = False  # whose values the advantage is taken against: it is trained too
-    # What the paper prescribes where it differs from the defaults of the job's fields (which are GRPO's).
+    paper: str = ""  # number at arxiv.org
+    compares_responses: bool = False  # needs at least two responses to each prompt
+    has_critic: bool = False  # the advantage uses the values of a critic, which is trained too
+    # Values that the paper prescribes where they differ from the defaults of the job's fields (GRPO's).
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 

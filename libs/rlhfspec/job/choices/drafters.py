@@ -1,7 +1,7 @@
-"""What drafts: `generation.speculation.mode` names one, or leaves it to the selector (adaptive), or is off.
+"""The drafters that `generation.speculation.mode` can choose, besides off and adaptive (the selector chooses).
 
-`make` is a class that implements `rlhfspec.engine.drafting.base.Drafter`; one that needs `model.drafter` is given its
-forward (`rlhfspec.engine.drafting.model.DraftEngine`), any other is given nothing.
+`make` is a class that implements `rlhfspec.engine.drafting.base.Drafter`. A drafter that needs `model.drafter`
+receives a `rlhfspec.engine.drafting.model.DraftEngine`; others receive nothing.
 
 Example:
     >>> may_run_draft_model("adaptive"), may_run_draft_model("suffix")
@@ -16,12 +16,12 @@ from typing import NamedTuple
 from rlhfspec.job.choices.registry import Entry, Registry
 
 OFF, ADAPTIVE = "off", "adaptive"
-AUTO = "auto"  # for a drafter: made of the policy; for its learning: while that pays
+AUTO = "auto"  # as drafter: made of the policy; as its learning: while that pays
 _DRAFT_MODEL = "model.drafter"
 
 
 class DraftShape(NamedTuple):
-    """The fields of `rlhfspec.engine.drafting.base.DraftPlan`, without its drafter."""
+    """Fields of `rlhfspec.engine.drafting.base.DraftPlan`, without its drafter."""
 
     depth: int
     width: int = 1
@@ -31,12 +31,12 @@ class DraftShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterEntry(Entry):
-    shapes: tuple[DraftShape, ...]  # the adaptive selector chooses of them: few and deep, for it cuts what does not pay
-    fixed: tuple[DraftShape, ...] = ()  # the static strategies that benchmarks compare it with
+    shapes: tuple[DraftShape, ...]  # candidates of the adaptive selector: few and deep, because it prunes
+    fixed: tuple[DraftShape, ...] = ()  # static strategies that benchmarks compare with the selector
 
     @property
     def runs_draft_model(self) -> bool:
-        """Then each level costs a forward, which is measured; else a draft is made in one go."""
+        """Return whether each draft level costs a forward, which is measured; other drafters draft in one go."""
         return _DRAFT_MODEL in self.needs
 
 
@@ -67,5 +67,5 @@ SPECULATION_MODES = (OFF, *DRAFTERS.names, ADAPTIVE)
 
 
 def may_run_draft_model(mode: str) -> bool:
-    """Whether a generator in this mode loads `model.drafter`, where the job names one."""
+    """Return whether a generator in this mode loads `model.drafter`, if the job names one."""
     return mode == ADAPTIVE or (mode != OFF and DRAFTERS[mode].runs_draft_model)

@@ -1,8 +1,6 @@
-"""What generates (docs/engines.md): `generation.engine.name` names one.
+"""The engines that `generation.engine.name` can choose (docs/engines.md).
 
-`make` is a function of the job and of what loads its tokenizer: it gives an `rlhfspec.engine.base.EngineProtocol`.
-An engine that takes `generation.engine.arguments` says what is wrong with one, by name; one that needs more than our
-own package says what is missing on this machine.
+`make` takes the job and a loader of its tokenizer, and returns an `rlhfspec.engine.base.EngineProtocol`.
 
 Example:
     >>> ENGINES["own"].is_movable
@@ -20,14 +18,11 @@ from rlhfspec.job.choices.registry import Entry, Registry, imported
 
 @dataclass(frozen=True, kw_only=True)
 class EngineEntry(Entry):
-    """`is_movable`: what it makes is a `MovableByTokens`; else samples stay where they began.
-
-    `takes_a_group`: `make` may be given the processes that hold the model together. `divides_models`: it starts them
-    itself.
-    `is_exact`: its log-probs are the trainer's to the bit where a job asks for that.
-    `argument_problem`: module:name of a function of an argument's name and of all arguments. `missing`: module:name of
-    a function of them. Both return one line, or None.
-    """
+    """An engine and its abilities. `is_movable`: it is a `MovableByTokens`; otherwise samples stay where they began.
+    `takes_a_group`: `make` accepts the processes that hold the model together. `divides_models`: it starts them itself.
+    `is_exact`: its log-probs equal the trainer's bit for bit where a job asks for that. `argument_problem`: module:name
+    of a function of (argument name, all arguments); `missing`: of a function of all arguments. Both return one line, or
+    None."""
 
     is_movable: bool = False
     takes_a_group: bool = False
@@ -37,7 +32,7 @@ class EngineEntry(Entry):
     missing: str = ""
 
     def problems(self, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """By argument: what is wrong with it.
+        """Yield (argument, problem) for each argument that the engine refuses.
 
         >>> list(ENGINES["own"].problems({"quantization": "fp8"}))
         [('quantization', 'the engine own takes no arguments: remove it')]
@@ -51,7 +46,7 @@ class EngineEntry(Entry):
         return f"the engine {self.name} takes no arguments: remove it"
 
     def what_is_missing(self, arguments: Mapping[str, Any]) -> str | None:
-        """On this machine, to run it."""
+        """Return what this machine lacks to run the engine, or None."""
         return imported(self.missing)(arguments) if self.missing else None
 
 

@@ -1,4 +1,4 @@
-"""How KV goes to another generator (docs/links.md): `roles.generator.link` names one, or leaves it to both ends (auto).
+"""The links that carry KV to another generator (docs/links.md): `roles.generator.link` names one, or auto.
 
 Example:
     >>> [entry.name for entry in LINKS.values() if entry.in_auto]
@@ -19,14 +19,14 @@ _LINKS = "rlhfspec.moves.migration.links"
 
 @dataclass(frozen=True, kw_only=True)
 class LinkEntry(Entry):
-    """`make(inbox, token, at)` gives the destination's `LandingWay`; `connect(way, token, tls=..., seconds=...)` the
-    source's `Sending`, or None where the way does not lead from here."""
+    """A link. `make(inbox, token, at)` returns the destination's `LandingWay`; `connect(way, token, tls=...,
+    seconds=...)` returns the source's `Sending`, or None if the way is not reachable from here."""
 
     connect: str  # module:name
     between: str  # one line, for the docs
-    in_auto: bool = False  # offered when none is named; the source takes the first that leads from where it is
+    in_auto: bool = False  # offered when the job names none; the source takes the first that it can reach
     in_a_job: bool = True  # a job may name it
-    platform: str = ""  # as sys.platform names the only one that has it
+    platform: str = ""  # the only `sys.platform` that has it; empty: all
 
     @property
     def is_possible(self) -> bool:

@@ -1,4 +1,4 @@
-"""The one shape of a choice by name, and of a table of them. What an entry makes is imported when it is first wanted.
+"""The shape of a choice by name, and of a table of choices. Implementations are imported on first use.
 
 Example:
     >>> colours = Registry("colour", Entry(name="violet", about="like a violet", make="colorsys:rgb_to_hsv"))
@@ -16,19 +16,19 @@ from typing import Any, Generic, TypeVar
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One thing that can be chosen. Each kind adds fields of its own for what the rest of the system asks about it."""
+    """One choice. Each kind of choice subclasses it with fields of its own."""
 
-    name: str  # as a job says it
+    name: str  # as written in a job
     about: str  # one line, for the docs
-    make: str  # module:name of what makes it
-    needs: tuple[str, ...] = ()  # fields of the job's spec without which it cannot be chosen, such as model.drafter
+    make: str  # module:name of the implementation
+    needs: tuple[str, ...] = ()  # fields of the job's spec that it requires, such as model.drafter
 
     def load(self) -> Any:
         return imported(self.make)
 
 
 def imported(place: str) -> Any:
-    """What is at module:name.
+    """Return the object at module:name.
 
     >>> imported("math:floor")(2.5)
     2
@@ -41,8 +41,8 @@ E = TypeVar("E", bound=Entry)
 
 
 class Registry(Mapping[str, E], Generic[E]):
-    """Entries by name, in the order in which they are shown. `field`: the field of the job's spec that names one;
-    `beside`: what else it may say that needs nothing, such as auto."""
+    """Entries by name, in display order. `field` is the field of the job's spec that names one; `beside` are its other
+    allowed values, such as auto."""
 
     def __init__(self, field: str, *entries: E, beside: tuple[str, ...] = ()) -> None:
         self.field = field
@@ -64,11 +64,11 @@ class Registry(Mapping[str, E], Generic[E]):
         return tuple(self._entries)
 
     def where(self, holds: Callable[[E], bool]) -> tuple[str, ...]:
-        """The names of the entries that `holds` is true of."""
+        """Return the names of the entries for which `holds` is true."""
         return tuple(name for name, entry in self._entries.items() if holds(entry))
 
     def missing(self, need: str) -> str:
-        """What is said to a job that chose an entry without the field that it needs.
+        """Return the message for a job that chose an entry without the field it needs.
 
         >>> entries = Entry(name="a", about="", make=""), Entry(name="b", about="", make="", needs=("model.drafter",))
         >>> Registry("f", *entries, beside=("auto",)).missing("model.drafter")

@@ -1,4 +1,4 @@
-"""What `generation.engine.arguments` may say to vLLM, and why some of its arguments are refused.
+"""The vLLM arguments that `generation.engine.arguments` accepts, and why it refuses others.
 
 Example:
     >>> problem_of("max_modl_len", {})
@@ -53,7 +53,7 @@ _BREAKS = {
 
 
 def problem_of(name: str, arguments: Mapping[str, Any]) -> str | None:
-    """What is wrong with one argument, in one line."""
+    """Return the problem of one argument in one line, or None."""
     if name in _OURS:
         value, kind = arguments[name], _OURS[name]
         is_right = type(value) is kind and not (isinstance(value, int) and name == NUM_DRAFT_TOKENS and value < 1)

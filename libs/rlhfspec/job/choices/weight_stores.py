@@ -1,4 +1,4 @@
-"""How new weights get from the trainer to generators (docs/weights.md). The command that starts a run picks one.
+"""The stores that carry new weights from the trainer to generators (docs/weights.md). The start command picks one.
 
 `make` is a function of a `rlhfspec.training.weights.base.StorePlace`.
 
@@ -18,11 +18,12 @@ _WEIGHTS = "rlhfspec.training.weights"
 
 @dataclass(frozen=True, kw_only=True)
 class WeightStoreEntry(Entry):
-    """`about`: what carries a version. `needs` are fields of `rlhfspec.messages.access.connections.Connections`."""
+    """A weight store. `about` says how a version travels; `needs` are fields of
+    `rlhfspec.messages.access.connections.Connections`."""
 
     between: str  # one line, for the docs
     is_between_processes: bool = True
-    is_served: bool = False  # each process that holds versions serves them to others, from its gRPC server
+    is_served: bool = False  # each process that holds versions serves them from its gRPC server
 
 
 WEIGHT_STORES = Registry(

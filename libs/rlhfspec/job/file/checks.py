@@ -1,8 +1,7 @@
-"""Checks across fields: what contradicts each other. Each finding names a field and the fix.
+"""Checks for contradictions between fields of a job. Each finding names a field and the fix.
 
-What an API server can say too is in `rules`, once for both; the rest is here.
-
-Defaults never count as a contradiction, so a job written out in full by a run reads back.
+Checks that an API server can express too are in `rules`. A default never counts as a contradiction, so that a
+resolved job can be read back.
 
 Example:
     >>> from rlhfspec.job import RLHFJob
@@ -52,7 +51,7 @@ def _check_dataset(job: RLHFJob) -> Iterator[Finding]:
 
 
 def _check_critic(job: RLHFJob) -> Iterator[Finding]:
-    """Refuse arguments too, which have no type for an API server, so that the table cannot."""
+    """Yield a finding for arguments of a critic's optimizer; the rule table cannot, as they have no type in the CRD."""
     algorithm = job.spec.algorithm
     if not algorithm.entry.has_critic and job.spec.training.critic_optimizer.arguments:
         problem = f"{algorithm.name} has no critic: remove it"

@@ -1,4 +1,4 @@
-"""Do the files and folders exist that a job names? Asked before anything is loaded, answered with the field.
+"""Checks that the files and folders a job names exist, before anything is loaded.
 
 Example:
     >>> import tempfile
@@ -36,13 +36,12 @@ from rlhfspec.job.file.rules.sources import MODULE_MEMBER
 from rlhfspec.job.file.secrets import request_of
 from rlhfspec.job.rewards import FunctionSource, HttpSource, ModelSource
 
-MOST_HEAD_BYTES = 100 << 20  # as safetensors itself allows
+MOST_HEAD_BYTES = 100 << 20  # the limit of safetensors itself
 
 
 def check_files(job: RLHFJob, base: Path, *, with_environment: bool = True) -> Iterator[Finding]:
-    """Find paths that lead nowhere or to the wrong kind of file.
-
-    base: the job file's folder. with_environment: variables that the job names must be set here."""
+    """Yield findings for paths that do not exist or have the wrong kind, relative to the job file's folder `base`.
+    `with_environment`: also check that the environment variables named by the job are set."""
     for name in MODEL_FIELDS:
         path = getattr(job.spec.model, name)
         if path is not None and (name, path) != MADE_OF_THE_POLICY:
@@ -88,7 +87,7 @@ def _check_model(path: str, field: str, base: Path) -> Iterator[Finding]:
 
 
 def _check_readable(place: Path, path: str, field: str) -> Iterator[Finding]:
-    """Refuse files that this user cannot read: safetensors would say that they do not exist."""
+    """Refuse files that this user cannot read, because safetensors would report them as missing."""
     inside = sorted(place.iterdir()) if place.is_dir() and os.access(place, os.R_OK) else []
     for file in [place, *(file for file in inside if file.is_file() and not file.name.startswith("."))]:
         if not os.access(file, os.R_OK):
@@ -112,7 +111,7 @@ def _check_reward_model(source: ModelSource, field: str, base: Path) -> Iterator
 
 
 def _check_sizes(job: RLHFJob, base: Path) -> Iterator[Finding]:
-    """Compare positions and vocabularies, as far as the configurations tell them."""
+    """Compare positions and vocabularies, where the model configurations state them."""
     model, drafter = job.spec.model, job.spec.model.drafter
     config = _text_config(model.path, base)
     if drafter not in (None, AUTO) and job.spec.generation.speculation.mode in ("model", "adaptive"):
@@ -130,7 +129,7 @@ def _check_sizes(job: RLHFJob, base: Path) -> Iterator[Finding]:
 
 
 def _check_parts(job: RLHFJob, base: Path) -> Iterator[Finding]:
-    """Check that heads can be divided; loading finds what else stands in the way."""
+    """Check that the attention heads divide evenly; loading finds all other obstacles."""
     config = _text_config(job.spec.model.path, base)
     for role, count in (
         ("generator", job.spec.roles.generator.tensor_parallel), ("trainer", job.spec.roles.trainer.tensor_parallel),
@@ -146,7 +145,7 @@ def _check_parts(job: RLHFJob, base: Path) -> Iterator[Finding]:
 
 
 def _check_lora(job: RLHFJob, base: Path) -> Iterator[Finding]:
-    """Check the names of layers by those in the checkpoint; names of experts change when they are loaded."""
+    """Check the target layers against the checkpoint, except for experts, whose names change on loading."""
     lora = job.spec.model.lora
     if lora is None or isinstance(lora.target_modules, str):
         return
@@ -159,7 +158,7 @@ def _check_lora(job: RLHFJob, base: Path) -> Iterator[Finding]:
 
 
 def _config(path: str, base: Path) -> dict[str, Any]:
-    """Return the content of config.json; empty where it cannot be read, for loading says why."""
+    """Return the content of config.json; empty where it cannot be read, because loading reports why."""
     try:
         config = json.loads((Path(resolve(path, base)) / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -173,7 +172,7 @@ def _text_config(path: str, base: Path) -> dict[str, Any]:
 
 
 def _parts_of_tensors(folder: Path) -> set[str]:
-    """Return the words of which names of tensors in a checkpoint are made, from the headers of its files."""
+    """Return the dot-separated parts of all tensor names in a checkpoint, from its safetensors headers."""
     names: set[str] = set()
     for file in folder.glob("*.safetensors") if folder.is_dir() else ():
         with suppress(OSError, ValueError), file.open("rb") as weights:
@@ -183,7 +182,7 @@ def _parts_of_tensors(folder: Path) -> set[str]:
 
 
 def _check_hub_id(path: str, field: str, base: Path) -> Iterator[Finding]:
-    """Refuse a hub id that is nearly the name of a model's folder beside the job."""
+    """Refuse a hub id that closely resembles a model folder beside the job."""
     if path.startswith(MADE_HERE) or not base.is_dir():
         return
     first, *rest = path.split("/")
@@ -213,7 +212,7 @@ def _check_data(path: str, field: str, base: Path) -> Iterator[Finding]:
 
 
 def _check_function(function: str, field: str, base: Path) -> Iterator[Finding]:
-    """Parse a module beside the job without running it; any other module is only looked for."""
+    """Parse a module beside the job without running it. Any other module only has to be importable."""
     module, _, name = function.partition(":")
     file = base.joinpath(*module.split(".")).with_suffix(".py")
     top = module.split(".")[0]

@@ -1,4 +1,4 @@
-"""Can this machine hold what the job asks for? A lower bound, from what is known before anything is loaded.
+"""Checks that this machine has the memory the job needs: a lower bound, computed before anything is loaded.
 
 Example:
     >>> from rlhfspec.job import RLHFJob
@@ -23,12 +23,12 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.job.file.paths import resolve
 from rlhfspec.job.file.problems import Finding
 
-SAMPLE_BYTES = 1_100  # a prompt, its sample and its score, measured with one token each
-ENGINE_BYTES = 16 << 20  # of one with a model of a few million parameters
+SAMPLE_BYTES = 1_100  # a prompt, its sample and its score, with one token each
+ENGINE_BYTES = 16 << 20  # of an engine with a model of a few million parameters
 
 
 def check_memory(job: RLHFJob, base: Path, *, available_bytes: int | None = None) -> Iterator[Finding]:
-    """Find what needs more memory than there is. base: the job file's folder. With a GPU, models are not counted."""
+    """Yield findings for demands beyond the free memory. With a GPU, models are not counted."""
     free = free_bytes() if available_bytes is None else available_bytes
     training = job.spec.training
     num_samples = training.prompts_per_step * job.spec.algorithm.samples_per_prompt * (1 + training.max_staleness)
@@ -50,16 +50,14 @@ def check_memory(job: RLHFJob, base: Path, *, available_bytes: int | None = None
 
 
 def _engine_bytes(job: RLHFJob, base: Path) -> int:
-    """Return the bytes of an engine's weights, by its files, whose precision may be twice or half as wide."""
+    """Return the bytes of an engine's weights, from file sizes; the loaded precision may double or halve them."""
     folder = Path(resolve(job.spec.model.path, base))
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
     return size // 2 if job.spec.generation.dtype == "bfloat16" else size
 
 
 def weights_bytes(job: RLHFJob, base: Path, *, num_versions: int) -> int:
-    """Return the bytes of versions that the trainer publishes: of the policy, and of the critic where there is one.
-
-    0 where the model's files are not here yet."""
+    """Return the bytes of versions of policy and critic that the trainer publishes; 0 while model files are missing."""
     model = job.spec.model
     handed_out = [model.path, *([model.critic or model.path] if job.spec.algorithm.entry.has_critic else [])]
     size = sum(_num_parameters(Path(resolve(path, base))) for path in handed_out)
@@ -67,7 +65,7 @@ def weights_bytes(job: RLHFJob, base: Path, *, num_versions: int) -> int:
 
 
 def _num_parameters(folder: Path) -> int:
-    """Count parameters by the headers of safetensors files; files of another format count as float32."""
+    """Count parameters by safetensors headers; files of another format count as float32."""
     if not folder.is_dir():
         return 0
     files = list(folder.glob("*.safetensors"))
@@ -84,7 +82,7 @@ def _num_numbers(file: Path) -> int:
 
 
 def free_bytes() -> int:
-    """Return the memory that this process may still take, of the machine and of its container."""
+    """Return the bytes that this process may still allocate, on the machine and in its container."""
     meminfo = Path("/proc/meminfo")
     found = [1 << 62]
     if meminfo.exists():

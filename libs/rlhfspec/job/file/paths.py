@@ -1,9 +1,8 @@
-"""Where a path in a job file leads: the one place that decides.
+"""Resolution of paths in a job file, relative to the job file's folder; `~` is the home folder.
 
-Relative paths start at the job file's folder, so a job runs the same from anywhere; `~` is the home folder.
-A text is a local path when it starts with `.`, `/` or `~`, has two or more slashes, ends like a data file, or exists
+A text is a local path if it starts with `.`, `/` or `~`, has two or more slashes, ends like a data file, or exists
 (or its first folder does) beside the job file. `tiny:NAME` is a model or dataset made on this machine
-(`rlhfspec.tiny`) and stays as it is. Everything else is a Hugging Face hub id: `name` or `owner/name`.
+(`rlhfspec.tiny`). Everything else is a Hugging Face hub id: `name` or `owner/name`.
 
 Example:
     >>> resolve("/data/sums.jsonl", Path("/jobs")), resolve("./m", Path("/jobs")), resolve("owner/name", Path("/jobs"))
@@ -27,11 +26,11 @@ ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz", "
 NOT_ROWS = "must be a .jsonl, .json or .csv file (or one of them .gz), .parquet, or a folder from save_to_disk"
 DATA_SUFFIXES = (*ROW_SUFFIXES, ".tsv", ".txt", ".gz")
 MODEL_FIELDS = ("path", "tokenizer", "drafter", "reference", "critic")
-MADE_OF_THE_POLICY = ("drafter", AUTO)  # a field of spec.model, and what names no model in it
+MADE_OF_THE_POLICY = ("drafter", AUTO)  # (field of spec.model, value) that names no model
 
 
 def is_local(path: str, base: Path) -> bool:
-    """Return whether a text means a file or folder of this machine rather than a hub id."""
+    """Return whether the text is a local path, as opposed to a hub id."""
     if path.startswith(MADE_HERE):
         return False
     if path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(("/", *DATA_SUFFIXES)):
@@ -40,14 +39,14 @@ def is_local(path: str, base: Path) -> bool:
 
 
 def resolve(path: str, base: Path) -> str:
-    """Return an absolute local path, or a hub id unchanged. Resolving twice changes nothing."""
+    """Return an absolute local path, or a hub id unchanged. The function is idempotent."""
     if not is_local(path, base):
         return path
     return os.path.normpath(base.absolute() / Path(path).expanduser())
 
 
 def with_resolved_paths(job: RLHFJob, base: Path) -> RLHFJob:
-    """Return the job with absolute paths, so that it means the same from any folder."""
+    """Return the job with absolute paths."""
     model, dataset = job.spec.model, job.spec.dataset
     named = {name: getattr(model, name) for name in MODEL_FIELDS}
     paths = {
@@ -74,9 +73,9 @@ def with_resolved_paths(job: RLHFJob, base: Path) -> RLHFJob:
 
 
 def input_paths(spec: Mapping[str, Any], base: Path) -> list[str]:
-    """Return what a job reads from its base folder: files and folders to be fetched from an object store, there or not.
+    """Return the files and folders below `base` that a job reads, to be fetched from an object store, existing or not.
 
-    spec: as it was written, right or wrong, or resolved.
+    `spec` may be unresolved or invalid.
 
     >>> spec = {"model": {"path": "models/small"}, "dataset": {"path": "./data/sums.jsonl"},
     ...         "rewards": {"sources": [{"type": "function", "function": "rewards.sums:exact"}]}}
@@ -106,7 +105,7 @@ def _block(spec: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _below(text: str, base: Path) -> str | None:
-    """
+    """Return the path relative to `base`, or None for anything outside it.
     >>> [_below(text, Path("/storage")) for text in ("/storage/m", "./d.csv", "tiny:sums", "/etc", "../m", "s3://b/m")]
     ['m', 'd.csv', None, None, None, None]
     """

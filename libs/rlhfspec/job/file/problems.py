@@ -1,4 +1,4 @@
-"""Pydantic's errors in the words of the job file: the field's path, its line, what it must be, the nearest name.
+"""Pydantic's errors in the words of the job file: the field's path, its line, the requirement, the nearest name.
 
 Example:
     >>> known_keys(("spec", "checkpoint"), {})
@@ -42,8 +42,8 @@ _SOURCES: Path_ = ("spec", "rewards", "sources")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing found wrong with a job that fits the schema: a field, and the fix. `depends_on`: the other fields it
-    was concluded from; when one of those is wrong itself, this says nothing."""
+    """One problem of a job that fits the schema: a field and the fix. `depends_on`: other fields that led to it. If one
+    of them is wrong itself, the finding is not reported."""
 
     field: str
     problem: str
@@ -56,34 +56,33 @@ class Finding:
         return Problem(field=self.field, value=value, problem=self.problem, where=place_of(path, places))
 
     def rests_on(self, wrong: set[str]) -> bool:
-        """Return whether one of the fields it looks at is wrong."""
+        """Return whether one of the fields it depends on is wrong."""
         return any(name in wrong for name in (self.field, *self.depends_on))
 
 
 def explain(error: ValidationError, value: Any, places: Mapping[Path_, str]) -> tuple[list[Problem], list[Path_]]:
-    """Return every problem, and the paths that are wrong."""
+    """Return every problem, and the wrong paths."""
     by_path: dict[Path_, Problem] = {}
     for details in error.errors(include_url=False):
         path = _path_in_file(details, value)
-        if path not in by_path:  # the branches of a union each complain; the first says enough
+        if path not in by_path:  # each branch of a union reports an error; the first is enough
             by_path[path] = _problem(details, path, value, places)
     return list(by_path.values()), list(by_path)
 
 
 def place_of(path: Path_, places: Mapping[Path_, str]) -> str:
-    """Return where a value stands, or else the innermost block around it that is written down."""
+    """Return the place of a value, or of the innermost block around it that the file contains."""
     while path and path not in places:
         path = path[:-1]
     return places.get(path, "") if path else ""
 
 
 def known_keys(path: Path_, value: Any) -> list[str]:
-    """Return the fields of the block at a path."""
     return [str(field.alias) for block in _blocks_at(path, value)[:1] for field in block.model_fields.values()]
 
 
 def unknown_key(path: Path_, value: Any) -> str:
-    """Name the nearest key of the block, or else where in the job such a key belongs."""
+    """Return a message with the nearest key of the block, or the block where such a key belongs."""
     if (told := _TOLD.get(path)) is not None:
         return f"unknown key; {told}"
     known = known_keys(path[:-1], value)
@@ -135,7 +134,7 @@ def _one_of(given: Any, options: list[str]) -> str:
 
 
 def _bounds(field: FieldInfo | None) -> str:
-    """Return the bounds of a field as text, such as " >= 1 and < 10"; empty where it has none."""
+    """Return the bounds of a field as text, such as " >= 1 and < 10"; empty if it has none."""
     texts = []
     for bound in _metadata(field) if field else ():
         if isinstance(bound, Ge):
@@ -164,7 +163,7 @@ def _literals(field: FieldInfo | None) -> list[Any]:
 
 
 def _path_in_file(details: ErrorDetails, value: Any) -> Path_:
-    """Return pydantic's location without the names that it gives to the branches of unions."""
+    """Return pydantic's location without the names of union branches."""
     location: Path_ = details["loc"]
     if location[:3] == _SOURCES and len(location) > 4:
         location = (*location[:4], *location[5:])
@@ -187,7 +186,7 @@ def _field_at(path: Path_, value: Any) -> FieldInfo | None:
 
 
 def _blocks_at(path: Path_, value: Any) -> list[type[Block]]:
-    """Return the blocks that may stand at a path; the one that the value's `type` names comes first."""
+    """Return the blocks allowed at a path; the one that matches the value's `type` comes first."""
     blocks: list[type[Block]] = [RLHFJob]
     for part in path:
         value = value[part] if _has(value, part) else None
@@ -205,7 +204,7 @@ def _has(value: Any, part: str | int) -> bool:
 
 
 def _all_fields(block: type[Block], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the name of every field and its path inside spec; of one name, outer blocks come last and win."""
+    """Yield (name, path inside spec) of every field. Outer blocks come last, so that they win in a dict."""
     for field in reversed(block.model_fields.values()):
         path = f"{prefix}{field.alias}"
         for inner in blocks_of(field.annotation):

@@ -1,4 +1,4 @@
-"""A job file into an RLHFJob: every problem found at once, each with its place, its field and what to do.
+"""Reading of a job file into an RLHFJob. All problems are reported at once, each with its place, field and fix.
 
 Example:
     >>> import tempfile
@@ -32,11 +32,9 @@ from rlhfspec.job.file.yaml_text import Path_, dotted, parse, parse_value, parts
 
 
 def read_job(path: Path, overrides: Sequence[str] = (), *, base: Path | None = None, runs_here: bool = True) -> RLHFJob:
-    """Read and check the job in a YAML or JSON file, and make its local paths absolute.
-
-    overrides: `training.steps=3`, a path inside `spec` and a value as YAML; later ones win. base: where relative paths
-    begin; None: at the file's folder. runs_here: with the memory and the environment of this machine.
-    """
+    """Read and check the job in a YAML or JSON file, and make its local paths absolute; raise JobError for problems.
+    overrides: `training.steps=3`, a path inside `spec` and a YAML value; later ones win. base: where relative paths
+    start; None: the file's folder. runs_here: also check the memory and the environment of this machine."""
     base = path.parent if base is None else base
     document = parse(read_text(path), source=str(path))
     places: dict[Path_, str] = {where: f"line {line}" for where, line in document.lines.items()}
@@ -56,7 +54,8 @@ def read_job(path: Path, overrides: Sequence[str] = (), *, base: Path | None = N
 def _validate(
     value: dict[str, Any], places: dict[Path_, str], base: Path, runs_here: bool
 ) -> tuple[RLHFJob | None, list[Problem]]:
-    """Check each field, then fields together: what is wrong is set aside, so that the rest is checked too."""
+    """Check each field, then combinations of fields. Wrong fields are removed first, so that the others are still
+    checked."""
     job, problems, wrong = None, list[Problem](), set[str]()
     try:
         job = RLHFJob.model_validate(value)
@@ -73,7 +72,7 @@ def _validate(
 
 
 def _without(value: Any, wrong_paths: Sequence[Path_]) -> RLHFJob | None:
-    """Return the job without its wrong fields, or None where it cannot do without them."""
+    """Return the job without its wrong fields, or None if they are required."""
     pruned = deepcopy(value)
     for path in sorted(wrong_paths, key=len, reverse=True):
         holder = pruned
@@ -90,7 +89,7 @@ def _without(value: Any, wrong_paths: Sequence[Path_]) -> RLHFJob | None:
 
 
 def _override(job: dict[str, Any], places: dict[Path_, str], override: str) -> list[Problem]:
-    """Put one `path=value` into the job; the schema says later whether the path exists."""
+    """Apply one `path=value` to the job. The schema checks later whether the path exists."""
     name, equals, text = override.partition("=")
     where = f"--set {shown_override(override)}"
     keys = parts_of(name.strip().removeprefix("spec."))
@@ -121,7 +120,7 @@ def _key(holder: Any, key: str | int) -> str | int:
 
 
 def _step_into(holder: Any, key: str | int) -> Any:
-    """Return the block under a key, made where it is absent."""
+    """Return the block under a key; create it if absent."""
     if isinstance(holder, dict) and holder.get(str(key)) is None:
         holder[str(key)] = {}
     return _child(holder, key)
@@ -143,8 +142,6 @@ def _put(holder: Any, key: str | int, value: Any) -> bool:
 
 
 def _in_order(problems: Sequence[Problem]) -> list[Problem]:
-    """Sort problems by line; those without one come first."""
-
     def line(problem: Problem) -> int:
         return int(problem.where.removeprefix("line ")) if problem.where.startswith("line ") else 0
 

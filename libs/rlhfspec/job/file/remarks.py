@@ -1,4 +1,4 @@
-"""What is allowed but probably a mistake. `validate` prints it; it is never an error.
+"""Remarks on settings that are allowed but probably a mistake. `validate` prints them; they are never errors.
 
 Example:
     >>> from rlhfspec.job import RLHFJob
@@ -20,7 +20,7 @@ from typing import Any
 from rlhfspec.job import RLHFJob, Spec
 from rlhfspec.job.block import Mark, marked
 
-# The deeper, the later: those of roles are named last.
+# Deeper paths, those of roles, come last.
 CLUSTER_ONLY = sorted(marked(Spec, Mark.CLUSTER_ONLY), key=lambda path: path.count("."))
 
 
@@ -55,7 +55,7 @@ def remarks(job: RLHFJob) -> Iterator[str]:
 
 
 def left_aside(job: RLHFJob) -> str | None:
-    """One line that names the fields which say something to a cluster alone; None: there are none.
+    """Return one line that names the fields which only a cluster uses, or None if the job sets none.
 
     >>> left_aside(RLHFJob.model_validate({
     ...     "apiVersion": "rlhfspec.io/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "sums"},

@@ -1,8 +1,8 @@
 """The schema of a job for editors (JSON Schema) and for a Kubernetes custom resource (structural OpenAPI v3).
 
-A structural schema has a type everywhere, no references, no unions of objects and no closed objects: the API server
-itself refuses unknown fields. Texts, lists and maps are bounded, so that the cost of a rule is. What a structural
-schema cannot say, the rules of `cluster.crd_rules` do, or else `checks`, which a job's first pod runs too.
+A structural schema has types everywhere and no references, unions of objects or closed objects: the API server refuses
+unknown fields itself. Texts, lists and maps are bounded, which bounds the cost of rules. The rules of
+`cluster.crd_rules` and `checks`, which a job's first pod also runs, express everything else.
 
 Example:
     >>> json_schema()["properties"]["kind"]["const"]
@@ -27,8 +27,8 @@ _KEPT = (
     "type", "description", "default", "enum", "minimum", "maximum", "minLength", "maxLength", "pattern", "minItems",
     "maxItems", "required",
 )  # fmt: skip
-MOST_CHARACTERS, MOST_ITEMS, MOST_NAMES = 2048, 64, 64  # where a field says no bound of its own
-# An API server writes defaults into the object before anyone looks at the fields that they depend on.
+MOST_CHARACTERS, MOST_ITEMS, MOST_NAMES = 2048, 64, 64  # where a field has no bound of its own
+# An API server writes defaults before it evaluates the fields that they depend on.
 _DEPENDENT = (("dataset", "promptColumn"),)
 QUANTITY = r"^[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+|[numkMGTPE]|[KMGTPE]i)?$"
 _NAMED = {
@@ -55,7 +55,7 @@ _POD_TEMPLATE = {
 
 
 def json_schema() -> dict[str, Any]:
-    """For editors: unknown keys are refused. Defaults that depend on the algorithm are left out."""
+    """Return the schema for editors. It refuses unknown keys and omits defaults that depend on the algorithm."""
     schema = RLHFJob.model_json_schema(by_alias=True)
     definitions = schema.pop("$defs")
     inlined: dict[str, Any] = _inline(schema, definitions)
@@ -67,10 +67,10 @@ def json_schema() -> dict[str, Any]:
 
 
 def structural_schema() -> dict[str, Any]:
-    """For `openAPIV3Schema` of a CustomResourceDefinition."""
+    """Return the `openAPIV3Schema` of a CustomResourceDefinition."""
     schema: dict[str, Any] = _structural(json_schema())
     name = schema["properties"]["metadata"]["properties"]["name"]
-    schema["properties"]["metadata"] = {"type": "object", "properties": {"name": name}}  # else the API server's own
+    schema["properties"]["metadata"] = {"type": "object", "properties": {"name": name}}  # the rest is the API server's
     spec = schema["properties"]["spec"]["properties"]
     for block, field in _DEPENDENT:
         del spec[block]["properties"][field]["default"]
@@ -80,14 +80,14 @@ def structural_schema() -> dict[str, Any]:
 
 
 def pod_templates(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Of the job and of each role, in the properties of a schema's spec."""
+    """Yield the pod templates of the job and of each role in the properties of a schema's spec."""
     yield spec["podTemplate"]
     for role in spec["roles"]["properties"].values():
         yield role["properties"]["podTemplate"]
 
 
 def in_cel(name: str) -> str:
-    """A field's name in a rule: words of the language itself are escaped.
+    """Return a field's name in a CEL rule, with reserved words escaped.
 
     >>> in_cel("function"), in_cel("path")
     ('__function__', 'path')
@@ -106,12 +106,11 @@ def _defaults_of(camel: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """As YAML has it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _inline(node: Any, definitions: dict[str, Any]) -> Any:
-    """References replaced by what they name: the schema has no cycles."""
+    """Replace references by their definitions; the schema has no cycles."""
     if isinstance(node, list):
         return [_inline(child, definitions) for child in node]
     if not isinstance(node, dict):
@@ -139,7 +138,7 @@ def _structural(node: dict[str, Any]) -> dict[str, Any]:
     if "const" in node:
         plain |= {"type": "string", "enum": [node["const"]]}
     for bound, inclusive in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-        if bound in node and node[bound] < 1 << 63:  # an integer is an int64 there, and so is its bound
+        if bound in node and node[bound] < 1 << 63:  # the API server's integers and bounds are int64
             plain |= {inclusive: node[bound], bound: True}
     names = node.get("propertyNames", {}).get("enum")
     if "properties" in node:
@@ -161,7 +160,7 @@ def _structural(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _union(branches: list[dict[str, Any]], with_null: list[dict[str, Any]]) -> dict[str, Any]:
-    """One schema for several: null becomes nullable; objects told apart by `type` become one, with a rule each."""
+    """Merge branches into one schema: null becomes nullable, and objects with different `type` get a rule for each."""
     nullable = {"nullable": True} if len(branches) < len(with_null) else {}
     if len(branches) == 1:
         return _structural(branches[0]) | nullable
@@ -179,7 +178,7 @@ def _union(branches: list[dict[str, Any]], with_null: list[dict[str, Any]]) -> d
                 rule = f"self.type != '{kind}' || has(self.{in_cel(name)})"
                 rules.append({"rule": rule, "message": f"is required when type is {kind}", "fieldPath": f".{name}"})
         for name in branch["properties"]:
-            merged[name].pop("default", None)  # would give one kind the fields of another
+            merged[name].pop("default", None)  # a default would give one type the fields of another
     kinds = [branch["properties"]["type"]["const"] for branch in branches]
     for name in merged:
         having = [kind for kind, branch in zip(kinds, branches, strict=True) if name in branch["properties"]]

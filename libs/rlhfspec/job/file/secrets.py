@@ -1,7 +1,7 @@
-"""What a job sends along to reward endpoints may be secret: it is printed nowhere, and best taken from the environment.
+"""Hiding of secrets that a job sends to reward endpoints, and filling them in from the environment.
 
 Header values, and user, password, query and fragment of URLs are hidden wherever a job's fields are shown.
-`${NAME}` in a URL or a header's value is the environment variable NAME; `filled_in` puts it in, where it is sent.
+`${NAME}` in a URL or a header's value is the environment variable NAME; `filled_in` inserts it before sending.
 
 Example:
     >>> shown_url("https://me:pw@judge.example/v1?key=abc")
@@ -29,13 +29,13 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 def shown_url(url: str) -> str:
-    """Everything before the last `@` is taken for user and password: rather too much than too little."""
+    """Return the URL with secrets hidden. Everything before the last `@` counts as user and password, to be safe."""
     url = re.sub(r"^(\w+://)?.*@", rf"\1{HIDDEN}@", url, flags=re.DOTALL)
     return re.sub(r"([?#]).*$", rf"\1{HIDDEN}", url, flags=re.DOTALL)
 
 
 def shown_value(path: Path_, value: Any) -> Any:
-    """The value of a field as it may be printed.
+    """Return the value of a field with secrets hidden.
 
     >>> shown_value(("spec", "rewards", "sources", 0, "headers", "key"), "abc")
     '...'
@@ -50,7 +50,7 @@ def shown_value(path: Path_, value: Any) -> Any:
 
 
 def shown_override(override: str) -> str:
-    """`--set` as it may be printed; a block that holds an endpoint is hidden as a whole."""
+    """Return the text of `--set` with secrets hidden; a block that holds an endpoint is hidden as a whole."""
     name, equals, text = override.partition("=")
     if not equals:
         return HIDDEN if "header" in name or "://" in name else name
@@ -61,26 +61,27 @@ def shown_override(override: str) -> str:
 
 
 def holds_secrets(job: RLHFJob) -> bool:
-    """Whether something stands in the job itself that should not be read by others."""
+    """Return whether the job itself contains secrets, as opposed to names of environment variables."""
     sources = [source for source in job.spec.rewards.sources if isinstance(source, HttpSource)]
     sent = [value for source in sources for value in source.headers.values()]
     return any(not _VARIABLE.search(value) for value in sent) or any(_is_secret(source.url) for source in sources)
 
 
 def _is_secret(url: str) -> bool:
-    """Whether a password, a user that stands for one, or a query is written out in it."""
+    """Return whether the URL contains a password, a user without password (a token), a query value or a fragment."""
     parts = urlsplit(_VARIABLE.sub("", url))
     token = parts.username if parts.password is None else parts.password
     return bool(token or parts.fragment or any(pair.partition("=")[2] for pair in parts.query.split("&")))
 
 
 def request_of(source: HttpSource, field: str) -> tuple[str, dict[str, str]]:
-    """URL and headers as they are sent. InvalidRequest for a variable that is not set, and for what cannot be sent."""
+    """Return URL and headers as they are sent. Raise InvalidRequest for unset variables and for invalid URLs or
+    headers."""
     url = filled_in(source.url, f"{field}.url")
     try:
         parts = urlsplit(url)
         fits = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:  # no port, no address: its message may hold the password
+    except ValueError:  # the message of this error may contain the password
         fits = False
     if not fits or not url.isprintable() or " " in url:
         raise InvalidRequest(f"{field}.url", shown_url(url), "must be a URL such as https://host:8000/score")
@@ -96,7 +97,7 @@ def request_of(source: HttpSource, field: str) -> tuple[str, dict[str, str]]:
 
 
 def secrets_of(url: str, headers: Sequence[str]) -> list[str]:
-    """Texts that no message may repeat; very short ones would stand in any text."""
+    """Return texts that no message may repeat. Texts under 4 characters are omitted: they occur anywhere."""
     parts = urlsplit(url)
     values = [pair.partition("=")[2] for pair in parts.query.split("&")]
     words = [word for value in headers for word in (value, *value.split())]
@@ -105,7 +106,7 @@ def secrets_of(url: str, headers: Sequence[str]) -> list[str]:
 
 
 def filled_in(text: str, field: str) -> str:
-    """InvalidRequest for a variable that is not set."""
+    """Replace `${NAME}` by environment variables. Raise InvalidRequest for a variable that is not set."""
 
     def value_of(match: re.Match[str]) -> str:
         value = os.environ.get(match[1])

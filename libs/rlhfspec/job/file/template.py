@@ -1,4 +1,4 @@
-"""A job to start from: every field with its description; those that few change are commented out at their defaults.
+"""A job to start from: every field with its description. Rarely changed fields are commented out at their defaults.
 
 Example:
     >>> print(job_text(Choices(name="sums", algorithm="ppo"))[:86])
@@ -24,7 +24,7 @@ from rlhfspec.job import API_VERSION, HeldOut, Lora, Spec, Wandb
 from rlhfspec.job.block import Block
 from rlhfspec.job.choices.algorithms import ALGORITHMS
 
-DEFAULT_MODEL, DEFAULT_DATA = "tiny:sums", "tiny:sums.jsonl"  # made on this machine: the job runs as it is
+DEFAULT_MODEL, DEFAULT_DATA = "tiny:sums", "tiny:sums.jsonl"  # made on this machine, so that the job runs unchanged
 REWARD_MODULE = '''\
 """Rewards of the job beside this file. A function gets what it names: prompt, completion, columns of the data."""
 
@@ -47,7 +47,7 @@ _ACTIVE = {
     "rewards.sources",
 }  # fmt: skip
 _WHEN_SET: dict[str, type[Block]] = {"evaluation": HeldOut, "model.lora": Lora, "observability.wandb": Wandb}
-_EXAMPLES = {"observability.wandb.project": "my-project"}  # required in a block that is itself optional
+_EXAMPLES = {"observability.wandb.project": "my-project"}  # required fields in optional blocks
 _HEAD = f"""# A job for rlhfspec. Check it with `rlhfspec validate`, start it with `rlhfspec run`.
 # `#field: value` stands at its default; remove the # to change it. Relative paths start at this file's folder.
 apiVersion: {API_VERSION}
@@ -67,7 +67,7 @@ class Choices:
 
 
 def job_text(choices: Choices) -> str:
-    """The file `rlhfspec init` writes."""
+    """Return the text of the file that `rlhfspec init` writes."""
     values: dict[str, Any] = {
         "model.path": choices.model,
         "dataset.path": choices.data,
@@ -83,7 +83,7 @@ def job_text(choices: Choices) -> str:
 
 
 class _Writer:
-    """Writes blocks; a field is described where it first appears."""
+    """Writer of blocks. A field is described where it first appears."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
@@ -97,7 +97,8 @@ class _Writer:
         yield from self.field(name, field, prefix, indent, default)
 
     def field(self, name: str, field: FieldInfo, prefix: str, indent: int, default: Any = None) -> Iterator[str]:
-        """One field, or the block it holds. `default`: the block's default around it, which may have its own."""
+        """Yield one field, or the block it holds. `default`: the default of the block around it, which takes
+        precedence."""
         path = f"{prefix}{to_camel(name)}"
         if path == "rewards.sources":
             yield _SOURCES
@@ -111,7 +112,7 @@ class _Writer:
         yield f"{' ' * indent}{'' if path in _ACTIVE else '#'}{to_camel(name)}: {_yaml(self._values.get(path, value))}"
 
     def _block(self, path: str, block: type[Block], indent: int, default: Any) -> Iterator[str]:
-        """A block without an active field is commented out with its header."""
+        """Yield a block. Without an active field, its header is commented out too."""
         active = any(known.startswith(f"{path}.") for known in _ACTIVE)
         yield f"{' ' * indent}{'' if active else '#'}{path.rpartition('.')[2]}:"
         for name, field in block.model_fields.items():
@@ -119,7 +120,7 @@ class _Writer:
 
 
 def _yaml(value: Any) -> str:
-    """JSON is YAML; plain words need no quotes, and `off` gets them for readers that take it for false.
+    """Return the value as YAML. JSON is YAML; plain words need no quotes, except those that YAML 1.1 reads as booleans.
 
     >>> _yaml("./model"), _yaml("off"), _yaml(1e-6), _yaml("a: b")
     ('./model', '"off"', '1.0e-06', '"a: b"')

@@ -1,7 +1,6 @@
-"""YAML or JSON text into plain values, with the line of every value, with YAML's traps refused by name.
+"""YAML or JSON text as plain values, with the line of every value. Ambiguous YAML is refused with a reason.
 
-Scalars follow YAML 1.2, because 1.1 surprises: there `1e-6` is a string, `mode: off` a truth value, `010` is eight
-and a date is not text. Here `1e-6` is a number, only `true` and `false` are truth values, and dates are text.
+Scalars follow YAML 1.2: `1e-6` is a number, only `true` and `false` are booleans, and dates are text.
 
 Example:
     >>> document = parse("spec:\\n  rate: 1e-6\\n  mode: off\\n", source="job.yaml")
@@ -21,7 +20,7 @@ from yaml.composer import ComposerError
 
 from rlhfspec.errors import JobError, Problem
 
-_MOST_BYTES = 256 * 1024  # a job is a page of text; what is bigger is another kind of file
+_MOST_BYTES = 256 * 1024  # 256 KiB; a job is a page of text, so larger files are something else
 MOST_VALUES = 20_000  # after aliases are expanded
 MOST_DEPTH = 30
 
@@ -30,7 +29,7 @@ Path_ = tuple[str | int, ...]
 
 @dataclass(slots=True)
 class Document:
-    """A text as plain values: `lines` has the line (from 1) of each by its path, `problems` what could not be read."""
+    """A text as plain values. `lines` maps paths to lines (from 1); `problems` lists what could not be read."""
 
     value: Any
     lines: dict[Path_, int] = field(default_factory=dict)
@@ -38,7 +37,7 @@ class Document:
 
 
 class _Loader(yaml.SafeLoader):
-    """Resolves plain scalars as YAML 1.2's core schema does."""
+    """Loader that resolves plain scalars by YAML 1.2's core schema."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own shape)
 
@@ -57,7 +56,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file. Raise JobError where there is none."""
+    """Return the text of a file. Raise JobError if it cannot be read."""
     if path.is_dir():
         raise _unreadable(path, "this is a folder; name the job file in it")
     if not path.exists():
@@ -80,9 +79,9 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, *, source: str) -> Document:
-    """Read the only document of a text. Problems that leave the rest readable are collected, others are raised."""
+    """Parse a text with one document. Problems that leave the rest readable are collected; others raise JobError."""
     if source.endswith(".json"):
-        text = text.replace("\t", " ")  # JSON allows them between values, YAML does not; inside strings they are \t
+        text = text.replace("\t", " ")  # JSON allows tabs between values, YAML does not; strings contain them as \t
     reader = _Reader()
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -102,7 +101,7 @@ def parse(text: str, *, source: str) -> Document:
 
 
 def parse_value(text: str) -> Any:
-    """Read one value, as a job file would have it, for `--set`.
+    """Parse one value of `--set`, as in a job file.
 
     >>> parse_value("1e-6"), parse_value("off"), parse_value("[1, true]"), parse_value("")
     (1e-06, 'off', [1, True], None)
@@ -111,7 +110,7 @@ def parse_value(text: str) -> Any:
 
 
 class _Reader:
-    """Walker over YAML nodes that notes lines and problems, and expands aliases within bounds."""
+    """Walker over YAML nodes that records lines and problems, and expands aliases up to a limit."""
 
     def __init__(self) -> None:
         self.lines: dict[Path_, int] = {}
@@ -166,7 +165,7 @@ class _Reader:
             value = self._scalars.construct_object(node)
             if isinstance(value, str):
                 value.encode()
-        except ValueError as error:  # !!int of a word, an integer of thousands of digits, half a surrogate pair
+        except ValueError as error:  # !!int of a word, an integer of thousands of digits, or half a surrogate pair
             self._problem(path, node, f"cannot be read: {error}")
             return None
         return value
@@ -179,7 +178,7 @@ _TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool",
 
 
 def dotted(path: Path_) -> str:
-    """Return a path as users write it.
+    """Return a path in the notation of users.
 
     >>> dotted(("spec", "rewards", "sources", 0, "weight"))
     'spec.rewards.sources[0].weight'
@@ -189,7 +188,7 @@ def dotted(path: Path_) -> str:
 
 
 def parts_of(text: str) -> Path_:
-    """Return the parts of a path; places in lists stand in brackets or between dots.
+    """Return the parts of a path. List indices stand in brackets or between dots.
 
     >>> parts_of("sources[0].weight") == parts_of("sources.0.weight") == ("sources", 0, "weight")
     True

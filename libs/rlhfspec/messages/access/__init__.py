@@ -1,1 +1,1 @@
-"""What each role may publish, consume and read, and how a process connects as that role."""
+"""The rights of each role to publish, consume and read, and connections that use them."""

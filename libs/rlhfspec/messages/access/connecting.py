@@ -1,4 +1,4 @@
-"""A process's connection to NATS as a role of the run, with the credentials that the run has for it.
+"""A process's connection to NATS as a role of the run, with the role's credentials.
 
 transport = await connect(connections, "reward", name="reward-0", clock=clock)
 """
@@ -16,13 +16,13 @@ from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.messages.transport.jetstream.proof import NO_PROOF, NatsProof
 from rlhfspec.messages.transport.nats import NatsTransport
 
-MAX_PENDING = 8192  # messages; as of NatsTransport
-KEEP_SECONDS = LIFETIME.total_seconds()  # longer than any message waits in a run that goes on
+MAX_PENDING = 8192  # messages; equals the default of NatsTransport
+KEEP_SECONDS = LIFETIME.total_seconds()  # longer than any message waits while a run continues
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NatsAccess:
-    """How a role connects to NATS. No other role hears the answers under its `inbox_prefix`."""
+    """Credentials and inbox of one role's connection to NATS. No other role can read answers under `inbox_prefix`."""
 
     proof: NatsProof
     tls: ssl.SSLContext | None
@@ -30,7 +30,7 @@ class NatsAccess:
 
 
 def access_of(folder: Path | None, role: str, uid: str) -> NatsAccess:
-    """Return access by the role's token (ROLE.creds) in the run's credentials, else by its key (ROLE.seed)."""
+    """Return access by the role's token (ROLE.creds) if the credentials contain one, else by its key (ROLE.seed)."""
     if folder is None:
         return NatsAccess(proof=NO_PROOF, tls=None, inbox_prefix=inbox_of(role, uid))
     creds = folder / f"{role}.creds"

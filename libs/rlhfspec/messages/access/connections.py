@@ -1,6 +1,6 @@
-"""How a process of a run reaches the others: one small file, made by what starts the run, read by every process.
+"""Addresses and credential files by which a process of a run reaches the others: one file, read by every process.
 
-It holds names of files with secrets, never a secret, so its path may stand in an argument list.
+The file names files with secrets but contains none, so its path may appear in an argument list.
 
 Example:
     >>> Connections.model_validate_json('{"nats_url": "nats://127.0.0.1:4222"}')
@@ -21,42 +21,40 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.weight_stores import BETWEEN_PROCESSES, WEIGHT_STORES
 
-if TYPE_CHECKING:  # the names are of a table that a type checker does not run
+if TYPE_CHECKING:  # a type checker cannot evaluate a Literal of a table's names
     WeightStoreName = str
 else:
     WeightStoreName = Literal[BETWEEN_PROCESSES]
 
 
 class Connections(BaseModel):
-    """`credentials`: a folder with ca.pem, and of each role (a stage's name, `view` or `control`) ROLE.pem and ROLE.key
-    for TLS and ROLE.seed, its NKEY; None: neither is used. In a cluster ROLE.creds is there in place of ROLE.seed, and
-    servers-ca.pem, which the servers' certificates are verified by (`service.credentials`).
-
-    `worker_host`: the name in the certificate of every worker, where their addresses are not known beforehand; None:
-    their addresses are in it. The ports are those that every worker listens at, on an address of its own (in the
-    environment, RLHFSPEC_HOST); 0: any that is free."""
+    """The connections of a run's processes. `credentials`: folder with ca.pem, and for each role (a stage, `view` or
+    `control`) ROLE.pem and ROLE.key for TLS and its NKEY ROLE.seed; None: no TLS and no NKEY. In a cluster it has
+    ROLE.creds in place of ROLE.seed, and servers-ca.pem, which verifies the servers' certificates. `worker_host`: the
+    name in every worker's certificate; None: certificates contain the workers' addresses. Ports: every worker listens
+    on them, at its own address (RLHFSPEC_HOST in its environment); 0: any free port."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    uid: str  # of this run, in every subject
-    job_file: Path  # as it was resolved
-    base_folder: Path  # of the job file as the user has it: relative paths begin here
-    folder: Path  # the run's
-    storage_uri: str | None = None  # of the object store that base_folder is a copy of; None: it is the storage itself
+    uid: str  # of this run; part of every subject
+    job_file: Path  # the resolved job
+    base_folder: Path  # folder of the user's job file, where relative paths start
+    folder: Path  # the run folder
+    storage_uri: str | None = None  # object store that base_folder is a copy of; None: there is none
     nats_url: str
     redis_url: str | None = None
     credentials: Path | None = None
     weights: WeightStoreName = "file"
-    weights_folder: Path | None = None  # of "file": in memory, such as /dev/shm
-    activity_folder: Path | None = None  # in which each worker notes what it is at, for the process that sees it die
+    weights_folder: Path | None = None  # for weights "file"; in memory, such as /dev/shm
+    activity_folder: Path | None = None  # each worker records its current work here, read after its death
     otlp_endpoint: str | None = None
     http_port: int = Field(0, ge=0, lt=1 << 16)
     grpc_port: int = Field(0, ge=0, lt=1 << 16)
     moves_port: int = Field(0, ge=0, lt=1 << 16)
     link_port: int = Field(0, ge=0, lt=1 << 16)
     worker_host: str | None = None
-    folder_is_kept_by: Literal["supervisor", "trainer"] = "supervisor"  # what holds its lock, and writes how it ended
-    report_url: str | None = None  # to which `control` reports how the run goes
+    folder_is_kept_by: Literal["supervisor", "trainer"] = "supervisor"  # holds the folder's lock and records the end
+    report_url: str | None = None  # where `control` reports the state of the run
     supervisor_address: str | None = None  # host:port of its /metrics, on one machine
 
     @model_validator(mode="after")
@@ -68,11 +66,11 @@ class Connections(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """InvalidRequest in one line when this is no such file."""
+        """Read a connections file; raise InvalidRequest if it is missing or invalid."""
         return _parsed(cls, path, "--connections", "is no connections file")
 
     def job(self) -> RLHFJob:
-        """The job as it was resolved."""
+        """Return the resolved job."""
         return _parsed(RLHFJob, self.job_file, "job_file", "is no resolved job")
 
 

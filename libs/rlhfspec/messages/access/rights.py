@@ -1,12 +1,11 @@
-"""What each role may do on the bus, as subjects of NATS: the least it needs for its part of the map (`messages.loop`).
+"""The rights of each role on the bus, as NATS subjects: the least that its part of the map (`messages.loop`) needs.
 
-A role is a stage, `view` or `control`, which look on at everything. All others publish what they produce, pull and end
-what they consume, and hear their own answers only.
+A role is a stage, or `view` or `control`, which observe everything. All others publish what they produce, pull and
+acknowledge what they consume, and receive their own answers only.
 
-On a laptop `control` is the supervisor: it opens the run (`declares`), and gives back what a dead worker held. In a
-cluster, where runs of many share one account, no process of a run makes streams or consumers: such a right is by the
-name of the stream, and says nothing of what the stream takes in. The operator makes
-them (`rlhfspec.operator.shared.streams`).
+On a laptop `control` is the supervisor: it creates the run's streams (`declares`) and releases a dead worker's records.
+In a cluster many runs share one account, so the operator creates all streams (`rlhfspec.operator.shared.streams`): the
+right to create a stream does not restrict which subjects it captures.
 
 Example:
     >>> reward = rights_of("reward", "sums", "3f2a")
@@ -27,27 +26,26 @@ from rlhfspec.messages.transport.jetstream.streams import latest_of, stream_name
 
 CONTROL = "control"
 BUS_ROLES = (*loop.BY_NAME, CONTROL)
-# Whose process may take in a worker of one of these stages when it has nothing to do, and then acts as that.
+# A process of the key's role may host an idle-time worker of these stages, and then acts as that role.
 GUESTS: dict[str, tuple[str, ...]] = {"generator": ("reference", "critic")}
 
 
 @dataclass(frozen=True, slots=True)
 class RoleRights:
-    """Of NATS: all that is not here is denied."""
+    """NATS permissions of a role; everything else is denied."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
 
 
 def inbox_of(role: str, uid: str) -> str:
-    """The prefix of its inboxes (`NatsTransport.connect(inbox_prefix=)`): no other client hears its answers, not even
-    the same role of another run."""
+    """Return the inbox prefix of a role in a run. No other client can read its answers, not even another run's same
+    role."""
     return f"_INBOX_{role}_{uid}"
 
 
 def rights_of(role: str, job: str, uid: str, *, declares: bool = False) -> RoleRights:
-    """In one run of a job. `declares`: `control` makes the run's streams and consumers; only where it has a NATS of its
-    own."""
+    """Return the rights of a role in one run. `declares`: `control` may create streams, only with a NATS of its own."""
     if role not in BUS_ROLES:
         raise InvalidRequest("role", role, f"must be one of {', '.join(BUS_ROLES)}")
     granted = _Granted(role, job, uid)
@@ -103,13 +101,13 @@ class _Granted:
         stream = self._stream(subject)
         self.publish.append(f"{subject}.*" if kind == "state" else subject)
         if kind == "work":
-            self.publish.append(f"$JS.API.CONSUMER.LIST.{stream}")  # to name the consumer that is behind
+            self.publish.append(f"$JS.API.CONSUMER.LIST.{stream}")  # to name the slow consumer in TransportFull
 
     def _to_pull(self, subject: str, name: str) -> None:
         stream = self._stream(subject)
         self.publish += [
             f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}",
-            f"$JS.API.STREAM.MSG.GET.{stream}",  # whose token it took over, to write its dead letter
+            f"$JS.API.STREAM.MSG.GET.{stream}",  # to read the message for its dead letter
             f"{self._dead}.*",
         ]
         self._stream(self._dead)
@@ -125,7 +123,7 @@ class _Granted:
             self.publish.append(f"$JS.API.STREAM.MSG.GET.{stream}")
 
     def _stream(self, subject: str) -> str:
-        """Every role that uses a subject may ask what it was declared as."""
+        """Return the subject's stream. Every role that uses a subject may query its declaration."""
         stream = stream_name(subject)
         self.publish.append(f"$JS.API.STREAM.INFO.{stream}")
         return stream

@@ -1,4 +1,4 @@
-"""How the policy does on a held-out split: a line of `evaluations.jsonl` for every evaluation, and which was the best.
+"""Evaluations on a held-out split: the lines of `evaluations.jsonl`, and the choice of the best one.
 
 Example:
     >>> runs = [example_evaluation(step=step, reward=reward) for step, reward in ((0, 0.25), (10, 0.75), (20, 0.5))]
@@ -20,15 +20,15 @@ from rlhfspec.messages.records.metrics import Lengths, Spread, json_line, parse_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    step: int  # after which it was made; 0 is before training
+    step: int  # the step it follows; 0: before training
     weights_version: int
     num_samples: int  # that were scored
-    num_failed: int  # that were not, and count nowhere else
+    num_failed: int  # not scored, and not counted elsewhere
     reward: Spread
     reward_components: Mapping[str, float]  # mean of each source, unweighted
     response_length: Lengths
     truncated_fraction: float  # of responses that reached maxTokens
-    seconds: float  # that the trainer waited for it
+    seconds: float  # the trainer waited for it
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -41,12 +41,11 @@ class Evaluation:
 
 
 def best(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """The one with the highest mean reward; of equals the earliest."""
+    """Return the evaluation with the highest mean reward; among equals the earliest."""
     return max(evaluations, key=lambda evaluation: (evaluation.reward.mean, -evaluation.step))
 
 
 def example_evaluation(*, step: int = 1, reward: float = 0.5) -> Evaluation:
-    """For examples and tests."""
     return Evaluation(
         step=step,
         weights_version=step,

@@ -1,8 +1,8 @@
-"""What one trained step reports: a line of `steps.jsonl`.
+"""The metrics of one trained step: a line of `steps.jsonl`.
 
-Every field belongs to one of two kinds. The *curve* is what a job computes: two runs of one job agree in it bit for
-bit, whatever the speculation, the number of workers, the arrival order or the interruptions. *Measurements* describe
-this run on this machine. A number that does not apply to a job (the KL without a reference) is null, not zero.
+Two runs of one job agree bit for bit in the *curve*, whatever the speculation, the number of workers, the arrival order
+or the interruptions. *Measurements* describe this run on this machine. A number that does not apply to a job (the KL
+without a reference) is null, not zero.
 
 Example:
     >>> line = example_step(step=3).to_line()
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Of a step's samples; `std` divides by the number of them."""
+    """Statistics over a step's samples; `std` divides by their number."""
 
     mean: float
     std: float
@@ -42,7 +42,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Summed exactly, so that the order of the values does not matter.
+        """Return the statistics of the values. Sums are exact, so that the order of values does not matter.
 
         >>> Spread.of([0.0, 1.0, 1.0, 0.0])
         Spread(mean=0.5, std=0.5, min=0.0, max=1.0)
@@ -54,7 +54,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Of a step's responses, in tokens. Bin i of the histogram counts lengths in (edges[i], edges[i + 1]]."""
+    """Statistics of response lengths in tokens. Histogram bin i counts lengths in (edges[i], edges[i + 1]]."""
 
     mean: float
     min: int
@@ -66,7 +66,7 @@ class Lengths:
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, max_tokens: int) -> Lengths:
-        """A response has at least one token. The edges depend on `max_tokens` alone, so that steps can be compared.
+        """Return the statistics of lengths >= 1. Edges depend on `max_tokens` alone, so that steps can be compared.
 
         >>> Lengths.of([1, 2, 2, 8], max_tokens=8)  # doctest: +NORMALIZE_WHITESPACE
         Lengths(mean=3.25, min=1, p50=2, p95=8, max=8, edges=(0, 1, 2, 3, 4, 5, 6, 7, 8),
@@ -95,10 +95,8 @@ class LogProbDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """Where a step's time went. Stages overlap, so they may add up to more than `step`, the time that passed.
-
-    `waiting` is the trainer's time without work. A stage that does not run in this job has 0.
-    """
+    """Seconds that each stage spent on a step. Stages overlap, so their sum may exceed `step`, the wall time. `waiting`
+    is the trainer's time without work. A stage that does not run in the job has 0."""
 
     generation: float
     reward: float
@@ -116,31 +114,31 @@ class StepMetrics:
     weights_version: int  # after the step
     weights_digest: str
     num_samples: int  # trained on
-    num_dropped: int  # left out: failed, or replaced by dynamic sampling
+    num_dropped: int  # failed, or replaced by dynamic sampling
     num_prompts: int
-    equal_reward_groups: int | None = None  # prompts whose samples all got one reward; null where a prompt has one
+    equal_reward_groups: int | None = None  # prompts whose samples got equal rewards; null without groups
     reward: Spread
     reward_components: Mapping[str, float]  # mean of each source, unweighted
     advantage: Spread
-    kl: Mapping[str, float] | None  # to the reference by the job's estimator and by k3, before the first update
+    kl: Mapping[str, float] | None  # to the reference, by the job's estimator and by k3, before the first update
     policy_loss: float
     value_loss: float | None
     kl_loss: float | None
-    entropy: float  # nats a token, before the first update
+    entropy: float  # nats per token, before the first update
     clip_fraction: float  # of tokens whose ratio was clipped
-    explained_variance: float | None  # of the returns, by the critic
+    explained_variance: float | None  # of the returns by the critic
     grad_norm: float  # before clipping
     learning_rate: float
-    learning: Mapping[str, float]  # what else the learner says, by its names
+    learning: Mapping[str, float]  # other metrics of the learner, by its names
     response_length: Lengths
     truncated_fraction: float  # of responses that reached maxTokens
     num_response_tokens: int
-    tokens_per_second: float | None  # generated, while generating; null where that was not measured
-    accepted_per_verification: float | None  # drafted tokens; null where nothing was drafted
-    strategy: Mapping[str, int]  # how often each way of drafting was chosen
-    expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # that each expert of a layer ran
+    tokens_per_second: float | None  # while generating; null if not measured
+    accepted_per_verification: float | None  # drafted tokens; null if nothing was drafted
+    strategy: Mapping[str, int]  # how often each draft strategy was chosen
+    expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # run by each expert of a layer
     log_prob_difference: LogProbDifference
-    staleness_max: int  # versions between a token's weights and the ones it trained
+    staleness_max: int  # versions between the weights that generated a token and those it trained
     seconds: Seconds
     started_unix_seconds: float
     finished_unix_seconds: float
@@ -149,11 +147,11 @@ class StepMetrics:
 
     @property
     def kl_k3(self) -> float | None:
-        """The estimate that can be compared between jobs: it is never negative."""
+        """Return the KL estimate that is comparable between jobs."""
         return None if self.kl is None else self.kl["k3"]
 
     def to_line(self) -> str:
-        """One line of JSON, keys in the order above, every float to its last bit."""
+        """Return one line of JSON, with keys in field order and floats at full precision."""
         return json_line(self, f"metrics of step {self.step}")
 
     @classmethod
@@ -181,15 +179,15 @@ _ESTIMATORS = ("k1", "k2", "k3")
 
 
 def curve(line: str) -> dict[str, Any]:
-    """The fields of a line that two runs of one job share bit for bit."""
+    """Return the fields of a line that two runs of one job share bit for bit."""
     content = json.loads(line)
     return {name: content[name] for name in CURVE}
 
 
 def learner_fields(said: Mapping[str, float]) -> dict[str, Any]:
-    """The fields of a StepMetrics that come from the learner; what has no field of its own goes to `learning`.
+    """Return the StepMetrics fields that come from the learner. Other numbers go to `learning`.
 
-    Rewards and lengths are left out: `Spread.of` and `Lengths.of` tell more about them.
+    Rewards and lengths are omitted, because `Spread.of` and `Lengths.of` cover them.
 
     >>> said = {name: 0.5 for name in ("policy_loss", "entropy", "clip_fraction", "grad_norm", "learning_rate")}
     >>> said |= {"truncated_fraction": 0.0, "log_prob_difference_max": 3e-7, "log_prob_difference_mean": 4e-8}
@@ -211,7 +209,7 @@ def learner_fields(said: Mapping[str, float]) -> dict[str, Any]:
 
 
 def length_edges(max_tokens: int) -> tuple[int, ...]:
-    """
+    """Return the edges of the histogram of response lengths.
     >>> length_edges(256)[:3], length_edges(256)[-1]
     ((0, 16, 32), 256)
     """
@@ -220,12 +218,12 @@ def length_edges(max_tokens: int) -> tuple[int, ...]:
 
 
 def _percentile(ordered: Sequence[int], percent: int) -> int:
-    """The smallest value that at least so many percent of the values do not exceed."""
+    """Return the smallest value that at least `percent` percent of the values do not exceed."""
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def json_line(metrics: Any, name: str) -> str:
-    """A dataclass of numbers as JSON; NumericalError where one of them is not finite."""
+    """Return a dataclass of numbers as a line of JSON; raise NumericalError if a number is not finite."""
     content = asdict(metrics)
     if (found := not_finite(content)) is not None:
         raise NumericalError(f"{name}: {found[0]} is {found[1]}")
@@ -233,13 +231,13 @@ def json_line(metrics: Any, name: str) -> str:
 
 
 def not_finite(metrics: Any) -> tuple[str, float] | None:
-    """Return the first number of a dataclass, or of its fields as a dict, that is not finite, after its path."""
+    """Return (path, value) of the first number that is not finite, or None."""
     content = metrics if isinstance(metrics, dict) else asdict(metrics)
     return next(((path, value) for path, value in _floats(content) if not math.isfinite(value)), None)
 
 
 def parse_line(kind: type[T], line: str, file: str) -> T:
-    """A line of `file` as the dataclass that it was made of."""
+    """Parse a line of `file` as the dataclass; raise InvalidRequest if it does not fit."""
     try:
         return _adapter(kind).validate_python(json.loads(line))  # type: ignore[arg-type, no-any-return]
     except json.JSONDecodeError as error:
@@ -264,7 +262,6 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 
 
 def example_step(*, step: int = 1, reward: float = 0.5) -> StepMetrics:
-    """A plausible line, for examples and tests."""
     return StepMetrics(
         step=step,
         weights_version=step,

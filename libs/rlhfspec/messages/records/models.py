@@ -1,4 +1,4 @@
-"""How the models that a worker loaded were found right."""
+"""Reports on how loaded models were verified."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReport:
-    """How a model was found right; kept in a run's manifest."""
+    """The verification of one model; kept in a run's manifest."""
 
-    model: str  # its class
-    path: str  # "native": all layers in one call; "layers": Hugging Face's own code over our kernels; the trainer's:
-    # "packed": Hugging Face's own code over packed rows; "exact": the same over the engine's kernels
-    attentions: tuple[str, ...]  # what they do, each kind once
-    guarded: tuple[str, ...]  # kinds of modules whose torch functions are run so that a row's bits are its own
+    model: str  # class name
+    path: str  # "native": all layers in one call; "layers": Hugging Face code over our kernels. For the trainer,
+    # "packed": Hugging Face code over packed rows; "exact": the same over the engine's kernels
+    attentions: tuple[str, ...]  # kinds of attention, without duplicates
+    guarded: tuple[str, ...]  # module types that run so that each row's bits are independent of the batch
     probes: tuple[str, ...]
-    difference: float  # the largest, of the probes' logits to Hugging Face's, in parts of the largest logit
-    noise: float  # how far rounding alone moves Hugging Face's, likewise
-    bits: str  # what is promised of them
+    difference: float  # largest difference of the probes' logits to Hugging Face's, relative to the largest logit
+    noise: float  # effect of rounding alone on Hugging Face's logits, likewise
+    bits: str  # the promise about bits
     attention_split: int | None  # positions that have a softmax of their own; None: torch's attention
     seconds: float
-    dtype: str = (
-        ""  # of its weights, and of what is computed with them where that is another; of an earlier release: ""
-    )
-    prefill: str = ""  # what runs a prompt's chunks on a device, and why it is not FlashAttention; of a CPU: ""
+    dtype: str = ""  # of the weights, and of the computation if it differs; "" in older releases
+    prefill: str = ""  # the prefill kernel on a device, and why it is not FlashAttention; "" on a CPU

@@ -1,7 +1,7 @@
-"""Runs a program that the system kills when its parent dies: python -I -S attached.py PARENT PROGRAM ARGUMENT ...
+"""Launcher of a program that is killed when its parent dies: python -I -S attached.py PARENT PROGRAM ARGUMENT ...
 
-The wish for that signal is kept over the exec, so the program needs to know nothing of it. Imports the standard library
-only: it is there at once.
+The parent-death signal survives exec, so the program needs no support for it. Only the standard library is imported,
+for a fast start.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import sys
 from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
-CANNOT_RUN = 126  # as a shell says it
+CANNOT_RUN = 126  # as shells report it
 
 
 def attached(command: Sequence[str]) -> list[str]:
-    """The command that runs this one so."""
+    """Return the command that runs `command` under this launcher (Linux only)."""
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]

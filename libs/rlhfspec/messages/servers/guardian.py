@@ -1,12 +1,10 @@
-"""Kills and removes what is left of a run whose supervisor died, even by a kill.
+"""Killing and cleanup of a run whose supervisor died, even by SIGKILL.
 
-The supervisor holds the one writing end of a guardian's stdin. When it ends, however it ends, the guardian reads the
-end of that file, kills every process that carries the run's mark in its environment or descends from one that does, and
-removes the run's data. A supervisor that ends in order says `RELEASED` first: then nothing is left to do.
-
-A run has two guardians, so that one is left when the other dies together with the supervisor.
-
-Imports the standard library only, and is started as a script, so that it is there before the first server.
+The supervisor holds the only writing end of a guardian's stdin. At its end of file, the guardian kills every process
+that
+carries the run's mark in its environment or descends from one that does, and removes the run's data. After a clean end
+the supervisor sends `RELEASED` first. Two guardians run, so that one survives if the other dies with the supervisor.
+This file imports the standard library only and runs as a script, so that it starts before the first server.
 """
 
 from __future__ import annotations
@@ -22,15 +20,15 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-MARK = "RLHFSPEC_RUN"  # names the run in the environment of all its processes
-GUARDS = "RLHFSPEC_GUARDS"  # names it in a guardian's, too
-UID = "uid"  # the file in a run's folder that says whose it is
+MARK = "RLHFSPEC_RUN"  # environment variable with the run's uid in all its processes
+GUARDS = "RLHFSPEC_GUARDS"  # the same in guardians
+UID = "uid"  # file in a run's folder with the uid of its owner
 RELEASED = b"released\n"
-# A child that is being started shows its mark a moment later only; on a busy machine, some moments later.
+# A process just forked shows its mark with a delay, longer on a busy machine.
 _QUIET_SECONDS = 1.0
-NOTHING_STARTS = 0.1  # so long to look, in place of that, where no process is left that could start one
+NOTHING_STARTS = 0.1  # replaces _QUIET_SECONDS if no process is left that could start others
 NUM_GUARDIANS = 2
-GIVE_UP_SECONDS = 30.0  # a process that even a kill does not end hangs in the kernel
+GIVE_UP_SECONDS = 30.0  # a process that survives SIGKILL hangs in the kernel
 _LOOK_SECONDS = 0.02
 
 
@@ -40,7 +38,7 @@ def main() -> None:
     parser.add_argument("--remove", nargs="*", default=[], type=Path, help="files and folders")
     arguments = parser.parse_args()
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)  # meant for the supervisor, whose end we wait for
+        signal.signal(ignored, signal.SIG_IGN)  # meant for the supervisor
     said = b""
     while part := os.read(0, 1024):
         said += part
@@ -49,8 +47,8 @@ def main() -> None:
 
 
 def end_run(uid: str, remove: Iterable[Path], quiet_seconds: float = _QUIET_SECONDS) -> None:
-    """Kill the processes of this run, guardians excepted, until none has been seen for a while. Then remove the paths,
-    but for a folder that another run made since."""
+    """Kill the run's processes, except guardians, until none appears for a while. Then remove the paths. A folder that
+    another run has made since stays."""
     now = begin = quiet_since = time.monotonic()
     while now - quiet_since < quiet_seconds and now - begin < GIVE_UP_SECONDS:
         if kill(processes_of(uid)):
@@ -74,7 +72,7 @@ def _is_anothers(path: Path, uid: str) -> bool:
 
 
 def kill(pids: Iterable[int]) -> int:
-    """How many were there to be killed."""
+    """Kill the processes and return how many existed."""
     num_killed = 0
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
@@ -84,8 +82,8 @@ def kill(pids: Iterable[int]) -> int:
 
 
 def processes_of(uid: str) -> set[int]:
-    """Those that carry the run's mark, and all their descendants, for some programs clear the environment. Neither
-    this process nor a guardian."""
+    """Return marked processes and all their descendants, as some programs clear the environment; not guardians or this
+    one."""
     children: dict[int, list[int]] = {}
     marked = marked_with({f"{MARK}={uid}".encode()}, children)
     spared = {os.getpid(), *guardians_of(uid)}
@@ -103,12 +101,13 @@ def guardians_of(uid: str) -> list[int]:
 
 
 def marked_with(marks: set[bytes], children: dict[int, list[int]] | None = None) -> list[int]:
-    """The processes that have all of these in their environment. `children`: is filled, by parent, with all."""
+    """Return the processes with all of these in their environment. `children` is filled with the children of each
+    parent."""
     found = []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with suppress(OSError):  # it ended meanwhile, or belongs to another user
             state, parent = state_and_parent(pid)
-            if state == "Z":  # dead, and not yet noticed by its parent
+            if state == "Z":  # zombie
                 continue
             if children is not None:
                 children.setdefault(parent, []).append(pid)
@@ -118,13 +117,13 @@ def marked_with(marks: set[bytes], children: dict[int, list[int]] | None = None)
 
 
 def state_and_parent(pid: int) -> tuple[str, int]:
-    """The name before them is in brackets, and may hold spaces and brackets itself."""
+    """Return state and parent from /proc. The name before them is in brackets, and may contain spaces and brackets."""
     state, parent, *_ = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return state, int(parent)
 
 
 class Guardians:
-    """The supervisor's side. Start them before anything they have to clean up after."""
+    """The supervisor's handle on its guardians. Start it before anything that needs cleanup."""
 
     def __init__(self, run: str, *, remove: Sequence[Path] = ()) -> None:
         self._run = run
@@ -133,11 +132,11 @@ class Guardians:
 
     @property
     def pids(self) -> list[int]:
-        """Of those that are alive."""
+        """Return the pids of living guardians."""
         return [process.pid for process in self._processes if process.poll() is None]
 
     def start(self) -> bool:
-        """Also again, after somebody killed one. False: all were there."""
+        """Start missing guardians and return whether any was missing. May be called again."""
         alive = self.pids
         for process in self._processes:
             if process.pid not in alive:
@@ -152,7 +151,7 @@ class Guardians:
         return len(alive) < NUM_GUARDIANS
 
     def release(self, timeout_seconds: float = 5.0) -> None:
-        """The run is over, and all its processes with it."""
+        """Tell the guardians that the run and all its processes have ended."""
         for process in self._processes:
             assert process.stdin is not None
             with suppress(BrokenPipeError):
@@ -168,7 +167,6 @@ class Guardians:
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:
-    """What a dead one was not told any more is not told now."""
     assert process.stdin is not None
     with suppress(BrokenPipeError):
         process.stdin.close()

@@ -1,4 +1,4 @@
-"""nats-server with JetStream: one account, one user a role.
+"""nats-server with JetStream: one account, with one user for each role.
 
 Example:
     >>> reward = User(public_key="UABC", publish=("rlhf.sums.3f2a.score",), subscribe=("_INBOX_r.>",))
@@ -27,12 +27,12 @@ from rlhfspec.messages.servers import find
 from rlhfspec.messages.servers.credentials.certificates import ServerTls
 from rlhfspec.messages.servers.program import ServerProgram, write_secret
 
-MAX_PAYLOAD_BYTES = 8 << 20  # a sample, and its dead letter, take some 25 bytes a token
+MAX_PAYLOAD_BYTES = 8 << 20  # a sample or its dead letter takes about 25 bytes per token
 _ACCOUNT = "JOB"
 
 
 class NatsRights(Protocol):
-    """What a role may do, as `service` derives it from the map."""
+    """Subjects that a role may use, as derived from the map of the loop."""
 
     @property
     def publish(self) -> Sequence[str]: ...
@@ -42,7 +42,7 @@ class NatsRights(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class User:
-    """A role: the public part of its NKEY, and the subjects it may use; all others are denied."""
+    """A NATS user for one role: its public NKEY and its subjects; all others are denied."""
 
     public_key: str
     publish: Sequence[str]
@@ -54,15 +54,15 @@ class User:
 
 
 def nats_config(users: Mapping[str, User], tls: ServerTls | None) -> str:
-    """The server's configuration. Without users everybody may do everything: for tests alone."""
-    lines = [f"max_payload: {MAX_PAYLOAD_BYTES}", "jetstream {}"]  # where it stores is said by argument
+    """Return the server's configuration. Without users everybody may do everything, which is for tests only."""
+    lines = [f"max_payload: {MAX_PAYLOAD_BYTES}", "jetstream {}"]  # the storage folder is an argument
     if tls is not None:
         lines += [
             "tls {",
             f"  cert_file: {_quoted(tls.certificate)}",
             f"  key_file: {_quoted(tls.key)}",
             f"  ca_file: {_quoted(tls.authority)}",
-            "  verify: true",  # of every client a certificate of the run
+            "  verify: true",  # every client needs a certificate of the run
             '  min_version: "1.2"',
             "}",
         ]
@@ -79,7 +79,7 @@ def _user(user: User) -> str:
 
 
 def _allowed(subjects: Iterable[str]) -> str:
-    """An empty list would allow everything."""
+    """Return a permission for exactly these subjects. An empty allow list would allow everything."""
     names = ", ".join(map(_quoted, subjects))
     return f"{{allow: [{names}]}}" if names else '{deny: [">"]}'
 
@@ -89,7 +89,7 @@ def _quoted(text: object) -> str:
 
 
 class NatsServer(ServerProgram):
-    """On this machine alone, on a port that it chooses itself and keeps over restarts; streams in files."""
+    """nats-server on localhost, on a free port that it keeps over restarts, with streams in files."""
 
     name = "nats-server"
 
@@ -99,12 +99,12 @@ class NatsServer(ServerProgram):
         super().__init__(folder, run=run)
         self._users = users or {}
         self._tls = tls
-        self._port = -1  # it chooses
+        self._port = -1  # any free port
 
     def _command(self) -> list[str]:
         config = self.folder / "nats.conf"
         write_secret(config, nats_config(self._users, self._tls).encode())
-        for stale in self.folder.glob("*.ports"):  # a killed server leaves its own
+        for stale in self.folder.glob("*.ports"):  # left by a killed server
             stale.unlink()
         return [
             str(find.nats_server()), "-c", str(config), "-a", "127.0.0.1", "-p", str(self._port),
@@ -112,12 +112,12 @@ class NatsServer(ServerProgram):
         ]  # fmt: skip
 
     async def _ready(self) -> bool:
-        """It writes the file once it listens."""
+        """Return whether the ports file, written once the server listens, is there."""
         for path in self.folder.glob("*.ports"):
             try:
                 url = str(json.loads(path.read_bytes())["nats"][0])
             except ValueError:
-                return False  # half written
+                return False  # partially written
             self._port = int(url.rpartition(":")[2])
             self.url = f"{'tls' if self._tls else 'nats'}://127.0.0.1:{self._port}"
             return True

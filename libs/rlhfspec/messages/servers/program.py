@@ -1,4 +1,4 @@
-"""A server that runs beside the supervisor: started, awaited, stopped, restarted, gone with it, and without a trace."""
+"""Base class of servers that the supervisor starts, awaits, stops and restarts. They die with the supervisor."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ _LOOK_SECONDS = 0.01
 
 
 class ServerProgram(ABC):
-    """`folder`: its own, for its configuration and its data. Not for several tasks at once."""
+    """Server process with a folder of its own for configuration and data. Not safe for concurrent tasks."""
 
     name: str
 
     def __init__(self, folder: Path, *, run: str) -> None:
         self.folder = folder.absolute()
-        self.log = self.folder.with_name(f"{self.folder.name}.log")  # stays when the data go
-        self.url = ""  # once started
+        self.log = self.folder.with_name(f"{self.folder.name}.log")  # beside the folder, so that it outlives the data
+        self.url = ""  # set by start()
         self._run = run
         self._process: asyncio.subprocess.Process | None = None
 
     @property
     def pid(self) -> int | None:
-        """Of the running server."""
+        """Return the pid of the running server, or None."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self, deadline_seconds: float = _START_SECONDS) -> str:
-        """Its URL once it answers. Again after it ended: the same URL, over the same data."""
+        """Start the server and return its URL once it answers. A restart keeps the URL and the data."""
         assert self.pid is None, f"{self.name} runs already"
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         ready = False
         try:
             async with asyncio.timeout(deadline_seconds):
-                # A port may be held for a moment by what the last server left: another try, not an end.
+                # The last server's port may still be held for a moment, so retry.
                 while not (ready := await self._started()):
                     await asyncio.sleep(10 * _LOOK_SECONDS)
         except TimeoutError:
@@ -53,7 +53,7 @@ class ServerProgram(ABC):
         return self.url
 
     async def _started(self) -> bool:
-        """True once it is ready; False when it ended for want of its port, and may be tried again."""
+        """Return True once the server is ready, or False if its port was in use and a retry may help."""
         log_size = self.log.stat().st_size if self.log.exists() else 0
         command = self._command()
         with self.log.open("ab") as log:
@@ -72,12 +72,12 @@ class ServerProgram(ABC):
         raise ServerFailed(self.name, f"ended with exit code {self._process.returncode}: {self._last_words()}")
 
     async def wait(self) -> int:
-        """Until it ends, by whatever hand: its exit code, negative for a signal."""
+        """Wait until the server ends and return its exit code, negative for a signal."""
         assert self._process is not None, f"{self.name} was not started"
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """Asked first, then killed. The data stay; nothing happens when it does not run."""
+        """Terminate the server, and kill it after a deadline. Data stay. Does nothing if it is not running."""
         if self.pid is not None:
             self._signal(signal.SIGTERM)
             try:
@@ -93,8 +93,8 @@ class ServerProgram(ABC):
 
     def _signal(self, which: signal.Signals) -> None:
         assert self._process is not None
-        with suppress(ProcessLookupError):  # it ended meanwhile, and `wait` will say so
-            os.kill(self._process.pid, which)  # not `send_signal`, which may take its exit code from `wait`
+        with suppress(ProcessLookupError):  # it ended meanwhile; `wait` reports that
+            os.kill(self._process.pid, which)  # `send_signal` might take the exit code from `wait`
 
     def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
@@ -102,15 +102,15 @@ class ServerProgram(ABC):
 
     @abstractmethod
     def _command(self) -> list[str]:
-        """Program and arguments, without secrets; writes the configuration first."""
+        """Write the configuration, and return program and arguments, without secrets."""
 
     @abstractmethod
     async def _ready(self) -> bool:
-        """Whether it answers by now; sets `url`."""
+        """Return whether the server answers; set `url` if so."""
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Whole or not at all, and never for a moment readable by others."""
+    """Write a file atomically and readable by its owner only."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)

@@ -1,7 +1,7 @@
-"""Valkey, or Redis, for what may be lost: in memory, bounded, and on a socket that only this user can open.
+"""Valkey or Redis for data that may be lost: in memory, bounded, on a socket that only this user can open.
 
-A run with `--processes` lives on one machine, so its Redis has no port at all: a Unix socket in a folder of mode 0700,
-and a password on top. (The server that comes with the extra is built without TLS.)
+A run with `--processes` lives on one machine, so its Redis has no port: a Unix socket in a folder of mode 0700, and a
+password. (The bundled server is built without TLS.)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rlhfspec.messages.servers import find
 from rlhfspec.messages.servers.program import ServerProgram, write_secret
 
 MAX_MEMORY = "64mb"
-_LONGEST_SOCKET_PATH = 100  # bytes; the system's limit is 107, or 103
+_LONGEST_SOCKET_PATH = 100  # bytes; the system's limit is 107 (Linux) or 103 (macOS)
 
 
 class RedisServer(ServerProgram):
@@ -23,7 +23,8 @@ class RedisServer(ServerProgram):
     def __init__(
         self, folder: Path, *, run: str, socket_folder: Path | None = None, password_file: Path | None = None
     ) -> None:
-        """`socket_folder`: another one for the socket, where the system finds the path in `folder` too long."""
+        """Create a server. `socket_folder`: folder of the socket if its path in `folder` would be too long for the
+        system."""
         super().__init__(folder, run=run)
         self._password_file = password_file
         self._socket = _socket_path(self.folder, socket_folder or self.folder)
@@ -31,7 +32,7 @@ class RedisServer(ServerProgram):
 
     def _command(self) -> list[str]:
         self.folder.chmod(0o700)
-        self._socket.unlink(missing_ok=True)  # a killed server leaves it
+        self._socket.unlink(missing_ok=True)  # left by a killed server
         config = self.folder / "redis.conf"
         write_secret(config, self._config().encode())
         return [str(find.redis_server()), str(config)]
@@ -43,19 +44,19 @@ class RedisServer(ServerProgram):
             "unixsocketperm 600",
             f"dir {_quoted(self.folder)}",
             f"logfile {_quoted(self.log)}",
-            'save ""',  # nothing on the disk: processes tell it all again
+            'save ""',  # nothing on disk: processes publish everything again
             "appendonly no",
             f"maxmemory {MAX_MEMORY}",
             "maxmemory-policy allkeys-lru",
             "databases 1",
-            "set-proc-title no",  # it would overwrite the environment, by which the guardian finds it
+            "set-proc-title no",  # the title would overwrite the environment, which the guardian reads
         ]
         if self._password_file is not None:
             lines.append(f"requirepass {_quoted(self._password_file.read_text().strip())}")
         return "\n".join([*lines, ""])
 
     async def _ready(self) -> bool:
-        """It answers; NOAUTH is an answer."""
+        """Return whether the server answers; NOAUTH counts as an answer."""
         try:
             reader, writer = await asyncio.open_unix_connection(self._socket)
         except OSError:

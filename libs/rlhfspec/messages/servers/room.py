@@ -1,4 +1,4 @@
-"""Is there room on the disk and in memory for what a run is about to put there? Asked before anything is started."""
+"""Checks for free space on disk and in memory, before a run starts anything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhfspec.errors import StorageError
 
-SERVERS_BYTES = 8 << 20  # what NATS and the run's keys and logs take at once
+SERVERS_BYTES = 8 << 20  # for NATS, keys and logs together
 
 
 def free_bytes(folder: Path) -> int:
@@ -18,7 +18,8 @@ def free_bytes(folder: Path) -> int:
 
 
 def refuse_full_disk(folder: Path, num_bytes: int, what: str) -> None:
-    """By taking so much room for a moment: what is free says nothing of quotas."""
+    """Raise StorageError unless the folder has room. The bytes are briefly allocated, because free space ignores
+    quotas."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
@@ -30,7 +31,7 @@ def refuse_full_disk(folder: Path, num_bytes: int, what: str) -> None:
 
 
 def place_of_weights(memory: Path, disk: Path, num_bytes: int) -> tuple[Path, str]:
-    """In memory where they fit, else on the disk; and what to tell about that."""
+    """Return a folder for the weights, in memory if they fit, else on disk, and a message about the fallback."""
     free = free_bytes(memory)
     if num_bytes <= free:
         return memory, ""

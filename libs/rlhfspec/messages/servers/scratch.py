@@ -1,9 +1,8 @@
-"""A run's folder in memory, and what dead runs left behind in such folders.
+"""A run's folder in memory, and the cleanup of such folders of dead runs.
 
-`/dev/shm/rlhfspec-UID` (in the folder for temporary files where there is no shared memory, or none is left) holds the
-weights of a run and what else must have a short name; `RUN/processes` its keys, its servers' data and how its processes
-find each other. Both go when the run ends, and its guardians see to that when it dies. What outlived all of them is
-found by the next run of this user, of any job: a scratch folder whose lock no process holds is a dead run's.
+`/dev/shm/rlhfspec-UID` (or a temporary folder if shared memory is missing or full) holds a run's weights and all that
+needs a short name; `RUN/processes` holds keys, servers' data and addresses. Both are removed at the end of the run, or
+by its guardians. The next run of this user removes the rest: a folder whose lock is free belongs to a dead run.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from rlhfspec.messages.servers.guardian import UID, end_run, guardians_of
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "rlhfspec-"
 PROCESSES = "processes"  # in a run's folder
-GUARDIANS_SECONDS = 90.0  # for those of a dead run to be done
+GUARDIANS_SECONDS = 90.0  # deadline for the guardians of a dead run to finish
 _PLACE, _LOCK = "place", ".lock"
 _LOOK_SECONDS = 0.02
 
 
 class Scratch:
-    """`place`: RUN/processes of this run; `beginning`: so it is called at first. `path`: where the folder in memory was
-    made; `paths`: where it may be."""
+    """Scratch folders of a run. `place` is RUN/processes, created under the name `beginning`. `path` is the folder in
+    memory, one of the candidates `paths`."""
 
     def __init__(self, uid: str, place: Path) -> None:
         self._uid = uid
-        self._path: Path | None = None  # until it is made there is nothing that may be removed
+        self._path: Path | None = None  # None until it is made, so that nothing else is removed
         self.paths = [parent / f"{_PREFIX}{uid}" for parent in _parents()]
         self._place = place.absolute()
         self.beginning = self._place.with_name(f".{PROCESSES}-{uid}")
@@ -47,8 +46,8 @@ class Scratch:
         return self._path
 
     def make(self) -> None:
-        """Both. The one is never there without its uid: a guardian of a run that was killed as it began would remove
-        it."""
+        """Make both folders. RUN/processes appears together with its uid: without it, the guardian of a run killed at
+        its start would remove it."""
         self.beginning.mkdir(mode=0o700)
         (self.beginning / UID).write_text(self._uid)
         self.beginning.rename(self._place)
@@ -58,7 +57,7 @@ class Scratch:
                 path.mkdir(mode=0o700)
                 self._path = path
                 self._lock = take_lock(path / _LOCK)
-                (path / _PLACE).write_text(str(self._place))  # last: a reader of it finds the lock held
+                (path / _PLACE).write_text(str(self._place))  # last, so that its readers find the lock held
             except OSError as error:
                 problems.append(f"{path} cannot be made: {error.strerror}")
                 self.remove()
@@ -81,8 +80,8 @@ def end_dead_runs() -> list[str]:
 
 
 def end_run_in(place: Path) -> None:
-    """What a dead run left in its RUN/processes, for the process that holds the run folder's lock now: no other run is
-    there. Its guardians, if they are at it, are waited for: they would remove what comes next."""
+    """Remove a dead run's RUN/processes. The caller holds the run folder's lock, so that no other run uses it. Wait for
+    the dead run's guardians, which would remove the caller's files too."""
     with suppress(OSError):
         uid = (place / UID).read_text()
         end_run(uid, [])
@@ -97,7 +96,7 @@ def _wait_for_guardians(uid: str) -> None:
 
 
 def _parents() -> list[Path]:
-    """The second has no name where it is full, or read-only."""
+    """Return candidate parents: shared memory if writable, and the temporary folder unless none is usable."""
     found = [SHARED_MEMORY] if os.access(SHARED_MEMORY, os.W_OK) else []
     with suppress(OSError):
         found.append(Path(tempfile.gettempdir()))
@@ -105,7 +104,7 @@ def _parents() -> list[Path]:
 
 
 def _scratch_folders() -> Iterator[Path]:
-    """Of this user, and open to no other: what others wrote is not believed."""
+    """Yield scratch folders that belong to this user and are closed to others, whose content is not trusted."""
     for path in [path for parent in _parents() for path in parent.glob(f"{_PREFIX}*")]:
         with suppress(OSError):
             found = path.lstat()
@@ -134,7 +133,7 @@ def _end_if_dead(path: Path) -> bool:
 
 
 def _remove_place(place: Path) -> None:
-    """Unless another run goes on in that folder by now."""
+    """Remove RUN/processes, unless another run uses the folder now."""
     if place.is_dir():
         with suppress(OSError):
             lock = take_lock(place.parent / _LOCK)

@@ -1,8 +1,9 @@
-"""NATS and Redis that many jobs share, as files for their pods: keys say what may connect, not a list of jobs.
+"""Configuration files of NATS and Redis that many jobs share. Signed tokens decide on access, not a list of jobs.
 
-NATS runs in operator mode with one account for all jobs (`servers.jwt`); a client shows the token of its role in its
-run. Redis knows the operator beforehand, which makes the users of runs. Both speak TLS with a certificate of the
-release, and ask clients for none.
+NATS runs in operator mode with one account for all jobs (`servers.credentials.jwt`); a client presents the token of its
+role in its run. Redis initially knows only the operator, which creates the users of runs. Both use TLS with a
+certificate
+of the release and ask clients for none.
 
 Example:
     >>> rules = redis_rules("s3cret", writes=["rlhfspec:*"], reads=(), commands=("unlink",))
@@ -22,15 +23,15 @@ from rlhfspec.messages.servers.nats import MAX_PAYLOAD_BYTES
 from rlhfspec.messages.servers.redis import MAX_MEMORY
 
 CERTIFICATE_FILE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.pem"
-NATS_FOLDER, REDIS_FOLDER = PurePosixPath("/etc/nats"), PurePosixPath("/etc/redis")  # where the pods have these files
+NATS_FOLDER, REDIS_FOLDER = PurePosixPath("/etc/nats"), PurePosixPath("/etc/redis")  # mount paths in the pods
 NATS_STORE = PurePosixPath("/data")
 NATS_PORT, NATS_HTTP_PORT, REDIS_PORT = 4222, 8222, 6379
-MAX_CONTROL_LINE_BYTES = 1 << 16  # a token with all that a role may do goes in one line; the server's default is 4 KiB
+MAX_CONTROL_LINE_BYTES = 1 << 16  # a role's token is one line; the server's default is 4 KiB
 
 
 def nats_config(operator: str, accounts: Mapping[str, str], system_account: str) -> bytes:
-    """`operator`, `accounts`: their tokens, the latter by public key. HTTP is for probes and metrics: it says nothing
-    of what travels."""
+    """Return the configuration. `operator`, `accounts`: tokens, the latter by public key. The HTTP port is for probes
+    and metrics, which reveal no messages."""
     preloaded = [f"  {account}: {_quoted(token)}" for account, token in accounts.items()]
     lines = [
         f"port: {NATS_PORT}",
@@ -61,10 +62,10 @@ def redis_config() -> bytes:
         f"tls-cert-file {REDIS_FOLDER / CERTIFICATE_FILE}",
         f"tls-key-file {REDIS_FOLDER / KEY}",
         f"tls-ca-cert-file {REDIS_FOLDER / AUTHORITY}",
-        "tls-auth-clients no",  # users are known by name and password
-        "protected-mode no",  # the default user is off, so it need not hide from other hosts
+        "tls-auth-clients no",  # users have names and passwords
+        "protected-mode no",  # the default user is off
         f"aclfile {REDIS_FOLDER / 'users.acl'}",
-        'save ""',  # nothing on the disk: processes tell it all again
+        'save ""',  # nothing on disk: processes publish everything again
         "appendonly no",
         f"maxmemory {MAX_MEMORY}",
         "maxmemory-policy allkeys-lru",
@@ -75,13 +76,13 @@ def redis_config() -> bytes:
 
 
 def redis_users(users: Mapping[str, Sequence[str]]) -> bytes:
-    """A file of users; the rules of each as `ACL SETUSER` takes them."""
+    """Return a file of users, each with rules of `ACL SETUSER`."""
     lines = ["user default off", *(" ".join(["user", name, *rules]) for name, rules in users.items()), ""]
     return "\n".join(lines).encode()
 
 
 def redis_rules(password: str, *, writes: Sequence[str], reads: Sequence[str], commands: Sequence[str]) -> list[str]:
-    """All that a user may do, whatever it was allowed before. `writes`, `reads`: patterns of keys."""
+    """Return rules that replace all earlier rights of a user. `writes`, `reads`: key patterns."""
     keys = [f"%W~{pattern}" for pattern in writes] + [f"%R~{pattern}" for pattern in reads]
     proof = f"#{hashlib.sha256(password.encode()).hexdigest()}"
     return ["reset", "on", proof, *keys, "-@all", "+ping", *(f"+{command}" for command in commands)]

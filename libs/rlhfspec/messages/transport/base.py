@@ -1,24 +1,23 @@
-"""How bytes travel between stages: publish, pull, acknowledge. The semantics are JetStream's; `memory` ships beside it.
+"""Contract of message transport between stages: publish, pull, acknowledge. The semantics are JetStream's.
 
-A subject is declared, with its kind, before anything is published on it or read from it; what it is for decides what
-is kept:
+A subject is declared, with its kind, before anything is published on it or read from it:
 
-- *work* is kept until every declared consumer acknowledged it. Subscriptions of one consumer compete (each message
-  goes to one of them); each consumer sees every message. Declared without consumers, nothing is kept.
-- *state* keeps the latest message of each key. A watcher sees these first, then whatever comes.
-- *signal* keeps nothing. A watcher sees what comes while it watches, and may miss some.
+- *work* is kept until every declared consumer acknowledged it. Subscriptions of one consumer compete for messages; each
+  consumer sees every message. Without declared consumers, nothing is kept.
+- *state* keeps the latest message of each key. A watcher sees these first, then new ones.
+- *signal* keeps nothing. A watcher sees new messages only, and may miss some.
 
-Of work:
-- Not acknowledged within `ack_wait_seconds` of a delivery, or nak'ed: delivered again, after the delay, and before
-  what is new; what expired comes oldest first. `in_progress` starts the waiting time anew.
-- After `max_deliveries` a message becomes a dead letter (`dead_letters`), which its holder or reader writes.
-- Publishing is de-duplicated by id, while the message is kept and for a time after: False means that it is there.
-- An acknowledgement that comes after its deadline still counts: the work is done.
-- Backpressure: a consumer never holds more than `max_unacknowledged` messages; `publish` waits while a subject holds
-  `max_pending` messages that some consumer has yet to acknowledge, and raises `TransportFull`, naming the consumers,
-  when that takes too long.
+Rules of work:
 
-A watcher is never waited for: it acknowledges nothing, and of what it is too slow to read the oldest is lost.
+- A message that is nak'ed, or not acknowledged within `ack_wait_seconds`, is redelivered before new messages, expired
+  ones oldest first. `in_progress` restarts the ack wait.
+- After `max_deliveries` a message becomes a dead letter (`dead_letters`), written by its holder or reader.
+- Publishing is de-duplicated by id, while the message is kept and for a time after: False means a duplicate.
+- A late acknowledgement still counts, because the work is done.
+- Backpressure: a consumer never holds more than `max_unacknowledged` messages. `publish` waits while a subject has
+  `max_pending` unacknowledged messages, and raises `TransportFull`, naming the consumers, at its timeout.
+
+Nothing waits for watchers: they acknowledge nothing, and lose the oldest messages if they are too slow.
 
 Example:
     >>> Consumer(name="reward").max_deliveries
@@ -36,7 +35,7 @@ Kind = Literal["work", "state", "signal"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumer:
-    """A name under which work is pulled. `max_deliveries` None: as often as it takes."""
+    """A name under which work is pulled. `max_deliveries` None: no limit."""
 
     name: str
     ack_wait_seconds: float = 15.0
@@ -45,41 +44,37 @@ class Consumer:
 
 
 class Receipt(Protocol):
-    """The right to end one delivery. Exactly one of ack, nak and term ends it; after that all of them do nothing.
-
-    Of state and signals there is nothing to end: all four do nothing.
-    """
+    """The right to end one delivery. Exactly one of ack, nak and term ends it; later calls do nothing. For state and
+    signals all four methods do nothing."""
 
     @property
     def token(self) -> str:
-        """Any process may end the delivery with it (`Transport.adopt`). Empty for state and signals."""
+        """Return a token by which any process may end the delivery (`Transport.adopt`); empty for state and signals."""
         ...
 
     @property
     def num_deliveries(self) -> int:
-        """1 the first time."""
+        """Return the number of deliveries, from 1."""
         ...
 
     async def ack(self) -> None:
-        """Done: never delivered to this consumer again."""
+        """Mark the work as done: it is never delivered to this consumer again."""
         ...
 
     async def nak(self, delay_seconds: float = 0.0) -> None:
-        """Not now: deliver it again after the delay."""
+        """Return the message for redelivery after the delay."""
         ...
 
     async def in_progress(self) -> None:
-        """Still at it: the acknowledgement's deadline starts anew."""
+        """Extend the lease: the acknowledgement's deadline starts anew."""
         ...
 
     async def term(self, reason: str) -> None:
-        """Never again: to the dead letters, with the reason."""
+        """Move the message to the dead letters, with the reason."""
         ...
 
 
 class Message(Receipt, Protocol):
-    """One delivery."""
-
     @property
     def subject(self) -> str: ...
     @property
@@ -91,7 +86,7 @@ class Message(Receipt, Protocol):
 
 
 class SeenMessage:
-    """A message that a watcher got: there is nothing to end."""
+    """A message that a watcher received, with nothing to end."""
 
     token = ""
     num_deliveries = 1
@@ -117,7 +112,7 @@ class SeenMessage:
 
 class Subscription(Protocol):
     async def pull(self, max_messages: int, timeout_seconds: float) -> list[Message]:
-        """At least one message as soon as there is one, at most `max_messages`; an empty list at the timeout."""
+        """Return 1 to `max_messages` messages as soon as there is one, or an empty list at the timeout."""
         ...
 
     async def close(self) -> None: ...
@@ -125,35 +120,31 @@ class Subscription(Protocol):
 
 class Transport(Protocol):
     async def declare(self, subject: str, kind: Kind, consumers: Iterable[Consumer] = ()) -> None:
-        """Opens a subject. May be said again, with the same settings only."""
+        """Open a subject. Repeated calls must have the same settings."""
         ...
 
     async def publish(
         self, subject: str, data: bytes, *, id: str, key: str = "", headers: Mapping[str, str] | None = None
     ) -> bool:
-        """Durably there when this returns. False: the id is there already. Work waits for room (backpressure).
-
-        `key`: of state, whose latest value this becomes.
-        """
+        """Publish a message durably; return False if its id is already there. Work waits for room (backpressure).
+        `key`: of state, where this becomes the latest value."""
         ...
 
     async def subscribe(self, subject: str, consumer: Consumer) -> Subscription:
-        """Pulls work as a consumer that was declared so; declares nothing."""
+        """Pull work as a consumer that was declared before."""
         ...
 
     async def watch(self, subject: str) -> Subscription:
-        """Looks on: of state the latest values first, then whatever is published from now on."""
+        """Watch a subject: first the latest values of state, then everything published from now on."""
         ...
 
     async def release(self, subject: str, name: str) -> None:
-        """Declare dead what held messages under this name: they are delivered again at once, not after the ack wait.
-
-        Only for a consumer with one worker; a living competitor would see its messages given to another.
-        """
+        """Redeliver at once all messages held under this name, because their holder is dead. Only for a consumer with
+        one worker: the messages of a living competitor would be given to another."""
         ...
 
     async def adopt(self, token: str, subject: str, name: str) -> Receipt:
-        """The delivery of that token, wherever it was made. Raises InvalidRequest for one of another subject or
+        """Return the receipt of a delivery made anywhere. Raise InvalidRequest if the token is of another subject or
         consumer."""
         ...
 

@@ -1,4 +1,4 @@
-"""Time that tests can hold: `SystemClock` runs by itself, `FakeClock` only when told to.
+"""Clocks: `SystemClock` follows real time, `FakeClock` advances only in tests.
 
 Example:
     >>> async def main() -> float:
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds since some fixed moment; never goes back. May be called from any thread."""
+        """Return monotonic seconds since a fixed moment. Callable from any thread."""
         ...
 
     async def sleep(self, seconds: float) -> None: ...
@@ -37,9 +37,9 @@ class SystemClock:
 
 
 class FakeClock:
-    """Stands still until `advance`, which wakes the sleepers in the order of their times."""
+    """Clock that stands still until `advance`, which wakes sleepers in the order of their times."""
 
-    # Rounds of the event loop that a woken task gets to run to its next wait; tests need a handful.
+    # Rounds of the event loop in which a woken task reaches its next wait; tests need a handful.
     SETTLING_ROUNDS = 25
 
     def __init__(self) -> None:
@@ -56,12 +56,12 @@ class FakeClock:
         await woken
 
     async def settle(self) -> None:
-        """Lets every task that can run do so, without time passing."""
+        """Run every task that can run, without time passing."""
         for _ in range(self.SETTLING_ROUNDS):
             await asyncio.sleep(0)
 
     async def advance(self, seconds: float) -> None:
-        """Let time pass; a task that wakes on the way sees the time it asked for, and runs before time goes on."""
+        """Let time pass. A task that wakes on the way runs at the time it asked for, before time continues."""
         end = self._now + seconds
         await self.settle()
         while self._sleepers and self._sleepers[0][0] <= end:
@@ -74,7 +74,7 @@ class FakeClock:
 
 
 async def first_of(clock: Clock, awaited: Iterable[asyncio.Future[Any]], seconds: float) -> bool:
-    """Waits until one of these is done, at most so long; says whether one is. Cancels none of them."""
+    """Wait until one of the futures is done, or for `seconds`; return whether one is. Cancel none."""
     futures = list(awaited)
     if any(future.done() for future in futures):
         return True

@@ -1,4 +1,5 @@
-"""What no consumer could handle: the message, whose it was, and why. protos/rlhfspec/transport has it as a message.
+"""Dead letters: messages that no consumer could handle, with consumer and reason. The format is in
+protos/rlhfspec/transport.
 
 Example:
     >>> letter = DeadLetter(
@@ -20,21 +21,21 @@ from rlhfspec.messages.transport import dead_letters_pb2 as letters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
-    subject: str  # where it travelled
+    subject: str  # of the message
     id: str
-    consumer: str  # whose it was
+    consumer: str  # that could not handle it
     num_deliveries: int
     reason: str
     data: bytes
 
     @property
     def letter_id(self) -> str:
-        """One letter a message and consumer, however often it is reported."""
+        """Return the id of the letter: one per message and consumer, however often it is reported."""
         return f"{self.subject.rpartition('.')[2]}/{self.consumer}/{self.id}"
 
 
 def dead_letter_subject(subject: str) -> str:
-    """Beside the subject: the last word becomes `dead` (as `rlhfspec.messages.loop.dead_letters` has it)."""
+    """Return the subject with its last word replaced by `dead`, as in `rlhfspec.messages.loop.dead_letters`."""
     return f"{subject.rpartition('.')[0]}.dead"
 
 
@@ -46,7 +47,7 @@ def encode(letter: DeadLetter) -> bytes:
 
 
 def decode(data: bytes) -> DeadLetter:
-    """Raises `MalformedRecord` for anything that `encode` did not make: every stage may write letters."""
+    """Decode a letter; raise MalformedRecord for invalid bytes, as every stage may write letters."""
     try:
         message = letters.DeadLetter.FromString(data)
     except DecodeError as error:
@@ -57,10 +58,10 @@ def decode(data: bytes) -> DeadLetter:
 
 
 def _text(value: str) -> str:
-    """Half characters cannot be written; a reason may hold some."""
+    """Replace lone surrogates, which cannot be encoded but may occur in a reason."""
     return value.encode(errors="replace").decode()
 
 
 def without_data(letter: DeadLetter, why: str) -> DeadLetter:
-    """For data that no letter has room for."""
+    """Return the letter without its data, which exceeds the size limit."""
     return replace(letter, data=b"", reason=f"{letter.reason} ({why})")

@@ -1,12 +1,8 @@
-"""The transport inside one process, with JetStream's semantics; `rlhfspec run` uses it, and so do tests.
+"""The transport inside one process, with JetStream's semantics; used by `rlhfspec run` and by tests.
 
-How it decides what `base` leaves open:
-- Memory is bounded: a work subject holds at most `max_pending` messages, a state subject as many keys, and of what a
-  watcher has yet to read the newest `max_pending` stay.
-- Ids are remembered for de-duplication while their message is held, and the last `num_remembered_ids` of a subject.
-- Deadlines are looked at when a method is called: each call first does what has fallen due, on all subjects, and a pull
-  that waits wakes for the next deadline of anybody.
-- It belongs to one event loop.
+Memory is bounded: a work subject holds at most `max_pending` messages, a state subject as many keys, and a watcher as
+many unread messages. Ids are remembered while their message is held, plus the last `num_remembered_ids` of a subject.
+Deadlines are processed on every call, and a waiting pull wakes for the next deadline. Use it on one event loop only.
 
 Example:
     >>> async def main() -> tuple[bool, bool, list[bytes]]:
@@ -45,7 +41,7 @@ from rlhfspec.messages.transport.memory_subjects import (
 
 
 class MemoryTransport:
-    """`publish_timeout_seconds`: so long `publish` waits for room before it raises `TransportFull`."""
+    """In-process transport. `publish` waits up to `publish_timeout_seconds` for room, then raises `TransportFull`."""
 
     def __init__(
         self,
@@ -60,9 +56,7 @@ class MemoryTransport:
         self._publish_timeout_seconds = publish_timeout_seconds
         self._num_remembered_ids = num_remembered_ids
         self._subjects: dict[str, WorkSubject | LatestSubject] = {}
-        self._due: list[
-            tuple[float, int, int, ConsumerQueue]
-        ] = []  # heap; what holds no more is skipped as it surfaces
+        self._due: list[tuple[float, int, int, ConsumerQueue]] = []  # heap; entries no longer held are skipped
         self._order = itertools.count()
         self._due_waiters: Waiters = set()
         self._closed = False
@@ -193,7 +187,7 @@ class MemoryTransport:
         return queue.is_owed(number)
 
     def is_held(self, queue: ConsumerQueue, number: int, delivery: int) -> bool:
-        """Whether this very delivery is the one that holds the message, no later one."""
+        """Return whether this delivery, and no later one, holds the message."""
         self._do_what_is_due()
         return number in queue.held and queue.subject.stored[number].owed[queue.consumer.name] == delivery
 
@@ -202,7 +196,7 @@ class MemoryTransport:
         self._put_back(queue, number, delay_seconds, f"refused after {num_deliveries} deliveries")
 
     def _put_back(self, queue: ConsumerQueue, number: int, delay_seconds: float, reason: str) -> None:
-        """Not acknowledged: delivered again, unless it was often enough."""
+        """Make the message ready again, or a dead letter after its last delivery."""
         queue.forget(number)
         num_deliveries, most = queue.subject.stored[number].owed[queue.consumer.name], queue.consumer.max_deliveries
         if most is not None and num_deliveries >= most:
@@ -214,7 +208,7 @@ class MemoryTransport:
             queue.make_ready(number)
 
     def dead_letter(self, queue: ConsumerQueue, number: int, reason: str) -> None:
-        """To the dead letters, and done with. Where these are not declared, it is dropped: no process reads them."""
+        """Publish a dead letter and settle the message. Without a declared subject for dead letters, drop it."""
         stored = queue.subject.stored[number]
         letter = dead_letters.DeadLetter(
             subject=queue.subject.name,
@@ -233,7 +227,7 @@ class MemoryTransport:
 
     def _remember_due(self, when: float, number: int, queue: ConsumerQueue) -> None:
         if when < self._next_due():
-            wake(self._due_waiters)  # a task that waits now sleeps too long
+            wake(self._due_waiters)  # a waiting task would sleep too long
         heapq.heappush(self._due, (when, next(self._order), number, queue))
 
     def _next_due(self) -> float:
@@ -253,7 +247,7 @@ class MemoryTransport:
                 queue.make_ready(number)
 
     async def _wait(self, waiters: Waiters, end: float) -> None:
-        """Until woken, until the next deadline of anybody, or until the end."""
+        """Wait until woken, until the next deadline, or until the end."""
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiters.add(woken)
         self._due_waiters.add(woken)
@@ -284,7 +278,7 @@ class MemoryTransport:
 
 
 class _Reading:
-    """Pulls as a consumer, from its queue, or looks on."""
+    """Subscription to a consumer's queue or a watcher."""
 
     def __init__(self, transport: MemoryTransport, source: ConsumerQueue | SubjectWatcher) -> None:
         self._transport = transport
@@ -302,7 +296,7 @@ class _Reading:
 
 
 class _MemoryReceipt:
-    """Ack and term count even when they come too late, for then the work is done all the same."""
+    """Receipt whose ack and term count even after the deadline, because the work is done."""
 
     def __init__(self, transport: MemoryTransport, queue: ConsumerQueue, number: int, num_deliveries: int) -> None:
         self._transport = transport
@@ -333,7 +327,7 @@ class _MemoryReceipt:
             self._transport.dead_letter(self._queue, self._number, reason)
 
     def _ends(self) -> bool:
-        """Says whether this is what ends the delivery."""
+        """Return whether this call ends the delivery."""
         before, self._ended = self._ended, True
         return not before
 

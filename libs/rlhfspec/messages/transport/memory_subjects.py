@@ -1,4 +1,4 @@
-"""What the memory transport keeps of each subject.
+"""State of the memory transport for each subject.
 
 Example:
     >>> work = WorkSubject("rlhf.sums.sample", [Consumer(name="reward")])
@@ -21,11 +21,11 @@ Waiters = set[asyncio.Future[None]]
 
 @dataclass(slots=True)
 class Stored:
-    number: int  # of publication: the order of delivery
+    number: int  # of publication; defines the order of delivery
     id: str
     data: bytes
     headers: Mapping[str, str]
-    owed: dict[str, int]  # the names that have yet to acknowledge it: how often it was delivered to each
+    owed: dict[str, int]  # number of deliveries by consumer that has yet to acknowledge
 
 
 class ConsumerQueue:
@@ -34,9 +34,9 @@ class ConsumerQueue:
     def __init__(self, subject: WorkSubject, consumer: Consumer) -> None:
         self.subject = subject
         self.consumer = consumer
-        self.ready: list[int] = []  # heap of message numbers; acknowledged ones are skipped when they surface
-        self.held: dict[int, float] = {}  # number -> when it must be acknowledged
-        self.delayed: dict[int, float] = {}  # number -> when it may be delivered again
+        self.ready: list[int] = []  # heap of message numbers; acknowledged ones are skipped
+        self.held: dict[int, float] = {}  # acknowledgement deadline by number
+        self.delayed: dict[int, float] = {}  # time of redelivery by number
         self.waiters: Waiters = set()
 
     def is_owed(self, number: int) -> bool:
@@ -55,14 +55,14 @@ class ConsumerQueue:
         return None
 
     def forget(self, number: int) -> None:
-        """Done with. Where it was held, there is room for another."""
+        """Stop holding or delaying the message, which may make room for another."""
         self.delayed.pop(number, None)
         if self.held.pop(number, None) is not None:
             wake(self.waiters)
 
 
 class Ids:
-    """Those published, oldest first. One whose message is still kept stays known, whatever its age."""
+    """Published ids, oldest first. An id whose message is kept stays known, whatever its age."""
 
     def __init__(self) -> None:
         self._known: dict[str, None] = {}
@@ -100,7 +100,7 @@ class WorkSubject:
             queue.make_ready(stored.number)
 
     def settle(self, queue: ConsumerQueue, number: int) -> None:
-        """This name is done with the message; when all are, it goes."""
+        """Record that the consumer is done with the message; remove it when all consumers are."""
         queue.forget(number)
         stored = self.stored[number]
         del stored.owed[queue.consumer.name]
@@ -110,18 +110,18 @@ class WorkSubject:
 
     @property
     def behind(self) -> list[str]:
-        """The consumers that have yet to acknowledge the oldest message."""
+        """Return the consumers that have yet to acknowledge the oldest message."""
         return list(next(iter(self.stored.values())).owed)
 
 
 class LatestSubject:
-    """State, which keeps the latest message of each key, or signals, which keep none."""
+    """A subject of state, which keeps the latest message of each key, or of signals, which keeps none."""
 
     def __init__(self, name: str, kind: Kind) -> None:
         self.name = name
         self.kind = kind
         self.num_published = 0
-        self.latest: dict[str, Stored] = {}  # by key, the oldest first
+        self.latest: dict[str, Stored] = {}  # by key, oldest first
         self.ids = Ids()
         self.watchers: list[SubjectWatcher] = []
 
@@ -133,7 +133,7 @@ class LatestSubject:
 
 
 class SubjectWatcher:
-    """What a watcher has yet to read, the oldest first; of one key the latest only."""
+    """Unread messages of a watcher, oldest first; only the latest of each key."""
 
     def __init__(self, subject: WorkSubject | LatestSubject, unread: dict[str, Stored]) -> None:
         self.subject = subject

@@ -1,14 +1,12 @@
 """The transport between processes: NATS with JetStream, over nats-py. It needs the extra `rlhfspec[processes]`.
 
-How it decides what `base` leaves open:
-- One stream a subject (`jetstream.streams`); `declare` makes it and needs the rights to. All others only look at it.
-- While the server is away, everything waits and goes on; nothing raises for an outage shorter than
-  `publish_timeout_seconds`. The same message sent twice is one message, by its id. Ids are known while their message
-  is kept and for an hour; after a restart of the server only those of messages that are kept.
-- Fencing is ours: the server lets any client that knows a token refuse or prolong a delivery, even when another one
-  holds it by then (`jetstream.deliveries`).
-- Dead letters are written by the process that holds or pulls a message that none could handle, with its id: one each.
-- A role that may not do something is told the subject that it lacks.
+- Each subject has one stream (`jetstream.streams`). Only the caller of `declare` needs rights to create it.
+- An outage shorter than `publish_timeout_seconds` raises nothing: calls wait. Duplicates are dropped by id; ids are
+  known while their message is kept and for an hour, but after a server restart only those of kept messages.
+- Fencing is in the client (`jetstream.deliveries`): the server accepts a nak or extension from any client with a token,
+  even if another client holds the message by then.
+- The process that holds or pulls an unhandled message writes its dead letter, with its id, so that there is one.
+- Missing rights raise an error with the subject.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ from rlhfspec.messages.transport.jetstream.streams import (
     stream_name,
 )
 
-FULL = 10077  # JetStream's number for a stream without room
+FULL = 10077  # JetStream's error code for a full stream
 SHORTEST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.01, 0.5
-LAST_ANSWER_SECONDS = 1.0  # a last try is given these, or "no answer" would hide why the earlier ones failed
+LAST_ANSWER_SECONDS = 1.0  # for a last try, so that "no answer" does not hide the earlier problem
 
 
 class NatsTransport:
-    """`publish_timeout_seconds`: so long `publish` waits for room, and everything for a server that is away.
-    `keeping`: of what is declared here."""
+    """Transport over NATS. `publish_timeout_seconds`: longest wait of `publish` for room, and of any call for the
+    server. `keeping`: retention of subjects declared here."""
 
     def __init__(
         self, connection: Connection, *, max_pending: int, publish_timeout_seconds: float, keeping: Keeping = FOR_EVER
@@ -73,8 +71,8 @@ class NatsTransport:
         connect_timeout_seconds: float = 5.0,
         role: str = "",
     ) -> NatsTransport:
-        """`name`: of this process, in what the server shows; `role`: in what is said of its rights. Raises at once
-        when the server is not there or not fit."""
+        """Connect, or raise at once if the server is missing or unfit. `name`: of this process, in the server's
+        listings; `role`: in errors about rights."""
         connection = await Connection.open(
             url,
             name=name,
@@ -94,7 +92,7 @@ class NatsTransport:
         )
 
     def hurry(self, seconds: float) -> None:
-        """Wait for a server that is away only so long from now on, also where it is waited for already."""
+        """From now on, wait for an absent server only `seconds`, also in calls that already wait."""
         self._connection.hurry(seconds)
 
     # --- subjects ------------------------------------------------------------------------------------------------
@@ -122,7 +120,7 @@ class NatsTransport:
         return await self._look(subject) is not None
 
     async def until_declared(self, subject: str, seconds: float) -> None:
-        """Wait until the run is opened; TransportUnavailable when it is not after so long."""
+        """Wait until the run is opened; raise TransportUnavailable at the timeout."""
         end = self._clock.now() + seconds
         while not await self.is_declared(subject):
             if self._clock.now() >= end:
@@ -140,11 +138,11 @@ class NatsTransport:
 
     @property
     def num_reconnects(self) -> int:
-        """How often the server was lost and is there again."""
+        """Return how often the connection was lost and restored."""
         return self._connection.num_reconnects
 
     async def answers(self, subject: str, within_seconds: float) -> bool:
-        """Whether the server does, now: one question about a subject, not asked again."""
+        """Return whether the server answers one request about the subject within the time, without a retry."""
         answer = await self._connection.ask(f"$JS.API.STREAM.INFO.{stream_name(subject)}", seconds=within_seconds)
         return answer is not None and status_of(answer) != "503"
 
@@ -163,7 +161,7 @@ class NatsTransport:
         return await self._store(subject, place, data, all_headers)
 
     async def _store(self, subject: str, place: str, data: bytes, headers: Mapping[str, str]) -> bool:
-        """Sent again, with the same id, until the server says that it has it."""
+        """Send the message repeatedly, with one id, until the server confirms it; return False for a duplicate."""
         began = self._clock.now()
         wait, problem = SHORTEST_WAIT_SECONDS, ""
         while True:
@@ -174,7 +172,7 @@ class NatsTransport:
             elif status_of(answer) == "503":
                 problem = "no stream stores it"
                 self._known.pop(subject, None)
-                await self._declared(subject)  # raises where it is gone; else the server is only just starting
+                await self._declared(subject)  # raises if the stream is gone; otherwise the server is still starting
             else:
                 said = json.loads(answer.data)
                 error = said.get("error", {})
@@ -190,7 +188,7 @@ class NatsTransport:
             wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
     def _patience_seconds(self, problem: str) -> float:
-        """With a subject that is full as long as ever: it will have room again."""
+        """Return the patience for a problem. A full subject gets the full timeout, as it will have room again."""
         allowed = self._publish_timeout_seconds
         return allowed if problem == "full" else min(allowed, self._connection.patience_seconds)
 
@@ -228,7 +226,7 @@ class NatsTransport:
         return self._consuming.setdefault((subject, name), consuming)
 
     async def _bury(self, letter: dead_letters.DeadLetter) -> None:
-        """Where dead letters are not declared, it is dropped: no process reads them."""
+        """Publish a dead letter, or drop it if no subject for dead letters is declared."""
         subject = dead_letters.dead_letter_subject(letter.subject)
         if subject not in self._known and await self._look(subject) is None:
             return
@@ -242,10 +240,8 @@ class NatsTransport:
     # --- deliveries of others ------------------------------------------------------------------------------------
 
     async def release(self, subject: str, name: str) -> None:
-        """Refuses, for its dead holder, all that was delivered and not acknowledged, the oldest first.
-
-        The server takes this from any client that may acknowledge at all, for it looks at the message's number only.
-        """
+        """Nak all unacknowledged deliveries for their dead holder, oldest first. The server accepts this from any
+        client that may acknowledge, as it checks only the message's number."""
         await self._consumer(subject, name)
         stream = stream_name(subject)
         info = await self._connection.api(f"CONSUMER.INFO.{stream}.{name}")

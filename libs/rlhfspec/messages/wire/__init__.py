@@ -1,1 +1,1 @@
-"""Records as bytes: protos/rlhfspec/messages/wire/records.proto says the fields, `codec` translates."""
+"""Serialisation of records: protos/rlhfspec/messages/wire/records.proto defines the fields, `codec` translates."""

@@ -1,6 +1,6 @@
-"""Records to bytes and back, nothing changed on the way: an envelope around the protobuf message of each type.
+"""Lossless conversion of records to bytes and back: an envelope around the protobuf message of each type.
 
-The message of a type has the record's fields under the record's names, so that one rule translates them all.
+Messages have the record's field names, so that one rule translates all types.
 
 Example:
     >>> from rlhfspec.messages.records import Demand
@@ -43,7 +43,7 @@ from rlhfspec.messages.records.metrics import not_finite
 from rlhfspec.messages.wire.fields import UnfitField, read, write
 from rlhfspec.messages.wire.records_pb2 import Envelope
 
-# The envelope's field for each type of record.
+# The envelope's field for each record type.
 ENVELOPE_FIELDS: dict[type[Record], str] = {
     Prompt: "prompt",
     Sample: "sample",
@@ -65,7 +65,7 @@ _TYPES = {field: record_type for record_type, field in ENVELOPE_FIELDS.items()}
 
 
 def _choices_of(record_type: type[Record]) -> dict[str, tuple[str, ...]]:
-    """The fields that hold one of a few words."""
+    """Return the fields with a fixed set of words (Literal), with those words."""
     hints = get_type_hints(record_type)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
@@ -74,7 +74,7 @@ _CHOICES = {kind: _choices_of(kind) for kind in ENVELOPE_FIELDS}
 
 
 def encode(record: Record) -> bytes:
-    """Raises `InvalidRequest`, naming the field, for a value that the field cannot hold."""
+    """Encode a record; raise `InvalidRequest` with the field for a value that the field cannot hold."""
     if problem := _problem_of(record):
         raise InvalidRequest(*problem)
     envelope = Envelope()
@@ -87,7 +87,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(data: bytes) -> Record:
-    """Raises `MalformedRecord` for anything that `encode` of some version could not have made."""
+    """Decode a record; raise `MalformedRecord` for bytes that no version of `encode` could have made."""
     try:
         envelope = Envelope.FromString(data)
     except DecodeError as error:
@@ -107,7 +107,7 @@ def decode(data: bytes) -> Record:
 
 
 def _problem_of(record: Record) -> tuple[str, object, str] | None:
-    """Field, value and what is wrong with it: what protobuf's types cannot say."""
+    """Return (field, value, problem) for the first constraint violated beyond protobuf's types, or None."""
     for name, choices in _CHOICES[type(record)].items():
         if getattr(record, name) not in choices:
             return f"{type(record).__name__}.{name}", getattr(record, name), f"must be one of {', '.join(choices)}"

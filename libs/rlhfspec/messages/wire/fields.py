@@ -1,8 +1,8 @@
-"""How a dataclass is put into a protobuf message of the same fields and read again, by the types of its fields.
+"""Translation of dataclasses to protobuf messages with the same fields, by the types of the fields.
 
-A text, bytes, a number or a truth is the message's own; a tuple of them is `repeated`; another dataclass is a message
-in the message. A mapping, and a tuple of pairs, is a repeated message of two fields, whatever these are called, so that
-the order stays. What may be None is `optional`; a mapping that may be None is None where the message has none.
+Scalars map to scalars, tuples to `repeated`, dataclasses to nested messages. Mappings and tuples of pairs become a
+repeated message of two fields of any names, which keeps the order. Fields that may be None are `optional`; a mapping
+that may be None is None if the message has no entries.
 
 Example:
     >>> from rlhfspec.messages.records import Plan
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def write(message: Any, value: Any) -> None:
-    """Set all fields of `message`. Raises ValueError, naming the field, for a value that a field cannot hold."""
+    """Set all fields of `message`; raise ValueError with the field for a value that it cannot hold."""
     for name, way in _ways(type(value)):
         try:
             way.put(message, name, getattr(value, name))
@@ -32,12 +32,12 @@ def write(message: Any, value: Any) -> None:
 
 
 def read(message: Any, kind: type[T]) -> T:
-    """Return the dataclass that `message` holds. Raises ValueError where a message in it is missing."""
+    """Return the dataclass that `message` holds; raise ValueError if a nested message is missing."""
     return kind(**{name: way.get(message, name) for name, way in _ways(kind)})
 
 
 class UnfitField(ValueError):
-    """A value that a field cannot hold. `path`: of the field, from the outermost message."""
+    """A value that a field cannot hold. `path`: the field, from the outermost message."""
 
     def __init__(self, name: str, value: object, error: Exception) -> None:
         inner = error if isinstance(error, UnfitField) else None
@@ -48,7 +48,7 @@ class UnfitField(ValueError):
 
 
 class _Way(NamedTuple):
-    """Of one type: how a value is put into a message's field, and read from it."""
+    """Functions that put a value of one type into a message's field and get it back."""
 
     put: Callable[[Any, str, Any], None]
     get: Callable[[Any, str], Any]
@@ -102,7 +102,7 @@ _OPTIONAL = _Way(_put_optional, _get_optional)
 def _nested(kind: Any) -> _Way:
     def put(message: Any, name: str, value: Any) -> None:
         inner = getattr(message, name)
-        inner.SetInParent()  # it is there, also where all that it holds is zero
+        inner.SetInParent()  # sets presence even if all fields are zero
         write(inner, value)
 
     def get(message: Any, name: str) -> Any:
@@ -137,7 +137,7 @@ def _pairs(first: _Way, second: _Way, *, of: Callable[[Any], Any], items: Callab
 
 
 def _names(message: Any, name: str) -> tuple[str, str]:
-    """What the two parts of a pair are called."""
+    """Return the field names of the two parts of a pair."""
     one, other = message.DESCRIPTOR.fields_by_name[name].message_type.fields
     return one.name, other.name
 

@@ -1,1 +1,1 @@
-"""The run folder: what it holds, how it is written, continued and read."""
+"""Writing, continuing and reading the run folder."""

@@ -1,6 +1,6 @@
-"""What learning cost and brought each generator's drafter in a run: lines beside the newest weights, in `drafter`.
+"""Costs and gains of drafter learning in a run: one file of lines per generator in the folder `drafter`.
 
-No token depends on what is there: where it is damaged a drafter begins anew, and nothing but speed is lost.
+No token depends on these files. A drafter restarts from scratch if they are damaged, which costs only speed.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 
 from rlhfspec.telemetry.folder import append_lines
 
-LEARNT = "drafter"  # the folder; of the weights there, rlhfspec.training.checkpoint.learnt knows
+LEARNT = "drafter"  # folder; rlhfspec.training.checkpoint.learnt keeps the weights there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearntLine:
-    """Of one generator under one version of the policy's weights."""
+    """One period of one generator under one version of the policy's weights."""
 
     generator: str
     unix_seconds: float
     weights_version: int
-    version: int  # of what was learnt, at its end
-    num_tokens: int  # learnt from in this time, as all that follow
+    version: int  # of the drafter, at the end of the period
+    num_tokens: int  # learnt from in this period, like all following numbers
     seconds: float
     saved_seconds: float
-    num_accepted: tuple[int, ...]  # verifications of its drafts in which 0, 1, 2, ... drafted tokens were accepted
+    num_accepted: tuple[int, ...]  # number of verifications with 0, 1, 2, ... accepted tokens
 
 
 def append_learnt_line(run_folder: Path, line: LearntLine) -> None:
@@ -35,7 +35,7 @@ def append_learnt_line(run_folder: Path, line: LearntLine) -> None:
 
 
 def learnt_lines(run_folder: Path) -> Iterator[LearntLine]:
-    """Of all generators, as they came; a line that a process was killed in is left out."""
+    """Yield the lines of all generators, ordered by time. Damaged lines are skipped."""
     found: list[LearntLine] = []
     for path in sorted((run_folder / LEARNT).glob("*.jsonl")):
         for text in path.read_text(encoding="utf-8", errors="replace").splitlines():

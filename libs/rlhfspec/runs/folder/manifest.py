@@ -1,4 +1,4 @@
-"""`manifest.json`: what ran, with which versions, on which machine, when, and how it ended."""
+"""`manifest.json`: the job, versions, machine, times and outcome of a run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PACKAGES = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     cpu: str
-    num_cores: int  # that this process may use
-    num_threads: int  # of torch
+    num_cores: int  # available to this process
+    num_threads: int  # torch threads
     memory_bytes: int
     gpu: str | None
     system: str
@@ -37,15 +37,14 @@ class Resumption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunManifest:
-    """Describe a run: what ran, on what, since when. Times are UTC, ISO 8601. A run that was killed stays "running": it
-    could not write any more."""
+    """Description of a run. Times are UTC, ISO 8601. A killed run stays "running", as it could not write its end."""
 
     job: str
     versions: dict[str, str]
     machine: Machine
     started: str
-    models: dict[str, dict[str, Any]] = field(default_factory=dict)  # by role: how each was found right at load
-    processes: dict[str, int] = field(default_factory=dict)  # by stage; none: all stages in one process
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)  # by role: verification at load
+    processes: dict[str, int] = field(default_factory=dict)  # by stage; empty: all stages in one process
     resumed: tuple[Resumption, ...] = ()
     finished: str | None = None
     outcome: RunOutcome = "running"
@@ -57,14 +56,12 @@ class RunManifest:
         return cls(job=job, versions=versions(), machine=machine(), started=now(), models=models)
 
     def resume(self, models: dict[str, dict[str, Any]]) -> RunManifest:
-        """Return the manifest of the run going on, perhaps on another machine: versions, machine and models are those
-        of the latest start."""
+        """Return the manifest of a resumed run, with the versions, machine and models of the latest start."""
         again = Resumption(at=now(), step=0)
         return replace(RunManifest.begin(self.job, models), started=self.started, resumed=(*self.resumed, again))
 
     def going_on_after(self, step: int) -> RunManifest:
-        """Return it as it is where the trainer found its last checkpoint. A run that ended may have written that; now
-        it runs again."""
+        """Return the manifest of a run that continues after its last checkpoint, even if it had ended before."""
         resumed = (*self.resumed[:-1], *(replace(last, step=step) for last in self.resumed[-1:]))
         return replace(self, resumed=resumed, num_steps=step, outcome="running", finished=None, reason="")
 
@@ -85,7 +82,7 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what is installed.
+    """Return the versions of installed packages.
 
     >>> "rlhfspec" in versions()
     True
@@ -113,7 +110,8 @@ def machine() -> Machine:
 
 
 def _torch() -> tuple[int, str | None]:
-    """Return threads and GPU, if this process has loaded torch: it is not imported just for this."""
+    """Return threads and GPU. Without torch in this process they are 1 and None, because torch is not imported for
+    this."""
     torch = sys.modules.get("torch")
     if torch is None:
         return 1, None

@@ -1,7 +1,7 @@
-"""`moves.jsonl` in a run's folder: what the rebalancer planned and why, and what became of each move.
+"""`moves.jsonl` in a run's folder: the rebalancer's plans with reasons, and the outcome of each move.
 
-A line is {"kind": "plan", ...} or {"kind": "moved", ...}. It is no part of the result: when it cannot be written,
-the run goes on without, and says so once.
+A line is {"kind": "plan", ...} or {"kind": "moved", ...}. If the file cannot be written, the run continues after one
+warning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("rlhfspec.telemetry")
 
 
 class MovesFile:
-    """Write the moves of one run; one process does."""
+    """Writer of a run's moves; one process has it."""
 
     def __init__(self, run: Path, *, now: Callable[[], float] = time.time) -> None:
         self._path = run / MOVES_FILE
@@ -52,15 +52,14 @@ class MovesFile:
 
 
 def content_of(plan: Plan) -> dict[str, Any]:
-    """Return what a line says of a plan. `ends` and `dry` are by the generators' numbers."""
+    """Return the content of a plan's line. `ends` and `dry` are keyed by generator number."""
     told = ("ends", "num_generators", "num_samples", "latest_end", "latest_end_after", "moves", "why_not", "dry")
     content = asdict(plan)
     return {name: content[name] for name in told}
 
 
 def read_moves(run: Path, *, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each whole line from there on, and where the next begins; also while the run goes on. Damaged lines are
-    left out."""
+    """Yield (line, offset of the next line) from `offset` on, also during the run. Damaged lines are skipped."""
     path = run / MOVES_FILE
     if not path.exists():
         return

@@ -1,7 +1,6 @@
-"""The folder of a run (docs/run-folder.md): one writer, append-only, always fit to be read or resumed.
+"""The folder of a run (docs/run-folder.md): one writer, append-only, readable and resumable at any time.
 
-A line is there whole or not at all. What a killed run left half-written goes when the run is resumed, together with the
-steps after the checkpoint it goes on from, since they are done again.
+Lines are written atomically. A resumed run removes half-written data and all steps after its checkpoint.
 
 Example:
     >>> import tempfile
@@ -44,18 +43,17 @@ from rlhfspec.telemetry.folder import TRACES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """Tell how a folder was found. `missing_steps` should be there by the checkpoint, and are not: the curve has a
-    gap."""
+    """State of a folder when it was opened. `missing_steps` should exist according to the checkpoint, but do not."""
 
     resumed: bool
     resume_at: int = 0
-    num_dropped_steps: int = 0  # behind the checkpoint: done again
+    num_dropped_steps: int = 0  # after the checkpoint; they are repeated
     num_dropped_samples: int = 0
-    num_damaged_samples: int = 0  # lines of trained steps that could not be read
+    num_damaged_samples: int = 0  # unreadable lines of trained steps
     missing_steps: tuple[int, ...] = ()
 
     def told(self) -> Iterator[str]:
-        """Yield what a person who resumes should know.
+        """Yield messages for the person who resumes the run.
 
         >>> list(Opening(resumed=True, resume_at=3, num_dropped_steps=1).told())
         ['resuming after step 3; 1 later step is done again']
@@ -73,8 +71,8 @@ class Opening:
 
 
 class RunFolder:
-    """Keep what a run writes. Where things are can be asked at once; `begin` before the first append, `finish` and
-    `close` at the end."""
+    """Writer of a run's files. Paths are valid at once; call `begin` before the first append, `finish` and `close` at
+    the end."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -97,7 +95,7 @@ class RunFolder:
         self._lock: int | None = None
 
     def check(self, job: RLHFJob, *, resume: bool) -> None:
-        """Raise what `begin` would refuse, without touching the folder: before models are loaded."""
+        """Raise what `begin` would raise, without changing the folder, before models are loaded."""
         self._refuse_unwritable()
         if self.path.is_dir():
             self._refuse_foreign()
@@ -112,11 +110,9 @@ class RunFolder:
         models: Mapping[str, Mapping[str, Any]] | None = None,
         processes: Mapping[str, int] | None = None,
     ) -> bool:
-        """Make the folder, or open it to go on in it; return whether its manifest could not be read and is begun anew.
-
-        For the manifest: of each role how its models were found right, and how many processes each stage has. With
-        `resume` a folder that holds no run yet is begun: a run killed before its first line can be resumed too.
-        """
+        """Create the folder, or open it to continue; return whether an unreadable manifest was replaced. `models`:
+        model reports by role; `processes`: their number by stage. `resume` also accepts an empty folder, left by a run
+        killed at its start."""
         self._make()
         self.check(job, resume=resume)
         found = self.job_file.exists()
@@ -130,19 +126,20 @@ class RunFolder:
         return found and before is None
 
     def hold(self) -> None:
-        """Lock a folder that another process began, to go on in it: until `close`, no other process writes in it."""
+        """Lock a folder that another process began, until `close`; raise StorageError if another process holds the
+        lock."""
         try:
             self._lock = take_lock(self.path / ".lock")
-        except OSError as error:  # BlockingIOError too: a process that holds it, as on a machine that was cut off, ends
+        except OSError as error:  # includes BlockingIOError: another process holds it
             raise StorageError(self.path, str(error.strerror)) from error
 
     def loaded(self, models: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write of each role how its models were found right, where that was not known when the run began."""
+        """Write the model reports by role, if they were unknown when the run began."""
         with self._manifest_alone() as manifest:
             self._write_manifest(replace(manifest, models={role: dict(report) for role, report in models.items()}))
 
     def discard(self) -> None:
-        """Remove what `begin` made, for nothing came of it; and the folder, when nothing else is in it."""
+        """Undo `begin`; remove the folder too if it is otherwise empty."""
         for path in (self.job_file, self.manifest_file, self._manifest_lock, self.path / ".lock"):
             path.unlink(missing_ok=True)
         for folder in (self.processes, self.logs):
@@ -151,8 +148,7 @@ class RunFolder:
             self.path.rmdir()
 
     def go_on_after(self, step: int) -> Opening:
-        """Take away, before the first append, what was written of later steps, since they are done again (0: all of
-        it)."""
+        """Remove all lines after `step` before the first append, because those steps are repeated (0: all lines)."""
         with self._manifest_alone() as before:
             manifest = before.going_on_after(step)
             self._write_manifest(manifest)
@@ -174,19 +170,20 @@ class RunFolder:
         )
 
     def append_step(self, metrics: StepMetrics) -> None:
-        """Append a step's line after its samples and before its checkpoint: then every checkpoint has its lines."""
+        """Append a step's line. Call it after the step's samples and before its checkpoint, so every checkpoint has its
+        lines."""
         assert metrics.step == self._last_step + 1, f"step {metrics.step} follows step {self._last_step}"
         _append(self.steps_file, metrics.to_line())
         self._last_step = metrics.step
 
     def append_samples(self, samples: Sequence[Sample], rewards: Mapping[str, Score]) -> None:
-        """Append all samples of one step, at once; `rewards` by sample id."""
+        """Append all samples of one step at once; `rewards` by sample id."""
         _append(self.samples_file, sample_lines(samples, rewards))
 
     def append_evaluation(
         self, evaluation: Evaluation, samples: Sequence[Sample] = (), rewards: Mapping[str, Score] | None = None
     ) -> None:
-        """Append an evaluation; each step has one at most, and a resumed run asks `evaluations` which are there."""
+        """Append an evaluation, at most one per step. A resumed run checks `evaluations` first."""
         there = self.evaluations()
         assert not there or evaluation.step > there[-1].step, f"after step {there[-1].step} there was an evaluation"
         _append(self.evaluation_samples_file, sample_lines(samples, rewards or {}))
@@ -202,7 +199,7 @@ class RunFolder:
 
     @property
     def lock(self) -> int | None:
-        """Return the open file that holds the folder's lock: a process that inherits it holds it too."""
+        """Return the file descriptor of the folder's lock; a process that inherits it holds the lock too."""
         return self._lock
 
     def close(self) -> None:
@@ -217,7 +214,7 @@ class RunFolder:
         self.close()
 
     def steps(self) -> list[StepMetrics]:
-        """Return what is there, also while the run goes on: a line being written is not seen."""
+        """Return all complete lines, also during the run."""
         return [StepMetrics.from_line(line) for line in _whole_lines(self.steps_file)]
 
     def evaluations(self) -> list[Evaluation]:
@@ -230,7 +227,7 @@ class RunFolder:
         return (json.loads(line) for line in _whole_lines(self.evaluation_samples_file))
 
     def checkpoint(self, step: int) -> Path:
-        """Return where the checkpoint of a step is, if it was kept."""
+        """Return the path of a step's checkpoint, which may have been removed."""
         return self.checkpoints / f"step-{step:08d}"
 
     def job(self) -> RLHFJob:
@@ -244,8 +241,7 @@ class RunFolder:
 
     @contextmanager
     def _manifest_alone(self) -> Iterator[RunManifest]:
-        """Hold the manifest's lock. The trainer may be another process than the one that began the run: each reads what
-        the other wrote."""
+        """Lock the manifest, read it and yield it. The run's starter and the trainer may both write it."""
         lock = take_lock(self._manifest_lock, wait=True)
         try:
             yield self.manifest()
@@ -259,7 +255,7 @@ class RunFolder:
             return None
 
     def _refuse_unwritable(self) -> None:
-        """Make and remove a file without a name, in the folder or in the one that it would be made in."""
+        """Raise InvalidRequest unless the folder, or its nearest existing parent, is writable."""
         try:
             there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
             with tempfile.TemporaryFile(dir=there) as file:
@@ -283,8 +279,8 @@ class RunFolder:
             raise InvalidRequest("--out", str(self.path), f"cannot be written: {error.strerror}") from None
 
     def _refuse_foreign(self) -> None:
-        """Refuse a folder with other files and no manifest. The job's own folder has a job.yaml too, but it is no
-        run's."""
+        """Refuse a folder with other files and no manifest. A job's own folder also has a job.yaml, but is no run
+        folder."""
         names = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")}
         own = [self.job_file, self.steps_file, self.samples_file, self.checkpoints, self.traces]
         own += [self.processes, self.logs]
@@ -318,7 +314,7 @@ class RunFolder:
 
 
 def _append(path: Path, text: str) -> None:
-    """Append the text whole or not at all: what a full disk took half is taken back."""
+    """Append the text atomically; on a full disk the partial text is truncated."""
     data = text.encode()
     with _storage_errors(path):
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -336,7 +332,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def _write(path: Path, content: Iterable[bytes], *, private: bool = False) -> None:
-    """Leave the old file or the new one, never a mixture. private: only the owner may read it."""
+    """Replace the file atomically. private: only the owner may read it."""
     temporary = path.with_name(f".{path.name}.tmp")
     with _storage_errors(path):
         try:
@@ -360,12 +356,9 @@ def _storage_errors(path: Path) -> Iterator[None]:
 
 
 def _keep_up_to(step: int, path: Path) -> tuple[int, int]:
-    """Keep what can be read of the steps up to this one; return how many lines went behind the last of them, and
-    before.
-
-    Lines come in order of their steps, so what stays is a prefix unless a line was damaged: one truncation then, which
-    needs no room on a full disk and which a crash cannot leave half done.
-    """
+    """Keep readable lines up to `step`; return the number of lines removed behind the last kept line, and before it.
+    Lines are in step order, so the kept part is usually a prefix, and one truncation suffices: it needs no space on a
+    full disk and is crash-safe."""
     if not path.exists():
         return 0, 0
     with _storage_errors(path), path.open("rb+") as file:
@@ -397,7 +390,6 @@ def _whole_lines(path: Path) -> Iterator[str]:
 
 
 def example_job(**training: Any) -> RLHFJob:
-    """Return a job for examples and tests."""
     return RLHFJob.model_validate(
         {
             "apiVersion": "rlhfspec.io/v1alpha1",

@@ -1,4 +1,4 @@
-"""May a run be resumed with this job? Only fields that cannot change the curve may differ from the original job."""
+"""The check whether a run may be resumed with a job: only fields that cannot change the curve may differ."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _DECAYING_SCHEDULES = ("linear", "cosine")
 
 
 def as_content(job: RLHFJob) -> dict[str, Any]:
-    """Return the job as plain data, in camelCase: what `job.yaml` holds."""
+    """Return the job as plain camelCase data, as in `job.yaml`."""
     content: dict[str, Any] = job.model_dump(by_alias=True, mode="json")
     return content
 
 
 def with_new_fields(before: dict[str, Any]) -> dict[str, Any]:
-    """Return the job of a run that an earlier release wrote, with today's fields, which had their defaults then. As it
-    is where this release cannot read it.
+    """Return a job of an earlier release with today's new fields at their defaults, or unchanged if it is invalid
+    today.
 
     >>> with_new_fields({"spec": {"training": {"seed": 1}}})
     {'spec': {'training': {'seed': 1}}}
@@ -43,7 +43,7 @@ def as_yaml(job: RLHFJob) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quote texts that YAML 1.2, which job files are read as, takes for numbers, and 1.1 does not."""
+    """Dumper that quotes texts which YAML 1.2, used for job files, reads as numbers and YAML 1.1 does not."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         node = self.represent_str(text)
@@ -58,7 +58,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return the first field that a resumed run may not change, with both values; None where there is none.
+    """Return (field, old, new) of the first change that a resumed run may not have, or None.
 
     >>> old, new = {"training": {"steps": 3, "seed": 1}}, {"training": {"steps": 9, "seed": 2}}
     >>> first_difference({"spec": old}, {"spec": new})

@@ -1,5 +1,4 @@
-"""Scored samples as lines of `samples.jsonl`, which hold nothing that depends on time or on drafting, and the samples
-of an evaluation as its line.
+"""Lines of `samples.jsonl`, which do not depend on time or drafting, and of evaluations, from scored samples.
 
 Example:
     >>> import json
@@ -23,7 +22,7 @@ from rlhfspec.training.data.columns import json_text
 
 
 def sample_lines(samples: Sequence[Sample], rewards: Mapping[str, Score]) -> str:
-    """Return the lines of a step in id order; `rewards` by sample id, and a sample without one has reward null."""
+    """Return the lines of a step in id order. `rewards` is by sample id; a sample without one has reward null."""
     ordered = sorted(samples, key=lambda sample: sample.sort_key)
     return "".join(sample_line(sample, rewards.get(sample.id)) for sample in ordered)
 
@@ -58,7 +57,7 @@ def _summary(log_probs: Sequence[float]) -> dict[str, float] | None:
 def evaluation_of(
     step: int, version: int, samples: Sequence[Sample], rewards: Mapping[str, Score], *, max_tokens: int, seconds: float
 ) -> Evaluation:
-    """Return the line. `rewards` by sample id. RolloutError when not one sample was scored."""
+    """Return the evaluation of scored samples; raise RolloutError if none was scored. `rewards` is by sample id."""
     scored = [
         (sample, rewards[sample.id])
         for sample in samples
@@ -83,7 +82,6 @@ def evaluation_of(
 def example_sample(
     *, step: int = 1, prompt: int = 0, replica: int = 0, text: str = "4", log_probs: Sequence[float] = (-0.5,)
 ) -> Sample:
-    """Return a sample for examples and tests."""
     return Sample(
         id=sample_id("sums", step=step, prompt=prompt, replica=replica),
         job="sums",

@@ -1,4 +1,4 @@
-"""Reports steps to TensorBoard's event files and to Weights & Biases: the numbers of `steps.jsonl`, nothing more.
+"""Reporting of the numbers in `steps.jsonl` to TensorBoard event files and Weights & Biases.
 
 Example:
     >>> from rlhfspec.messages.records.metrics import example_step
@@ -31,17 +31,17 @@ _NOT_PLOTTED = ("step", "started_unix_seconds", "finished_unix_seconds")
 
 class Tracker(Protocol):
     def step(self, metrics: StepMetrics) -> None:
-        """Reported at once; returns soon."""
+        """Report a step without delay."""
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Likewise; later steps may have been reported already."""
+        """Report an evaluation; later steps may have been reported already."""
 
     def close(self) -> None:
-        """Flushes first."""
+        """Flush and close the tracker."""
 
 
 class Trackers:
-    """Report to the trackers of the job; steps after `resume_at` replace what an earlier, longer run reported."""
+    """The trackers of a job. Steps after `resume_at` replace those of an earlier, longer run."""
 
     def __init__(self, job: RLHFJob, folder: RunFolder, *, resume_at: int = 0) -> None:
         observability = job.spec.observability
@@ -73,7 +73,7 @@ class Trackers:
 
 
 def check_packages(job: RLHFJob) -> None:
-    """Refuse missing packages before anything is loaded or written, not when the tracker starts."""
+    """Raise InvalidRequest for missing packages, before anything is loaded or written."""
     observability = job.spec.observability
     if observability.tensorboard and find_spec("tensorboard") is None:
         raise _missing("spec.observability.tensorboard", True, "tensorboard")
@@ -84,8 +84,8 @@ def check_packages(job: RLHFJob) -> None:
 
 
 class TensorBoard:
-    """Write event files in `events/`, through tensorboard's own writer. `tensorboard --logdir DIR/events` shows
-    them."""
+    """Writer of event files in `events/`, through tensorboard's own writer. View them by `tensorboard --logdir
+    DIR/events`."""
 
     def __init__(self, folder: RunFolder, *, resume_at: int = 0) -> None:
         from tensorboard.compat.proto import event_pb2
@@ -93,7 +93,7 @@ class TensorBoard:
 
         self._writer = EventFileWriter(str(folder.events))
         self._Event = event_pb2.Event
-        if resume_at:  # tells readers to forget later steps of earlier files
+        if resume_at:  # readers then forget later steps of earlier files
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=resume_at + 1, session_log=start))
 
@@ -119,7 +119,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Report to one of their runs for each run folder; resuming the folder resumes theirs."""
+    """Reporter with one W&B run per run folder, which is resumed with the folder."""
 
     def __init__(self, wanted: Wandb, job: RLHFJob, folder: RunFolder) -> None:
         import wandb
@@ -134,12 +134,12 @@ class WeightsAndBiases:
                 resume="allow",
                 dir=str(folder.path),
                 config=shown_value((), as_content(job)),
-                settings=wandb.Settings(console="off"),  # the terminal is the live view's
+                settings=wandb.Settings(console="off"),  # the live view owns the terminal
             )
         except wandb.errors.Error as error:
             problem = f"wandb does not start ({error}); log in with `wandb login`, or leave the field out"
             raise InvalidRequest("spec.observability.wandb", wanted.project, problem) from None
-        self._run.define_metric("evaluation/*", step_metric="evaluation/step")  # theirs may be further already
+        self._run.define_metric("evaluation/*", step_metric="evaluation/step")  # W&B's own step may be further already
 
     def step(self, metrics: StepMetrics) -> None:
         self._run.log(scalars(metrics), step=metrics.step)
@@ -152,10 +152,8 @@ class WeightsAndBiases:
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
-    """Return every number of a line by its path; numbers that stand alone are under `training/`.
-
-    Of a layer's experts there is one number, 1 where they share the rows evenly: the busiest one's rows over the mean.
-    """
+    """Return every number of a step by its path; top-level numbers are under `training/`. For experts, each layer has
+    the busiest expert's rows over the mean, which is 1 for an even load."""
     content = {name: value for name, value in asdict(metrics).items() if name not in _NOT_PLOTTED}
     content["expert_rows"] = {
         layer: {"max_over_mean": max(rows) * len(rows) / max(sum(rows), 1)}

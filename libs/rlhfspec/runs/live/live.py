@@ -1,12 +1,11 @@
-"""What may be lost, in Redis: what every worker does right now, which samples it has, and the view's last lines.
+"""Live state of a run in Redis: the activity of every worker, its samples, and the view's last lines. It may be lost.
 
-One process of a run writes it, whole, with every beat: the one that is told of all workers, which is the supervisor of
-a run on one machine, and control in a cluster. So a Redis that comes back empty is full again a beat later. No process
-waits for Redis: the newest state replaces the one that could not be sent yet, and when Redis is away or slow one line
-of the log says so. Nothing that decides a token, a curve or the fate of a run reads what is kept here.
+One process of a run writes the whole state with every beat: the supervisor on one machine, control in a cluster. So an
+emptied Redis is complete one beat later. No process waits for Redis: the newest state replaces an unsent one, and an
+absent or slow Redis costs one log line. Nothing that decides a token, a curve or the fate of a run reads it.
 
     live = LiveState(url, uid, credentials=folder)
-    LiveBeats(live, vitals, known, recent)                   # a service; `known`: the KnownRun that is told of all
+    LiveBeats(live, vitals, known, recent)                   # a service; `known`: a KnownRun that receives all records
     view = await read_live(url, uid, credentials=folder)
 
 Example:
@@ -39,8 +38,8 @@ from rlhfspec.stage.pace import LIVE_BEAT_SECONDS, Beats
 from rlhfspec.stage.tasks import ended, to_the_end
 from rlhfspec.stage.vitals import Vitals
 
-DEADLINE_SECONDS = 0.5  # of one write: of thousands of workers it is some megabytes
-CONNECT_SECONDS = 2.0  # of one that has to connect first: by TLS, in a process that computes
+DEADLINE_SECONDS = 0.5  # of one write, which takes megabytes with thousands of workers
+CONNECT_SECONDS = 2.0  # of a write that connects first, by TLS in a busy process
 _READ_SECONDS = 2.0
 _CLOSE_SECONDS = 0.2
 _KEPT_MILLISECONDS = int(GONE_SECONDS * 1000)
@@ -58,14 +57,14 @@ class SampleHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Hold what a view shows of the last moments, the newest last. `steps`: lines of steps.jsonl."""
+    """Recent content of a view, newest last. `steps`: lines of steps.jsonl."""
 
     steps: tuple[str, ...] = ()
     samples: tuple[SampleHead, ...] = ()
 
 
 class RecentLines:
-    """Make the window: keep the last ones, and of texts the beginning."""
+    """Collector of the window: the last entries, with texts cut to their beginning."""
 
     def __init__(self) -> None:
         self._steps: deque[str] = deque(maxlen=MOST_STEPS)
@@ -82,31 +81,29 @@ class RecentLines:
 
 
 def _head(text: str) -> str:
-    """Return the beginning of a text, in whole characters: half ones cannot be written, and a viewer does not miss
-    them."""
+    """Return the beginning of a text, without lone surrogates, which cannot be encoded."""
     return text[:_MOST_CHARACTERS].encode(errors="replace").decode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveView:
-    """Hold what viewers are shown. `run`: the workers that are there, told by a clock that reads `now`."""
+    """Content of live views. `run`: the present workers, in times of a clock that reads `now`."""
 
     run: RunState = field(default_factory=RunState)
     window: Window = field(default_factory=Window)
     now: float = 0.0
 
 
-# As Redis has it: what the writer's clock read, and the rest but for what no viewer draws.
+# Format in Redis: the writer's clock, the workers and the window, without fields that no viewer uses.
 _WRITTEN = TypeAdapter(tuple[float, tuple[RunWorker, ...], Window], config=ConfigDict(ser_json_inf_nan="constants"))
 _NOT_WRITTEN: Any = {1: {"__all__": {"load": {"num_generated", "num_held"}, "info": {"models"}}}}
 
 
 class LiveState:
-    """Write the live state. `write` never waits and never raises; `run` sends in the background until it is
-    cancelled."""
+    """Writer of the live state. `write` never waits or raises; `run` sends in the background until cancelled."""
 
     def __init__(self, url: str, uid: str, *, credentials: Path | None = None) -> None:
-        self.num_failures = 0  # writes that did not arrive, in all
+        self.num_failures = 0  # total writes that did not arrive
         self._num_connects = 0
         self._redis = client_of(url, credentials, CONNECT_SECONDS, connected=self._connected)
         self._key = live_key(uid)
@@ -117,7 +114,7 @@ class LiveState:
 
     @property
     def num_reconnects(self) -> int:
-        """Return how often the connection was lost, or too slow, and there is another one."""
+        """Return how often the connection was lost or too slow, and replaced."""
         return max(self._num_connects - 1, 0)
 
     async def _connected(self, connection: Any) -> None:
@@ -125,7 +122,7 @@ class LiveState:
         self._num_connects += 1
 
     def write(self, view: LiveView) -> None:
-        """Replace what was written before, sent or not."""
+        """Replace the previous state, sent or not."""
         run = without_gone(view.run, now=view.now)
         written = (view.now, tuple(run.workers.values()), view.window)
         self._unsent = _WRITTEN.dump_json(written, exclude=_NOT_WRITTEN)
@@ -143,7 +140,7 @@ class LiveState:
             except failures() as error:
                 self._unsent = self._unsent or sending
                 self._failed(error)
-                await asyncio.sleep(LIVE_BEAT_SECONDS * random.uniform(0.4, 0.8))  # not all processes at once
+                await asyncio.sleep(LIVE_BEAT_SECONDS * random.uniform(0.4, 0.8))  # jitter against a stampede
                 self._news.set()
             else:
                 self._arrived()
@@ -166,7 +163,7 @@ class LiveState:
             log.info("redis: is back, after %d writes in all that did not arrive", self.num_failures)
 
     async def close(self) -> None:
-        """Take back what it wrote, if that can be done at once: a run that is over is not shown any longer."""
+        """Delete the live state if possible at once, so that a finished run is no longer shown."""
         if self._has_written and not self._is_away:
             with suppress(*failures()):
                 async with asyncio.timeout(_CLOSE_SECONDS):
@@ -175,15 +172,15 @@ class LiveState:
 
 
 def _without_times(view: LiveView) -> object:
-    """Return the view without its times: that a generator still has nothing to do is no news either."""
+    """Return the view without times and idle generators' loads, for comparison: equal views contain no news."""
     workers = view.run.workers.values()
     states = [worker.state and worker.state.without_times() for worker in workers]
     return states, [each.load for each in workers if each.load and each.load.num_running], view.window
 
 
 class LiveBeats(Service):
-    """consumes: what this process is told of the run; produces: its live state, in Redis; waits for: the next beat;
-    unblocked by: time."""
+    """Service that writes the run's live state to Redis. consumes: this process's knowledge of the run; produces: its
+    live state; waits for: the next beat; unblocked by: time."""
 
     def __init__(self, live: LiveState, vitals: Vitals, known: KnownRun, recent: RecentLines) -> None:
         super().__init__("live", 0, vitals)
@@ -212,8 +209,7 @@ class LiveBeats(Service):
 
 
 async def read_live(url: str, uid: str, *, credentials: Path | None = None, now: float = 0.0) -> LiveView:
-    """Return all there is, in times of a clock that reads `now`; ServerFailed with the reason when Redis cannot be
-    asked."""
+    """Return the live state, in times of a clock that reads `now`; raise ServerFailed if Redis does not answer."""
     redis = client_of(url, credentials, _READ_SECONDS)
     try:
         async with asyncio.timeout(_READ_SECONDS), redis.pipeline(transaction=False) as pipeline:
@@ -226,7 +222,7 @@ async def read_live(url: str, uid: str, *, credentials: Path | None = None, now:
         await close(redis)
     try:
         written = None if value is None else _WRITTEN.validate_json(value)
-    except ValidationError:  # of another version of this program
+    except ValidationError:  # from another version of this program
         written = None
     if written is None:
         return LiveView(now=now)

@@ -1,4 +1,4 @@
-"""A client of the run's Redis, as a role of the run: its own, or one of a cluster."""
+"""Client of Redis with the credentials of a role, for a run's own server or a cluster's."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rlhfspec.stage.tasks import to_the_end
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-Connected = Callable[[Any], Awaitable[None]]  # of a connection that was just made
+Connected = Callable[[Any], Awaitable[None]]  # called with each new connection
 _SCHEMES = ("unix", "redis", "rediss")
 _CLOSE_SECONDS = 0.2
 
 
 def client_of(url: str, credentials: Path | None, timeout_seconds: float, connected: Connected | None = None) -> Redis:
-    """Return a client that shows the run's credentials. `connected`: in place of a connection's own `on_connect`."""
+    """Return a client with the run's credentials. `connected` replaces a connection's own `on_connect`."""
     if url.partition("://")[0] not in _SCHEMES:
         raise InvalidRequest("redis_url", url, f"must begin with one of {', '.join(f'{each}://' for each in _SCHEMES)}")
     options = {} if credentials is None else _options_of(url, credentials)
@@ -30,7 +30,7 @@ def client_of(url: str, credentials: Path | None, timeout_seconds: float, connec
 
 
 def client(url: str, timeout_seconds: float, options: dict[str, Any], connected: Connected | None = None) -> Redis:
-    """Return a client without retries of its own: the next beat is one."""
+    """Return a client without retries: the next beat is the retry."""
     from redis.asyncio import ConnectionPool, Redis
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
@@ -47,8 +47,8 @@ def client(url: str, timeout_seconds: float, options: dict[str, Any], connected:
 
 
 def _options_of(url: str, credentials: Path) -> dict[str, Any]:
-    """Return password, user and authority, as far as they are there: the server of a cluster knows users, and speaks
-    TLS; that of a run on one machine has a password alone."""
+    """Return password, user and authority, where the credentials contain them. Only a cluster's server has users and
+    TLS."""
     options: dict[str, Any] = {"password": _text_in(credentials / PASSWORD_FILE)}
     if (credentials / USER_FILE).exists():
         options["username"] = _text_in(credentials / USER_FILE)
@@ -65,8 +65,7 @@ def _text_in(path: Path) -> str:
 
 
 async def close(redis: Redis) -> None:
-    """Close to the end, whatever is cancelled meanwhile: a connection that is not closed here stays open as long as the
-    process."""
+    """Close the client, even if cancelled meanwhile: an unclosed connection stays open as long as the process."""
     await to_the_end(_try_to_close(redis))
 
 
@@ -83,7 +82,7 @@ def failures() -> tuple[type[Exception], ...]:
 
 
 def words_of(error: Exception) -> str:
-    """Return the error in one line, and never nothing.
+    """Return the error in one line that is never empty.
 
     >>> words_of(TimeoutError()), words_of(OSError("no\\n  route"))
     ('no answer in time', 'no route')

@@ -1,4 +1,4 @@
-"""A connection to Redis by TLS that is over as soon as it is closed, whatever is cancelled meanwhile."""
+"""TLS connection to Redis that closes at once, even if cancelled."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from rlhfspec.stage.tasks import to_the_end
 
 
 class PromptlyClosed(SSLConnection):
-    """Close at once. asyncio closes a socket under TLS when the other side has said goodbye too, and the client waits
-    for that only where nothing failed and nothing was cancelled: an event loop that ends before it leaves the socket
-    open."""
+    """TLS connection that closes at once. asyncio keeps the socket open until the peer's close_notify, which nobody
+    awaits after an error or cancellation."""
 
     async def _connect(self) -> None:
         await to_the_end(super()._connect())  # type: ignore[no-untyped-call]  # it has a timeout

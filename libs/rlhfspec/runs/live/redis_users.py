@@ -1,8 +1,8 @@
-"""What each user may do in a Redis that the runs of a cluster share: a user for each run's control. Workers have none.
+"""Users and rights in a Redis that the runs of a cluster share: one user for each run's control, none for workers.
 
-The operator makes them while a run is open and takes them away with it. Names and passwords derive from the install's
-secret, so nothing has to be kept, and several installs may share one server. Only the operator may use a command
-that names keys of others (SCAN, KEYS): a run has one key.
+The operator creates the users of open runs and removes them afterwards. Names and passwords derive from the install's
+secret, so nothing is stored, and installs may share a server. Only the operator may list keys (SCAN): a run has one
+key.
 
 Example:
     >>> run = ClusterRun(namespace="team", uid="3f2a1b9c")
@@ -22,24 +22,24 @@ from rlhfspec.messages.access.rights import CONTROL
 from rlhfspec.messages.servers.credentials.derived import derived
 from rlhfspec.messages.servers.shared import redis_rules
 
-REDIS_PREFIX = "rlhfspec"  # of all keys, and of all users but the operator's
+REDIS_PREFIX = "rlhfspec"  # prefix of all keys, and of all users except the operator
 OPERATOR = "operator"
 DASHBOARD = "dashboard"
-USER_FILE, PASSWORD_FILE = "redis.user", "redis.password"  # in a folder of credentials
+USER_FILE, PASSWORD_FILE = "redis.user", "redis.password"  # in a credentials folder
 _WRITE, _READ = ("set", "del"), ("get", "pttl")
 _MANAGE = ("acl|users", "acl|setuser", "acl|deluser", "scan", "unlink")
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterRun:
-    """Name a run of the cluster. `namespace`: of its job; `uid`: the run's."""
+    """A run of the cluster, by its job's namespace and its own uid."""
 
     namespace: str
     uid: str
 
 
 def install_of(master: bytes) -> str:
-    """Return what tells this install from all others, also from the one that had its names before; no secret."""
+    """Return a public id of this install that no other install has, not even a predecessor of the same name."""
     return derived(master, "install", length=6).hex()
 
 
@@ -47,7 +47,7 @@ def install_of(master: bytes) -> str:
 
 
 def live_key(run: str) -> str:
-    """Return the key of all of a run's live state."""
+    """Return the key of a run's live state."""
     return f"{REDIS_PREFIX}:{run}:live"
 
 
@@ -55,12 +55,11 @@ def live_key(run: str) -> str:
 
 
 def user_of(master: bytes, run: ClusterRun) -> str:
-    """Return the name of its control's user."""
     return f"{REDIS_PREFIX}:{install_of(master)}:{run.namespace}:{run.uid}:{CONTROL}"
 
 
 def run_of(master: bytes, user: str) -> ClusterRun | None:
-    """Return the run of a user; None: no user of a run of this install."""
+    """Return the run of a user, or None if the user belongs to no run of this install."""
     match user.split(":"):
         case [prefix, install, namespace, uid, _] if (prefix, install) == (REDIS_PREFIX, install_of(master)):
             return ClusterRun(namespace, uid)
@@ -72,12 +71,12 @@ def dashboard_user(master: bytes) -> str:
 
 
 def password_of(master: bytes, *whose: str) -> str:
-    """Return a user's password. `whose`: a run's uid and a role, or the name of what looks after all runs."""
+    """Return a user's password. `whose`: a run's uid and a role, or the name of an observer of all runs."""
     return urlsafe_b64encode(derived(master, "redis", *whose)).decode().rstrip("=")
 
 
 def rules_of(master: bytes, run: ClusterRun) -> list[str]:
-    """Return the rules, for `ACL SETUSER`, of a run's control: it writes the live state of its run, and reads it."""
+    """Return the `ACL SETUSER` rules of a run's control, which reads and writes its run's live state."""
     key = live_key(run.uid)
     return redis_rules(password_of(master, run.uid, CONTROL), writes=[key], reads=[key], commands=(*_WRITE, *_READ))
 
@@ -87,6 +86,5 @@ def rules_of_dashboard(master: bytes) -> list[str]:
 
 
 def rules_of_operator(master: bytes) -> list[str]:
-    """Return the operator's rules. It makes users, so it could make one that may do anything; by itself it can take
-    keys away and read none."""
+    """Return the operator's rules: it creates users and deletes keys, but cannot read them itself."""
     return redis_rules(password_of(master, OPERATOR), writes=[f"{REDIS_PREFIX}:*"], reads=(), commands=_MANAGE)

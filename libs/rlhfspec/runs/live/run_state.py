@@ -1,9 +1,10 @@
-"""What is known of a run's workers, in one shape, by one pure reducer: what was told goes in, the next state comes out.
+"""The state of a run's workers, computed by one pure reducer from records and events.
 
-Of what is told of a worker the newest counts, in whatever order it comes: the same things told in another order, or
-twice, make the same state. (How long a worker worked in all, `busy_seconds`, must only grow from one start of its
-process to the next.) Times are readings of one clock, by the listener. The view, `rlhfspec top`, the dashboard,
-control's report and `kubectl rlhf` draw this state and keep none of their own.
+The newest information about a worker counts: another order, or repetition, gives the same state. (`busy_seconds` must
+only
+grow between starts of a process.) Times are readings of one clock of the listener. The view, `rlhfspec top`, the
+dashboard,
+control's report and `kubectl rlhf` all display this state.
 
 Example:
     >>> from rlhfspec.messages.records import Heartbeat
@@ -31,17 +32,16 @@ from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.stage.vitals import WorkerState
 
 NEVER = float("-inf")
-# A worker that has nothing to do says so every two seconds (`rlhfspec.stage.pace`), so silence is no accident.
-SILENT_SECONDS = 15.0  # since it was last heard: its event loop is dead, it is stopped, or the server between is away
-GONE_SECONDS = 30.0  # since then it is not counted any more
-WorkerKey = tuple[str, int]  # stage, and its number there
+# Idle workers send a heartbeat every two seconds (`rlhfspec.stage.pace`), so silence means a problem.
+SILENT_SECONDS = 15.0  # without news: the event loop is dead, the process stopped, or the server away
+GONE_SECONDS = 30.0  # without news: the worker no longer counts
+WorkerKey = tuple[str, int]  # (stage, number)
 Phase = Literal["starting", "running", "restarting", "held", "left"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessNews:
-    """Tell that a worker's process starts, or is gone; what watches it says so. What an earlier process said counts no
-    longer."""
+    """A worker's process starts or is gone, as reported by its watcher. Information from earlier processes is void."""
 
     stage: str
     worker: int
@@ -54,7 +54,7 @@ class ProcessNews:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldNews:
-    """Tell that a worker's process was stopped from outside (SIGSTOP), or goes on."""
+    """A worker's process was stopped from outside (SIGSTOP), or continues."""
 
     stage: str
     worker: int
@@ -62,18 +62,18 @@ class HeldNews:
 
 
 News = Record | ProcessNews | HeldNews
-Told = tuple[float, News]  # when, and what
+Told = tuple[float, News]  # (time, news)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunWorker:
-    """Hold what is known of one worker. What was never told is None, and was told NEVER."""
+    """State of one worker. Unknown parts are None, with the time NEVER."""
 
     stage: str
     worker: int
     state: WorkerState | None = None
-    heard_at: float = NEVER  # of `state`
-    busy_at: float = NEVER  # first heard to have worked for as long as it has
+    heard_at: float = NEVER  # time of `state`
+    busy_at: float = NEVER  # when its busy_seconds last grew
     load: Load | None = None  # of a generator
     loaded_at: float = NEVER
     info: WorkerInfo | None = None  # once it is ready
@@ -81,7 +81,7 @@ class RunWorker:
     process: ProcessNews | None = None
     process_at: float = NEVER
     is_held: bool = False
-    held_at: float = NEVER  # or let go on
+    held_at: float = NEVER  # or released
 
     @property
     def key(self) -> WorkerKey:
@@ -108,22 +108,21 @@ class RunWorker:
 
     @property
     def is_by_hand(self) -> bool:
-        """Return whether it was started from another shell."""
         return self.process is not None and self.process.by_hand
 
     @property
     def spoke_at(self) -> float:
-        """Return when it was last heard, or something happened to its process; of its load nothing is asked."""
+        """Return when it was last heard or its process changed; loads do not count."""
         return max(self.heard_at, self.ready_at, self.process_at, self.held_at)
 
     @property
     def is_known(self) -> bool:
-        """Return whether more was told of it than a load."""
+        """Return whether more than a load is known."""
         return self.spoke_at > NEVER
 
     @property
     def worked_at(self) -> float:
-        """Return when it last worked, or something happened to its process."""
+        """Return when it last worked or its process changed."""
         works = self.state is not None and self.state.doing == "working"
         return max(self.busy_at, self.ready_at, self.process_at, self.held_at, self.heard_at if works else NEVER)
 
@@ -132,15 +131,15 @@ class RunWorker:
         return self.state is not None and self.state.doing == "stopped"
 
     def is_silent(self, now: float) -> bool:
-        """Return whether it has not said for long what it does."""
+        """Return whether its heartbeats are overdue."""
         return now - self.spoke_at > SILENT_SECONDS
 
     def is_load_silent(self, now: float) -> bool:
-        """Return whether it has not said for long what it has."""
+        """Return whether its loads are overdue."""
         return now - self.loaded_at > SILENT_SECONDS
 
     def later(self, seconds: float) -> RunWorker:
-        """Return the same by a clock that is so far ahead."""
+        """Return the same state by a clock that is `seconds` ahead."""
         return replace(
             self, heard_at=self.heard_at + seconds, busy_at=self.busy_at + seconds, loaded_at=self.loaded_at + seconds,
             ready_at=self.ready_at + seconds, process_at=self.process_at + seconds, held_at=self.held_at + seconds,
@@ -149,8 +148,7 @@ class RunWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Hold the state of a run. `num_wanted`: so many generators would pay, by the last plan that knew it; None: none
-    did yet."""
+    """State of a run. `num_wanted`: the number of generators that would pay, by the latest plan; None: unknown."""
 
     workers: Mapping[WorkerKey, RunWorker] = field(default_factory=dict)
     num_wanted: int | None = None
@@ -159,29 +157,29 @@ class RunState:
 
     @property
     def there(self) -> list[RunWorker]:
-        """Return the known ones that did not leave."""
+        """Return the known workers that did not leave."""
         return [worker for worker in self.workers.values() if worker.is_known and worker.phase != "left"]
 
     @property
     def generators(self) -> list[RunWorker]:
-        """Return those that told their load, by number."""
+        """Return the workers with a load, by number."""
         found = (worker for worker in self.workers.values() if worker.load is not None)
         return sorted(found, key=lambda worker: worker.worker)
 
     @property
     def infos(self) -> list[WorkerInfo]:
-        """Return the infos of all that are ready."""
+        """Return the infos of all ready workers."""
         return [worker.info for worker in self.workers.values() if worker.info is not None]
 
     @property
     def states(self) -> list[WorkerState]:
-        """Return the states of those that run, as the workers say them."""
+        """Return the states of starting and running workers."""
         running = (worker for worker in self.workers.values() if worker.phase in ("starting", "running"))
         return [worker.state for worker in running if worker.state is not None]
 
     @property
     def owners(self) -> dict[str, WorkerKey]:
-        """Return which generator makes a sample, by id; of two that claim it, the one that spoke last."""
+        """Return the generator of each sample id; of two that claim it, the one that reported last."""
         by_time = sorted(self.generators, key=lambda worker: worker.loaded_at)
         return {sample: each.key for each in by_time if each.load is not None for sample in each.load.sample_ids}
 
@@ -194,17 +192,17 @@ class RunState:
         return min((now - each.worked_at for each in self.workers.values() if each.is_known), default=0.0)
 
     def all_run(self, now: float) -> bool:
-        """Return whether no worker is expected back that is away now."""
+        """Return whether no absent worker is expected back."""
         return all(worker.phase == "running" and not worker.is_silent(now) for worker in self.there)
 
 
 class KnownRun:
-    """Keep the state of a run as this process is told of it."""
+    """State of the run as received by this process."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._run = RunState()
-        self._told: list[Told] = []  # since
+        self._told: list[Told] = []  # not yet reduced
 
     def tell(self, *news: News) -> None:
         now = self.clock.now()
@@ -218,8 +216,8 @@ class KnownRun:
 
 
 def after(run: RunState, told: Iterable[Told]) -> RunState:
-    """Return the state after all that was told, each with when. What tells nothing of a worker of the loop changes
-    nothing. The workers are copied once: give what came together together."""
+    """Return the state after all (time, news). News about no worker of the loop is ignored. The workers are copied once
+    per call, so pass news in batches."""
     workers = dict(run.workers)
     for at, news in told:
         match news:
@@ -238,8 +236,8 @@ def after(run: RunState, told: Iterable[Told]) -> RunState:
 
 
 def without_gone(run: RunState, *, now: float, after_seconds: float = GONE_SECONDS) -> RunState:
-    """Return the state without those that left, and without what is so old: a worker that says nothing, but for one
-    whose process is held or comes again, and a load that is not told again."""
+    """Return the state without workers that left or are silent for long, and without old loads. Held and restarting
+    workers stay."""
     kept = {}
     for key, worker in run.workers.items():
         if now - worker.loaded_at >= after_seconds or worker.phase == "left":
@@ -270,8 +268,7 @@ def _worker(workers: Mapping[WorkerKey, RunWorker], key: WorkerKey) -> RunWorker
 
 
 def _after(worker: RunWorker, news: Heartbeat | WorkerInfo | ProcessNews | HeldNews, at: float) -> RunWorker:
-    """Return the worker after some news of its newest process; what is older than the last of its kind changes
-    nothing."""
+    """Return the worker after news of its newest process. Outdated news changes nothing."""
     match news:
         case Heartbeat():
             return _heard(worker, news, at)

@@ -1,1 +1,1 @@
-"""What a user sees of a run: the live view, plots, traces as waterfalls, the summary."""
+"""Displays of a run for users: the live view, plots, waterfalls of traces, and the summary."""

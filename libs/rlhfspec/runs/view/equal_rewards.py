@@ -1,4 +1,4 @@
-"""Groups whose rewards are all equal teach nothing: their advantages are zero. When every group is one, it is said.
+"""Detection of groups whose rewards are all equal: their advantages are zero, so they teach nothing.
 
 Example:
     >>> equal_reward_groups(["a", "a", "b", "b"], [1.0, 1.0, 0.0, 1.0])
@@ -18,7 +18,7 @@ NUM_STEPS = 3  # one step of equal groups is chance
 
 
 def equal_reward_groups(groups: Sequence[Hashable], rewards: Sequence[float]) -> int | None:
-    """Return how many groups have no two different rewards; `groups` says of each reward to which it belongs."""
+    """Return the number of groups with only one distinct reward; None if every group has one sample."""
     by_group: defaultdict[Hashable, set[float]] = defaultdict(set)
     for group, reward in zip(groups, rewards, strict=True):
         by_group[group].add(reward)
@@ -28,7 +28,7 @@ def equal_reward_groups(groups: Sequence[Hashable], rewards: Sequence[float]) ->
 
 
 def equal_rewards_warning(steps: Sequence[StepMetrics]) -> str:
-    """Return a warning of the last steps; empty while some group had something to tell."""
+    """Return a warning if all groups of the last steps had equal rewards; otherwise ""."""
     recent = steps[-NUM_STEPS:]
     if len(recent) < NUM_STEPS or any(step.equal_reward_groups != step.num_prompts for step in recent):
         return ""

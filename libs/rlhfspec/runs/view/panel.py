@@ -1,4 +1,4 @@
-"""The live picture: rows that a person reads from top to bottom, in 80 columns and 24 lines or more."""
+"""The live panel of the terminal, for 80 columns and 24 lines or more."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rlhfspec.runs.view.text import bar, duration, estimates, histogram, number,
 WIDEST = 110
 _LABEL_WIDTH = 10
 _BAR_WIDTH = 5
-_DULL = ("starting", "working", "waiting", "left")  # what a process does that may be left out, the last first
+_DULL = ("starting", "working", "waiting", "left")  # rows that may be omitted for lack of room, last first
 _MOST_LINES_OF_TEXT = 6
-_FEWEST_PROCESSES, _LINES_BELOW = 8, 9  # of more there is no room for, those that have nothing to tell are left out
-_LINES_AROUND = 6  # of the sample: frame, rule, heading, prompt, and the terminal's own last line
+_FEWEST_PROCESSES, _LINES_BELOW = 8, 9  # minimum of process rows, and room kept for the rest
+_LINES_AROUND = 6  # around the sample: frame, rule, heading, prompt, and the terminal's last line
 
 
 def panel(progress: RunProgress, size: ConsoleDimensions, on_interrupt: str) -> RenderableType:
-    """Return the live picture. `on_interrupt`: what Ctrl-C does here."""
+    """Return the live panel. `on_interrupt`: the effect of Ctrl-C."""
     width = min(size.width, WIDEST)
     inner = width - 4
     rows: list[RenderableType] = [_head(progress, inner), *_metrics(progress, inner)]
@@ -47,7 +47,7 @@ def panel(progress: RunProgress, size: ConsoleDimensions, on_interrupt: str) -> 
 
 
 def _head(progress: RunProgress, width: int) -> Text:
-    """Return which steps are done, and how much of the one in progress."""
+    """Return the progress in steps, with the share of the current one."""
     eta = progress.eta_seconds
     done, total = progress.num_samples_done, progress.num_samples
     share = (progress.num_steps_done + min(1.0, done / total) * (progress.num_steps_done < progress.num_steps)) / (
@@ -133,7 +133,7 @@ def _losses(last: StepMetrics) -> Text:
 
 
 def _moves(progress: RunProgress) -> Text:
-    """Return how many samples went on elsewhere, how many did not, and why the last plan did what it did."""
+    """Return how many samples moved or stayed, and the reason of the last plan."""
     went = progress.moves["kv"] + progress.moves["tokens"]
     text = Text(f"{went:<9}")
     if stayed := progress.moves["kept"] + progress.moves["lost"]:
@@ -142,8 +142,8 @@ def _moves(progress: RunProgress) -> Text:
 
 
 def _speed_of_loads(progress: RunProgress) -> Text:
-    """Return the speed: generators add up; what is accepted is the mean of those that drafted; the strategy is the
-    busiest one's."""
+    """Return the speed: the sum over generators, the mean acceptance of those that drafted, the busiest one's
+    strategy."""
     loads = progress.loads
     if not loads:
         return Text("no generator has reported yet", "dim")
@@ -154,12 +154,12 @@ def _speed_of_loads(progress: RunProgress) -> Text:
 
 
 def _learning(progress: RunProgress) -> Text | None:
-    """Return what the drafter of the busiest generator learnt, and how long all of them took; None: nothing."""
+    """Return the busiest generator's gain from drafter learning, and the total learning time; None if there is none."""
     busiest = max(progress.loads, key=lambda load: load.num_running, default=None)
     if busiest is None or busiest.tokens_while_learning is None:
         return None
     text = Text(f"{sum(load.learning_seconds for load in progress.loads):<9.1f}").append("s learning  ", "dim")
-    before = busiest.tokens_before_learning  # None: it began with what others had learnt
+    before = busiest.tokens_before_learning  # None: it began with weights from others
     text.append(f"{'' if before is None else f'{before:.2f} -> '}{busiest.tokens_while_learning:.2f}", "bold")
     age = progress.drafter_age
     what = f"age {age}" if age else f"at {busiest.drafter_version // 1000}k"
@@ -199,7 +199,7 @@ def _processes(progress: RunProgress, most: int) -> Iterator[Text]:
 
 
 def _process(state: ProcessState, utilisation: float, pid_width: int) -> Text:
-    """Return a line of a worker: which, how busy, since when, what; what it waits for; of a generator its load."""
+    """Return a worker's line: name, utilisation, time, activity or wait, and a generator's load."""
     working, hand = state.doing == "working", "+" if state.by_hand else ""
     row = Text(no_wrap=True, overflow="ellipsis")
     row.append(f"{state.name + hand:<{_LABEL_WIDTH + 2}}", "bold" if working else "dim")
@@ -221,7 +221,7 @@ def _process(state: ProcessState, utilisation: float, pid_width: int) -> Text:
 
 
 def _whom(state: ProcessState) -> str:
-    """Return several workers of one stage together: `generator 0, 2: `."""
+    """Return the awaited workers, grouped by stage: `generator 0, 2: `."""
     numbers: dict[str, list[str]] = {}
     for stage, _, worker in (name.partition(" ") for name in state.waits_for):
         numbers.setdefault(stage, []).append(worker)
@@ -239,7 +239,7 @@ def _sample(sample: Sample, width: int, num_lines: int) -> Iterator[Text]:
 
 
 def _end(text: str, num_cells: int) -> str:
-    """Return as much of the end as fits; some characters take two cells."""
+    """Return the end of a text that fits; some characters take two cells."""
     if cell_len(text) <= num_cells:
         return text
     end = text[1 - num_cells :]

@@ -1,6 +1,6 @@
-"""Pictures of a run, and of several runs beside each other. Colours are Okabe and Ito's, for colour-blind readers too.
+"""Plots of one run, and of several runs side by side, in Okabe and Ito's colour-blind safe colours.
 
-matplotlib is imported only when a picture is drawn, and needs no display.
+matplotlib is imported when a plot is drawn, and needs no display.
 """
 
 from __future__ import annotations
@@ -30,26 +30,25 @@ COMPONENT_COLOURS = (ORANGE, GREEN, PURPLE, SKY, RED, YELLOW)
 Steps = Sequence[StepMetrics]
 Evaluations = Sequence[Evaluation]
 Points = Mapping[int, float]  # by step
-Panels = list[tuple[float, Callable[["Axes"], None]]]  # width, and what draws it
+Panels = list[tuple[float, Callable[["Axes"], None]]]  # (width, function that draws the panel)
 _FEW_STEPS = 20
 _MOST_BESIDE = 3
-_WIDE = 2.0  # times a panel
-_NOTHING = 1e-6  # with one update a step the policy's loss is rounding about zero
+_WIDE = 2.0  # relative to a normal panel
+_NOTHING = 1e-6  # with one update per step the policy loss is only rounding
 
 
 def overview(steps: Steps, path: Path, *, title: str, evaluations: Evaluations = ()) -> None:
-    """Draw one run at a glance: did it learn, how steadily, how far did it drift, how fast, where time went."""
+    """Plot one run at a glance: learning, stability, drift, speed and time by stage."""
     _save(overview_figure(steps, title=title, evaluations=evaluations), path)
 
 
 def compare(runs: Mapping[str, Steps], path: Path, *, evaluations: Mapping[str, Evaluations] | None = None) -> None:
-    """Draw the reward, and below it the KL where there is one, of runs by their names; every row has one scale."""
+    """Plot the reward, and the KL if there is one, of named runs. Each row has one scale."""
     _save(comparison_figure(runs, evaluations=evaluations), path)
 
 
 def overview_figure(steps: Steps, *, title: str, evaluations: Evaluations = ()) -> Figure:
-    """Return three rows: what came out, how it was learnt, how it ran. A panel that does not apply to the job is left
-    out."""
+    """Return a figure with three rows: outcome, learning, execution. Inapplicable panels are omitted."""
     assert steps, "a picture needs a step"
     figure = _figure(18.0, 10.0)
     figure.suptitle(_plain(title), fontsize=15, fontweight="bold")
@@ -96,11 +95,9 @@ def _learning_panels(steps: Steps) -> Panels:
 
 
 def _running_panels(steps: Steps) -> Panels:
-    """Return how it ran, with the critic, if there is one, because the row above is full."""
+    """Return the panels of the execution, and the critic's, because the row above is full."""
     explained = _found(steps, lambda metrics: metrics.explained_variance)
-    shown = {
-        step: max(value, -1.0) for step, value in explained.items()
-    }  # early values far below would hide all others
+    shown = {step: max(value, -1.0) for step, value in explained.items()}  # lower values would hide all others
     speed = _found(steps, lambda metrics: metrics.tokens_per_second)
     accepted = _found(steps, lambda metrics: metrics.accepted_per_verification)
     return [
@@ -113,7 +110,7 @@ def _running_panels(steps: Steps) -> Panels:
 
 
 def _kl(steps: Steps) -> Panels:
-    """Return the KL by k3, and by the job's own estimator if that is another one."""
+    """Return the KL by k3, and by the job's own estimator if it differs."""
     names = dict.fromkeys(name for metrics in steps for name in metrics.kl or {})
     estimates = [
         (name, RED if name == "k3" else GREY, {m.step: m.kl[name] for m in steps if m.kl is not None}) for name in names
@@ -122,7 +119,7 @@ def _kl(steps: Steps) -> Panels:
 
 
 def _curves(title: str, steps: Steps, *curves: tuple[str, str, Points]) -> Panels:
-    """Return a panel of curves (label, colour, points), those without points left out; no panel where none is left."""
+    """Return a panel of curves (label, colour, points), omitting curves without points; [] if none is left."""
     shown = [curve for curve in curves if curve[2]]
 
     def draw(axis: Axes) -> None:
@@ -179,7 +176,7 @@ def _reward(axis: Axes, steps: Steps, evaluations: Evaluations) -> None:
 
 
 def _histograms(axis: Axes, steps: Steps) -> None:
-    """Draw those of the first and the last step; their edges are the same."""
+    """Draw the histograms of the first and the last step, which have equal edges."""
     styles: list[dict[str, Any]] = [{"color": GREY, "fill": True, "alpha": 0.5}, {"color": BLUE}]
     for metrics, style in zip([steps[0], *steps[1:][-1:]], styles, strict=False):
         lengths = metrics.response_length
@@ -189,7 +186,7 @@ def _histograms(axis: Axes, steps: Steps) -> None:
 
 
 def _seconds(axis: Axes, steps: Steps) -> None:
-    """Draw the work of the stages, stacked, and the time that passed, which is less where stages overlap."""
+    """Draw the stages' work, stacked, and the wall time, which is less where stages overlap."""
     edges = [steps[0].step - 0.5, *(metrics.step + 0.5 for metrics in steps)]
     bottom = [0.0] * len(steps)
     for stage, colour in STAGE_COLOURS.items():
@@ -205,12 +202,12 @@ def _seconds(axis: Axes, steps: Steps) -> None:
 
 
 def _found(steps: Steps, value: Callable[[StepMetrics], float | None]) -> Points:
-    """Return the values by step, where there is one."""
+    """Return the values by step, where they are not None."""
     return {metrics.step: found for metrics in steps if (found := value(metrics)) is not None}
 
 
 def _trend(axis: Axes, points: Points, colour: str, label: str | None = None) -> None:
-    """Draw few points as they are; for many, a smoothed line over a faint line of the points themselves."""
+    """Draw few points directly; many points as a smoothed line over a faint one."""
     x, y = list(points), list(points.values())
     if len(points) <= _FEW_STEPS:
         axis.plot(x, y, color=colour, linewidth=1.8, marker="o", markersize=4, label=label)
@@ -220,8 +217,7 @@ def _trend(axis: Axes, points: Points, colour: str, label: str | None = None) ->
 
 
 def _scale(axis: Axes) -> None:
-    """Let the axis begin at zero where nothing is below it; what differs from zero by rounding alone is drawn as
-    zero."""
+    """Start the axis at zero if nothing is below; draw rounding noise around zero as zero."""
     low, height = axis.dataLim.ymin, axis.dataLim.height
     if height < _NOTHING:
         axis.set_ylim(-1 if low < 0 else 0, 1)
@@ -230,7 +226,7 @@ def _scale(axis: Axes) -> None:
 
 
 def _dress(axis: Axes, title: str, steps: Steps | None, *, legend: bool = False) -> None:
-    """Give an axis its title and ticks. steps: those of the x-axis; without them it shows tokens."""
+    """Set title, ticks and grid. steps: range of the x-axis; None: the x-axis shows tokens."""
     axis.set_title(_plain(title), fontsize=10, loc="left")
     axis.set_xlabel("tokens" if steps is None else "step", fontsize=9)
     axis.tick_params(labelsize=8)
@@ -267,19 +263,18 @@ def _change(steps: Steps) -> str:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Return the mean of each value and its neighbours."""
     reach = max(2, len(values) // 20)
     windows = [values[max(0, place - reach) : place + reach + 1] for place in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 
 
 def _plain(text: str) -> str:
-    """Escape what matplotlib would typeset as mathematics: text between dollar signs."""
+    """Escape dollar signs, which matplotlib would typeset as mathematics."""
     return text.replace("$", r"\$")
 
 
 def _figure(width_inches: float, height_inches: float) -> Figure:
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of a home that it cannot write in
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns about an unwritable home
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width_inches, height_inches))
@@ -288,11 +283,11 @@ def _figure(width_inches: float, height_inches: float) -> Figure:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """Save without a version in the file: the same numbers give the same bytes."""
+    """Save without version metadata, so that equal numbers give equal bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     options: dict[str, Any] = {"format": "png", "dpi": 110, "metadata": {"Software": None}}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of letters that its font lacks: a box stands in their place
+        warnings.simplefilter("ignore", UserWarning)  # about missing glyphs, drawn as boxes
         figure.savefig(temporary, **options)
     temporary.replace(path)

@@ -1,6 +1,6 @@
-"""What the view knows of a run: the steps that are done and how far the one in progress is.
+"""Progress of a run as shown by the view: completed steps and the state of the current one.
 
-Collections are replaced, never changed in place, so that the drawing thread always reads a consistent one.
+Collections are replaced, never modified, so that the drawing thread reads consistent ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WINDOW_SECONDS = 5.0
 
 
 class RunProgress:
-    """Keep how far a run is. `now` gives monotonic seconds."""
+    """Progress of a run. `now` returns monotonic seconds."""
 
     def __init__(self, job: RLHFJob, now: Callable[[], float]) -> None:
         self.job = job
@@ -29,12 +29,12 @@ class RunProgress:
         self.steps: tuple[StepMetrics, ...] = ()
         self.evaluations: tuple[Evaluation, ...] = ()
         self.loads: tuple[Load, ...] = ()
-        self.workers: tuple[tuple[ProcessState, float], ...] = ()  # with each its utilisation
+        self.workers: tuple[tuple[ProcessState, float], ...] = ()  # with utilisation
         self.last_sample: Sample | None = None
-        self.moves: Counter[MoveOutcome] = Counter()  # that have ended, by how
-        self._learnt = (-1, 0)  # the newest version that a drafter was seen to have learnt, and the policy's then
+        self.moves: Counter[MoveOutcome] = Counter()  # ended moves by outcome
+        self._learnt = (-1, 0)  # (newest drafter version seen, policy version at that time)
         self.drafter_age: int | None = None  # steps since a drafter last learnt; None: not yet seen
-        self.why_moved = ""  # of the last plan: why something goes elsewhere, or why nothing does
+        self.why_moved = ""  # reason of the last plan
         self._done: set[str] = set()
         self._step_of_samples = 0
         self._now = now
@@ -42,7 +42,7 @@ class RunProgress:
         self._busy_before: tuple[tuple[float, Mapping[tuple[str, int], float]], ...] = ()
 
     def history(self, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) -> None:
-        """Take over the steps of the run that is resumed."""
+        """Take over the steps of a resumed run."""
         self.steps, self.evaluations = tuple(steps), tuple(evaluations)
 
     def step(self, metrics: StepMetrics) -> None:
@@ -53,14 +53,14 @@ class RunProgress:
         self.evaluations = (*self.evaluations, evaluation)
 
     def sample(self, sample: Sample) -> None:
-        """Count a sample; a redelivered one counts once."""
+        """Count a sample; redelivered ones count once."""
         if sample.step != self._step_of_samples:
             self._step_of_samples, self._done = sample.step, set()
         self._done.add(sample.id)
         self.last_sample = sample
 
     def known(self, run: RunState, now: float) -> None:
-        """Take what is known of the workers. `now`: by the clock of the run's state."""
+        """Update the workers. `now`: by the clock of the run's state."""
         self.take_loads([worker.load for worker in run.generators if worker.load is not None])
         self.take_workers(process_states(run, now))
 
@@ -87,7 +87,7 @@ class RunProgress:
         self.workers = tuple((state, shares[state.stage, state.worker]) for state in states)
 
     def _shares(self, busy: Mapping[tuple[str, int], float]) -> dict[tuple[str, int], float]:
-        """Return the share of the last seconds that each worker worked; snapshots are kept for that long."""
+        """Return each worker's utilisation over the last seconds, from snapshots."""
         now = self._now()
         kept = [entry for entry in self._busy_before if now - entry[0] <= _WINDOW_SECONDS]
         older = [entry for entry in self._busy_before if now - entry[0] > _WINDOW_SECONDS]
@@ -114,7 +114,7 @@ class RunProgress:
 
     @property
     def eta_seconds(self) -> float | None:
-        """Return what is left, by the last few steps; None before the first."""
+        """Return the remaining time, from the last few steps; None before the first."""
         recent = [metrics.seconds.step for metrics in self.steps[-_STEPS_OF_ETA:]]
         if not recent:
             return None

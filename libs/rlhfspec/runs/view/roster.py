@@ -1,4 +1,4 @@
-"""The workers of a run as a person reads them: each one's process, what it does, since when, and what it waits for.
+"""The workers of a run in readable form: process, activity, duration, and what each waits for.
 
 Example:
     >>> from rlhfspec.runs.live.run_state import ProcessNews, RunState, after
@@ -24,8 +24,7 @@ ProcessDoing = Literal["starting", "working", "waiting", "silent", "restarting",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessState:
-    """Describe one worker's process at one time. `held`: it was stopped from outside (SIGSTOP); `silent`: no
-    heartbeats."""
+    """State of a worker's process. `held`: stopped from outside (SIGSTOP); `silent`: no heartbeats."""
 
     stage: str
     worker: int
@@ -36,7 +35,7 @@ class ProcessState:
     busy_seconds: float
     num_restarts: int = 0
     by_hand: bool = False
-    waits_for: tuple[str, ...] = ()  # the workers that could end its wait, and have something to do
+    waits_for: tuple[str, ...] = ()  # workers that could end its wait and are not waiting themselves
     host: str = ""
     load: Load | None = None  # of a generator
 
@@ -46,7 +45,7 @@ class ProcessState:
 
 
 def process_states(run: RunState, now: float) -> list[ProcessState]:
-    """Return all of which more is known than a load: by stage, in the order of the loop."""
+    """Return all workers with more than a load, in the order of the loop."""
     known = [worker for worker in run.workers.values() if worker.is_known]
     known.sort(key=lambda worker: (_ORDER[worker.stage], worker.worker))
     return [_state(worker, known, now) for worker in known]
@@ -85,7 +84,7 @@ def _doing(worker: RunWorker, now: float) -> tuple[ProcessDoing, str, float]:
 
 
 def _could_end(worker: RunWorker, workers: Sequence[RunWorker]) -> tuple[str, ...]:
-    """Return, of the stages before it, those workers that do not wait themselves; where all wait, the stages."""
+    """Return the upstream workers that do not wait themselves, or the upstream stages if all wait."""
     before = BY_NAME[worker.stage].unblocked_by
     busy = [
         f"{other.stage} {other.worker}"

@@ -1,4 +1,4 @@
-"""The end of a run, for a person: what came out, what it cost, what the policy says now, and where everything is.
+"""The summary at the end of a run: results, costs, example responses and paths.
 
 Example:
     >>> from rlhfspec.messages.records.metrics import example_step
@@ -51,7 +51,7 @@ class Summary:
     steps: Sequence[StepMetrics]
     places: Sequence[Row]
     evaluations: Sequence[Evaluation] = ()
-    texts: Sequence[tuple[str, Sequence[ResponseText]]] = ()  # each with its title
+    texts: Sequence[tuple[str, Sequence[ResponseText]]] = ()  # (title, responses)
 
     @property
     def title(self) -> str:
@@ -101,8 +101,7 @@ class Summary:
 
 
 def finish_folder(folder: RunFolder, job: RLHFJob, outcome: RunOutcome, reason: str, *, resume_command: str) -> Summary:
-    """Finish the folder and return its summary, with pictures only where matplotlib is installed: a trainer's image may
-    do without."""
+    """Finish the folder and return its summary. Plots need matplotlib, which a trainer's image may lack."""
     folder.finish(outcome, reason)
     steps = folder.steps()
     if steps and find_spec("matplotlib") is not None:
@@ -112,7 +111,7 @@ def finish_folder(folder: RunFolder, job: RLHFJob, outcome: RunOutcome, reason: 
 
 
 def kept_traceback(folder: RunFolder, error: BaseException) -> str:
-    """Keep the traceback in the folder, and return where it is."""
+    """Write the traceback to the folder and return a message with its path."""
     failure = folder.path / "failure.txt"
     try:
         failure.write_text("".join(traceback.format_exception(error)))
@@ -127,10 +126,8 @@ def summarize(
     resume_command: str,
     num_texts: int = 0,
 ) -> Summary:
-    """Return the summary of the run in the folder, after its `finish`; also written there as `summary.md`.
-
-    num_texts: responses that are shown, from the beginning and from the end of the run each.
-    """
+    """Return the summary of a finished run's folder, and write it there as `summary.md`. num_texts: responses shown
+    from the start and from the end of the run, each."""
     places = [("run folder", str(folder.path))]
     for label, path in (("pictures", folder.plots), ("policy", folder.export), ("checkpoints", folder.checkpoints)):
         if path.is_dir() and any(path.iterdir()):
@@ -157,8 +154,7 @@ Texts = list[tuple[str, list[ResponseText]]]
 
 
 def _texts(folder: RunFolder, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation], count: int) -> Texts:
-    """Return responses at first and in the end: of the evaluations, which answer the same prompts, or of the steps,
-    which do not."""
+    """Return responses from the start and the end: of evaluations, which repeat prompts, or else of steps."""
     if evaluations:
         found = [(f"held-out prompts, after step {run.step}", run.step) for run in _ends(evaluations)]
         return [(title, _responses(folder.evaluation_samples(), step, count)) for title, step in found]
@@ -220,8 +216,7 @@ def _held_out(evaluations: Sequence[Evaluation]) -> str:
 
 
 def by_stage(steps: Sequence[StepMetrics]) -> list[tuple[str, float, float]]:
-    """Return the seconds of every stage that worked, and their share of what passed; stages overlap, so shares may
-    exceed 1."""
+    """Return (stage, seconds, share of wall time) of every active stage. Stages overlap, so shares may exceed 1."""
     passed = sum(metrics.seconds.step for metrics in steps)
     totals = {name: sum(float(getattr(metrics.seconds, name)) for metrics in steps) for name in STAGE_COLOURS}
     return [(name, total, total / passed if passed else 0.0) for name, total in totals.items() if total]
@@ -233,13 +228,13 @@ def _mean_accepted(steps: Sequence[StepMetrics]) -> float | None:
 
 
 def _short(text: str) -> str:
-    """Return the text safe to show, and not longer than a person reads."""
+    """Return the text escaped and shortened for display."""
     safe = visible(text).strip("\n")
     return safe if len(safe) <= _MOST_CHARACTERS else safe[:_MOST_CHARACTERS] + " ..."
 
 
 def _fenced(text: str) -> str:
-    """Return the text in a fence that it cannot close."""
+    """Return the text in a Markdown fence longer than any in it."""
     safe = _short(text)
     longest = max(map(len, re.findall("`+", safe)), default=0)
     fence = "`" * max(3, longest + 1)

@@ -1,4 +1,4 @@
-"""Small pieces of text for terminals: safe samples, sparklines, durations, numbers."""
+"""Small pieces of text for terminals: escaped samples, sparklines, durations, numbers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 _BARS = "▁▂▃▄▅▆▇█"
-# Controls, formatting (which can reverse a line), halves of surrogate pairs, private and unassigned characters, and
-# the line ends that only Unicode knows.
+# Controls, formatting (may reverse a line), lone surrogates, private and unassigned characters, and Unicode line ends.
 _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 def visible(text: str) -> str:
-    """Return what a model wrote, with every character that could control a terminal made visible. Line ends stay.
+    """Return text of a model with every character that could control a terminal made visible. Line ends stay.
 
     >>> visible("red \\x1b[31m, back\\b, \\u202e turned")
     'red ␛[31m, back␈, � turned'
@@ -22,7 +21,7 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """
+    """Return the text escaped, on one line.
     >>> one_line("You add.\\n2+2=\\n")
     'You add. ↵ 2+2='
     """
@@ -30,7 +29,7 @@ def one_line(text: str) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return the values from the first to the last, each column the mean of its share; a flat line is drawn low.
+    """Return the values as a sparkline; each column is the mean of its share, and equal values are drawn low.
 
     >>> sparkline([0, 1, 2, 3], 4), sparkline([0, 0, 3, 3], 2), sparkline([5, 5], 8)
     ('▁▃▆█', '▁█', '▁▁')
@@ -44,7 +43,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def histogram(counts: Sequence[int]) -> str:
-    """Return bars from zero; an empty bin is blank and a full one never is.
+    """Return bars from zero. Only empty bins are blank.
 
     >>> histogram([0, 1, 100])
     ' ▁█'
@@ -54,7 +53,7 @@ def histogram(counts: Sequence[int]) -> str:
 
 
 def bar(fraction: float, width: int) -> str:
-    """
+    """Return a progress bar.
     >>> bar(0.5, 4)
     '██░░'
     """
@@ -63,7 +62,7 @@ def bar(fraction: float, width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """
+    """Return a duration in short form.
     >>> duration(4.21), duration(192.4), duration(7300)
     ('4.2s', '3m12s', '2h01m')
     """
@@ -74,7 +73,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return three significant digits, so that numbers in a column line up; "-" if there is no number.
+    """Return three significant digits, so that columns align; "-" for None.
 
     >>> number(0.4), number(1234.5), number(3.1e-7), number(0.0), number(2e30), number(None)
     ('0.400', '1,234', '3.1e-07', '0', '2.0e+30', '-')
@@ -89,7 +88,7 @@ def number(value: float | None) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """
+    """Return a size in kB or MB.
     >>> size(800), size(26_112), size(1_234_567)
     ('0.8 kB', '26.1 kB', '1.2 MB')
     """
@@ -97,7 +96,7 @@ def size(num_bytes: float) -> str:
 
 
 def estimates(kl: Mapping[str, float]) -> str:
-    """
+    """Return all KL estimates in one line.
     >>> estimates({"k1": -0.00125, "k3": 0.0005})
     'k1 -0.00125, k3 0.000500'
     """
@@ -105,7 +104,7 @@ def estimates(kl: Mapping[str, float]) -> str:
 
 
 def signed(value: float) -> str:
-    """
+    """Return the number with its sign.
     >>> signed(0.3), signed(-0.25), signed(0.0)
     ('+0.300', '-0.250', '+0')
     """

@@ -1,6 +1,6 @@
-"""Watching a run in the terminal: a live picture, or one plain line a step where there is no terminal.
+"""Display of a run in the terminal: a live panel, or one plain line per step without a terminal.
 
-Text from a model is only data: its control characters never reach the terminal, and its brackets are not markup.
+Text from a model is escaped: its control characters never reach the terminal, and its brackets are not markup.
 
 Example:
     >>> from rlhfspec.messages.records.metrics import example_step
@@ -30,11 +30,11 @@ from rlhfspec.runs.view.panel import panel
 from rlhfspec.runs.view.progress import RunProgress
 from rlhfspec.runs.view.text import duration, estimates, number, visible
 
-REFRESHES_PER_SECOND = 2  # at some 2 ms of one core each
+REFRESHES_PER_SECOND = 2  # costs about 2 ms of one core each
 
 
 class View:
-    """Show the `progress` of a run. Every method returns at once; a thread draws a few times a second."""
+    """Display of a run's `progress`. Methods return at once; a thread draws a few times per second."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class View:
             self.say(evaluation_line(evaluation, self.progress))
 
     def say(self, text: str) -> None:
-        """Write a line that stays: above the live picture, or among the plain lines."""
+        """Print a persistent line, above the live panel or among the plain lines."""
         if self.mode != "off":
             print_line(self._console, text)
 
@@ -83,7 +83,7 @@ class View:
 
 
 def step_line(metrics: StepMetrics, progress: RunProgress) -> str:
-    """Return one line that tells whether a run goes well."""
+    """Return one line with a step's most important metrics."""
     width = len(str(progress.num_steps))
     eta, accepted = progress.eta_seconds, metrics.accepted_per_verification
     parts = [
@@ -121,14 +121,14 @@ def job_line(job: RLHFJob) -> str:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print the text as it is: no markup, no colours by guess, no folding, and nothing that the terminal's encoding
-    lacks."""
+    """Print the text literally: without markup, highlighting or folding, and with characters outside the encoding
+    replaced."""
     safe = visible(text).encode(console.encoding, "replace").decode(console.encoding)
     console.print(safe, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def _mode(wanted: Literal["auto", "live", "plain", "off"], console: Console) -> Literal["live", "plain", "off"]:
-    """Return how to show; the picture needs a terminal that moves its cursor and shows block characters."""
+    """Return the display mode. The live panel needs cursor movement and UTF-8."""
     able = console.is_terminal and not console.is_dumb_terminal and console.encoding.lower().startswith("utf")
     if wanted == "live" and not able:
         problem = "needs a terminal that moves its cursor and shows UTF-8; take auto or plain"

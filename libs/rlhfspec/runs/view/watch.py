@@ -1,4 +1,4 @@
-"""The observer of a run: shows what the stages say."""
+"""The observer of a run, which updates the view."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _HEARD: tuple[type[Record], ...] = (Load, Moved, Plan, Sample, StepReport, Evalu
 
 
 class WatchService(Service):
-    """Show a run. Consumes Sample, Load, Moved, Plan, StepReport, EvaluationReport, Heartbeat; produces nothing; waits
-    for something to show; unblocked by every stage."""
+    """Service that displays a run. Consumes Sample, Load, Moved, Plan, StepReport, EvaluationReport, Heartbeat;
+    produces nothing; waits for something to show; unblocked by every stage."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class WatchService(Service):
         recent: RecentLines | None = None,
         known: KnownRun | None = None,
     ) -> None:
-        """Take `known`, the run of whose processes another service tells; None: a run in this process alone."""
+        """Create the service. `known`: the run if another service updates it; None: all stages are in this process."""
         super().__init__("view", 0, vitals)
         self._known = known or KnownRun(vitals.clock)
         self._hears_beats = known is None
@@ -41,7 +41,7 @@ class WatchService(Service):
         self._inboxes: list[Inbox[Any]] = []
 
     async def listen(self) -> None:
-        """Miss nothing from now on; to be called before the stages begin, where they begin before `run`."""
+        """Subscribe. Call it before the stages start if they start before `run`, so that no record is missed."""
         heard = (*_HEARD, Heartbeat) if self._hears_beats else _HEARD
         self._inboxes = [await self._bus.subscribe(record) for record in heard]
 
@@ -50,7 +50,7 @@ class WatchService(Service):
             await self.listen()
         pace = Pace(_LOOK_SECONDS, IDLE_LOOK_SECONDS)
         while True:
-            last = self.stopping.is_set()  # what was published before the stop is still shown
+            last = self.stopping.is_set()  # records published before the stop are still shown
             pace.after(await self._show_what_came())
             self._view.progress.known(self._known.run, self._known.clock.now())
             if last:
@@ -58,7 +58,7 @@ class WatchService(Service):
             await self.pause("something to show", pace.seconds)
 
     async def _show_what_came(self) -> bool:
-        """Return whether there was any news."""
+        """Display new records and return whether there was any news."""
         news = [
             self._show(delivery.record)
             for inbox in self._inboxes
@@ -67,7 +67,7 @@ class WatchService(Service):
         return any(news)
 
     def _show(self, record: Record) -> bool:
-        """Show a record and return whether it is news: that a worker goes on waiting is none."""
+        """Display a record and return whether it is news. Heartbeats and idle loads are not."""
         progress = self._view.progress
         match record:
             case Heartbeat():

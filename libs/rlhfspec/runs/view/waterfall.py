@@ -1,4 +1,4 @@
-"""One sample's life as a picture in text: what was done for it on one axis of time, and what waited for what.
+"""One sample's trace as text: all work on one time axis, and the waits between.
 
 Example:
     >>> print(bar([("·", 0.0, 0.5), ("█", 0.5, 1.0)], began=0.0, ended=2.0, width=8))
@@ -17,7 +17,7 @@ from rlhfspec.runs.view.text import number, one_line, size
 from rlhfspec.telemetry.read import Life
 from rlhfspec.telemetry.spans import Span
 
-Piece = tuple[str, float, float]  # how it is drawn, from when to when
+Piece = tuple[str, float, float]  # (mark, begin, end)
 IN_THE_QUEUE, AT_WORK, FOR_OTHERS, STANDS_STILL, IN_VAIN = "·", "█", "░", "─", "×"
 LEGEND = {
     IN_THE_QUEUE: "waits to be taken",
@@ -26,16 +26,16 @@ LEGEND = {
     STANDS_STILL: "stands still while it moves",
     IN_VAIN: "in vain: it was generated anew",
 }
-WORTH_TELLING = 0.01  # of the whole life: a wait that is shorter is noise
+WORTH_TELLING = 0.01  # share of the whole life below which a wait is omitted
 
 
 def bar_width(columns: int) -> int:
-    """Return what a terminal has room for beside the other columns."""
+    """Return the width left beside the other columns."""
     return max(12, min(48, columns - 72))
 
 
 def waterfall(life: Life, *, width: int = 48) -> Table:
-    """Return a row for each span; the axis goes from when the prompt was published to when the policy was trained."""
+    """Return a table with a row for each span; the axis runs from the prompt's publication to the end of training."""
     title = f"{life.sample}: {seconds(life.ended - life.began)}"
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", caption=_legend(life), caption_justify="left")
     table.add_column("")
@@ -57,7 +57,7 @@ def waterfall(life: Life, *, width: int = 48) -> Table:
 
 
 def slowest_table(lives: Sequence[Life]) -> Table:
-    """Return where the time of each went."""
+    """Return a table of where each sample's time went."""
     table = Table(box=SIMPLE_HEAD)
     table.add_column("sample", no_wrap=True)
     for title in ("until scored", "in queues", "generation", "moves", "scores", "tokens"):
@@ -81,12 +81,12 @@ def slowest_table(lives: Sequence[Life]) -> Table:
 
 
 def _tokens(stay: Span) -> int:
-    """Return the sample's tokens when the stay ended."""
+    """Return the sample's tokens at the end of the stay."""
     return int(stay.attributes.get("tokens_before", 0)) + int(stay.attributes.get("tokens", 0))
 
 
 def _of_stays(value: float, in_vain: float) -> str:
-    """
+    """Return the time of useful stays, and of those in vain.
     >>> _of_stays(2.5, 0.0), _of_stays(2.5, 11.0)
     ('2.50 s', '2.50 s, and 11.0 s in vain')
     """
@@ -111,7 +111,7 @@ def pieces(life: Life, span: Span) -> Iterator[Piece]:
 
 
 def bar(parts: Sequence[Piece], *, began: float, ended: float, width: int) -> str:
-    """Return the pieces as text; what is drawn later wins, and everything that has a length is seen."""
+    """Return the pieces as text. Later pieces overwrite earlier ones, and each of positive length is visible."""
     cells = [" "] * width
     scale = width / max(ended - began, 1e-9)
     for mark, start, end in parts:
@@ -123,7 +123,7 @@ def bar(parts: Sequence[Piece], *, began: float, ended: float, width: int) -> st
 
 
 def notes(life: Life, span: Span) -> Iterator[str]:
-    """Yield what it did, and what it waited for."""
+    """Yield remarks on a span's work and waits."""
     told = span.attributes
     if span.waited_seconds >= WORTH_TELLING * (life.ended - life.began):
         yield f"{seconds(span.waited_seconds)} until {span.stage} {span.worker} took it"
@@ -176,7 +176,7 @@ def _of_a_move(span: Span) -> Iterator[str]:
 
 
 def _legend(life: Life) -> str:
-    """Return the explanation of what is rare, where it is seen."""
+    """Return the legend of the usual marks, and of rare ones that occur."""
     seen = {mark for span in life.spans for mark, _, _ in pieces(life, span)}
     always = (IN_THE_QUEUE, AT_WORK, FOR_OTHERS)
     return "   ".join(f"{mark} {what}" for mark, what in LEGEND.items() if mark in always or mark in seen)
@@ -197,7 +197,7 @@ def _waits_at_the_end(life: Life, span: Span) -> Iterator[str]:
 
 
 def seconds(value: float) -> str:
-    """
+    """Return a number of seconds with its unit.
     >>> seconds(0.0000042), seconds(0.0123), seconds(1.234), seconds(250.0)
     ('0 ms', '12 ms', '1.23 s', '250 s')
     """
@@ -207,7 +207,7 @@ def seconds(value: float) -> str:
 
 
 def _complete(span: Span) -> float:
-    """Return when all of its step was there; where a span waits for nothing, its begin."""
+    """Return when all of the span's step had arrived, or its begin if it waits for nothing."""
     return min(max(float(span.attributes.get("complete", span.began)), span.began), span.ended)
 
 

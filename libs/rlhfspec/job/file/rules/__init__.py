@@ -1,1 +1,1 @@
-"""What contradicts itself in a job, once for a machine of one's own and for an API server."""
+"""Rules on contradictions within a job, written once for `rlhfspec` and for an API server."""

@@ -1,7 +1,7 @@
-"""Conditions on a job's fields: Python expressions that are evaluated here, and translated for an API server (to CEL).
+"""Conditions on a job's fields: Python expressions that are evaluated here, and translated to CEL for an API server.
 
-An API server fills in the defaults of fields, but not of blocks left out. So a field is read with its default, unless
-the condition compares it, or a block around it, with None.
+An API server fills in defaults of fields, but not of missing blocks. So a field is read with its default, unless the
+condition compares it, or a block around it, with None.
 
 Example:
     >>> condition = "model.critic is None or generation.maxTokens < 100"
@@ -47,25 +47,23 @@ _SIGNS: Mapping[type, str] = {
 
 
 def value_of(condition: str, spec: Spec) -> Any:
-    """Return what the expression is worth for a job."""
     return eval(_code(condition), {"at": lambda path: value_at(spec, path), **_FUNCTIONS})
 
 
 def fields_of(condition: str) -> tuple[str, ...]:
-    """Return the paths of the fields in the expression, each once."""
+    """Return the paths of the fields in the expression, without duplicates."""
     return tuple(dict.fromkeys(_paths(_parsed(condition))))
 
 
 @cache
 def to_cel(condition: str) -> str:
-    """Return the expression in the API server's language."""
     parsed = _parsed(condition)
     compared = {_path(node.left) for node in ast.walk(parsed) if isinstance(node, ast.Compare) and _is_none(node)}
     return _Translator(tuple(filter(None, compared))).text(parsed)
 
 
 class _Translator:
-    """`nullable`: paths of what the condition compares with None."""
+    """Translator of Python expressions to CEL. `nullable`: paths that the condition compares with None."""
 
     def __init__(self, nullable: tuple[str, ...]) -> None:
         self._nullable = nullable
@@ -93,7 +91,7 @@ class _Translator:
         return json.dumps(ast.literal_eval(node))
 
     def _part(self, node: ast.AST, also: type[ast.AST] = ast.BoolOp) -> str:
-        """In parentheses where it is an operation that could bind less tightly than the one around it."""
+        """Return the CEL text, in parentheses if the operation could bind less tightly than its parent."""
         is_range = isinstance(node, ast.Compare) and len(node.ops) > 1
         needs = isinstance(node, ast.BoolOp | ast.BinOp | also) or is_range
         return f"({self.text(node)})" if needs and not _is_none(node) else self.text(node)
@@ -105,7 +103,7 @@ class _Translator:
 
 
 def _default(path: str) -> str:
-    """In the API server's language; some depend on the algorithm."""
+    """Return the default of a field as CEL; some defaults depend on the algorithm."""
     block, _, name = path.rpartition(".")
     default = json.dumps(info_of(path).default)
     own: dict[str, list[str]] = {}
@@ -120,7 +118,7 @@ def _default(path: str) -> str:
 
 
 def value_at(spec: Spec, path: str) -> Any:
-    """Return the value of a field of spec, such as model.critic; None where its block is None."""
+    """Return the value of a field of spec, such as model.critic; None if its block is None."""
     block: Any = spec
     for name in path.split("."):
         block = None if block is None else getattr(block, to_snake(name))
@@ -128,7 +126,6 @@ def value_at(spec: Spec, path: str) -> Any:
 
 
 def info_of(path: str) -> FieldInfo:
-    """Return what the job's schema says of a field of spec."""
     block: type[Block] = Spec
     *outer, last = path.split(".")
     for name in outer:
@@ -152,14 +149,14 @@ def _code(condition: str) -> CodeType:
 
 
 class _AtPaths(ast.NodeTransformer):
-    """Replaces a.b.c by at('a.b.c')."""
+    """Transformer that replaces a.b.c by at('a.b.c')."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         return ast.parse(f"at({_path(node)!r})", mode="eval").body
 
 
 def _path(node: ast.AST) -> str:
-    """The field that an expression is; empty: it is none. All fields lie in a block."""
+    """Return the field that the expression names, or "" for other expressions. Every field lies in a block."""
     return ast.unparse(node) if isinstance(node, ast.Attribute) else ""
 
 

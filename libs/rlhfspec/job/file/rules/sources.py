@@ -1,7 +1,6 @@
-"""What contradicts itself among a job's reward sources: each rule for a job here, and in the API server's language.
+"""Rules on contradictions among a job's reward sources, in Python and in CEL.
 
-A list's items have no place of their own in a rule of the whole job: the API server names the list, and in the message
-the item's field.
+A CEL rule of the whole job cannot point at an item, so the API server names the list, and the message names the field.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _each(job: RLHFJob) -> Iterator[tuple[str, RewardSource]]:
 
 
 def functions(job: RLHFJob) -> Iterator[Finding]:
-    """Check what one source says by itself; an API server has this rule at every item."""
+    """Check each source alone. An API server has this rule at every item."""
     for path, source in _each(job):
         if isinstance(source, FunctionSource) and not MODULE_MEMBER.match(source.function):
             yield Finding(field=f"{path}.function", value=source.function, problem=NOT_A_MEMBER)

@@ -1,4 +1,4 @@
-"""The one table of what contradicts itself in a job: `checks` asks it of a job, an API server by `cluster.crd_rules`.
+"""The table of contradictions in a job, evaluated by `checks` and translated for an API server by `cluster.crd_rules`.
 
 Example:
     >>> rule = next(rule for rule in RULES if rule.field == "storage.secret")
@@ -20,13 +20,13 @@ from rlhfspec.job.file.rules.condition import fields_of, info_of, value_at, valu
 
 CLASS = r"^([A-Za-z_]\w*(\.[A-Za-z_]\w*)*:)?[A-Za-z_]\w*$"
 _VALUES = re.compile(r"\{([^{}]+)\}")
-_ASIDE = re.compile(r" \([^()]*\{[^()]*\)")  # in parentheses, and with values
+_ASIDE = re.compile(r" \([^()]*\{[^()]*\)")  # parentheses that contain values
 
 
 @dataclass(frozen=True)
 class JobRule:
-    """`problem` is said of `field` when the condition `holds` (condition.py) does not. It may show values, such as
-    {algorithm.name}. An API server cannot, and leaves them out, or says `in_cluster`."""
+    """A rule: `problem` applies to `field` if the condition `holds` (condition.py) is false. `problem` may contain
+    values, such as {algorithm.name}. The API server's message omits them, or is `in_cluster`."""
 
     field: str
     holds: str
@@ -36,7 +36,7 @@ class JobRule:
 
     @property
     def message(self) -> str:
-        """
+        """Return the message of the API server, which cannot show values.
         >>> JobRule("a.b", "a.b < a.c", "{algorithm.name}: must be < c ({a.c})").message
         'this algorithm: must be < c'
         """
@@ -84,7 +84,7 @@ _OF_ALGORITHMS = (
         JobRule(f"algorithm.{clip}", f"algorithm.{clip} != 0.0", "0 clips every ratio: must be > 0, such as 0.2")
         for clip in ("clipLow", "clipHigh")
     ),
-    # What is set for a critic would be silently ignored by an algorithm without one.
+    # An algorithm without a critic would silently ignore settings for one.
     *(
         JobRule(path, f"{_HAS_CRITIC} or {path} == {info_of(path).default}", _NO_CRITIC)
         for path in ("algorithm.gaeLambda", "algorithm.valueClip", "algorithm.valueCoefficient")
@@ -144,7 +144,7 @@ _OF_NAMES = (
     ),
 )
 
-# Its log-probs are the engine's to the bit only if nothing between the two differs.
+# Log-probs equal the engine's bit for bit only if both compute in the same way.
 _OF_EXACT_ON_POLICY = tuple(
     JobRule(path, f"not training.exactOnPolicy or {holds}", f"exactOnPolicy {problem}")
     for path, holds, problem in (

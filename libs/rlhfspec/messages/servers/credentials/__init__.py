@@ -1,1 +1,1 @@
-"""What servers and roles prove themselves with: certificates, keys, tokens."""
+"""Credentials of servers and roles: certificates, keys and tokens."""

@@ -1,10 +1,9 @@
-"""The run's own certificate authority, and what each role proves itself with.
+"""The run's own certificate authority, and the credentials of each role.
 
-`create_credentials` fills one folder (mode 0700, files 0600): ca.pem; of each role and of the server `nats`
-ROLE.pem and ROLE.key for TLS in both directions; of each role ROLE.seed, its NKEY; and redis.password. The authority's
-own key is written nowhere: no certificate can be added later.
-
-A certificate says "a process of this run, in this role"; for NATS alone the NKEY says which role, and so which rights.
+`create_credentials` fills one folder (mode 0700, files 0600): ca.pem; ROLE.pem and ROLE.key of each role and of the
+server `nats`, for mutual TLS; ROLE.seed, the NKEY of each role; and redis.password. The authority's own key is never
+stored, so no certificate can be added later. A certificate proves "a process of this run"; for NATS only the NKEY
+proves the role and its rights.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ if TYPE_CHECKING:
 LIFETIME = timedelta(days=30)
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 SERVERS = ("nats",)  # with a certificate, without an NKEY
-SERVERS_AUTHORITY = "servers-ca.pem"  # of servers that are none of the run's own
+SERVERS_AUTHORITY = "servers-ca.pem"  # authority of servers that the run does not own
 _CLOCKS_DIFFER_BY = timedelta(minutes=5)
 
 
 def create_credentials(
     folder: Path, roles: Iterable[str], *, hosts: Sequence[str] = (), lifetime: timedelta = LIFETIME
 ) -> dict[str, str]:
-    """Writes all of them anew; returns the public part of each role's NKEY. `hosts`: besides this machine's names."""
+    """Create all credentials anew and return the public NKEY of each role. `hosts`: names besides this machine's."""
     authority = Authority.derived(
         secrets.token_bytes(32), f"rlhfspec run {secrets.token_hex(4)}", datetime.now(UTC), lifetime
     )
@@ -61,8 +60,8 @@ def create_credentials(
 
 @dataclass(frozen=True)
 class Authority:
-    """Signs certificates that are good in the time `valid`. All that it makes, and its own key unless that was given,
-    is derived from `secret`: the same bytes for the same names and times."""
+    """Certificate authority whose certificates are valid in the time `valid`. All keys, its own unless given, derive
+    from `secret`: the same names and times give the same bytes."""
 
     secret: bytes
     key: ec.EllipticCurvePrivateKey
@@ -82,7 +81,8 @@ class Authority:
 
     @classmethod
     def of_pem(cls, secret: bytes, certificate: bytes, key: bytes, begin: datetime, lifetime: timedelta) -> Self:
-        """One that is there already; `secret` only for the keys of what it signs."""
+        """Return an authority with an existing certificate and key; `secret` derives only the keys of issued
+        certificates."""
         try:
             own_key = serialization.load_pem_private_key(key, password=None)
             x509.load_pem_x509_certificate(certificate)
@@ -97,7 +97,7 @@ class Authority:
         return _private(self.key)
 
     def issue(self, role: str, hosts: Sequence[str] = ()) -> tuple[bytes, bytes]:
-        """A certificate and its key, as PEM, to serve on these hosts and to call others."""
+        """Return a certificate and its key as PEM, for serving on these hosts and for calling others."""
         key = ec_key(self.secret, "role", role)
         issuer = x509.load_pem_x509_certificate(self.certificate).subject
         serial = derived(self.secret, "serial", "role", role, self.valid[0].isoformat(), *hosts)
@@ -139,7 +139,7 @@ def _builder(
 
 
 def _signed(builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey) -> bytes:
-    """By RFC 6979: no random number goes into the signature."""
+    """Sign deterministically (RFC 6979)."""
     certificate = builder.sign(key, hashes.SHA256(), ecdsa_deterministic=True)
     return certificate.public_bytes(serialization.Encoding.PEM)
 
@@ -173,7 +173,7 @@ def _key_usage(*, authority: bool) -> x509.KeyUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTls:
-    """The files that a server with TLS is given. Every client must show a certificate of the authority."""
+    """Files of a TLS server. Every client must present a certificate of the authority."""
 
     certificate: Path
     key: Path
@@ -185,13 +185,12 @@ class ServerTls:
         return cls(certificate=folder / f"{name}.pem", key=folder / f"{name}.key", authority=folder / "ca.pem")
 
     def read(self) -> tuple[bytes, bytes, bytes]:
-        """Authority, key, certificate."""
+        """Return authority, key and certificate."""
         return self.authority.read_bytes(), self.key.read_bytes(), self.certificate.read_bytes()
 
 
 def client_tls(folder: Path, role: str, host: str | None = None) -> ssl.SSLContext:
-    """To call a server of the run: only one with a certificate of its authority will do, for the address that is
-    called, or whatever that is, for the name `host`."""
+    """Return a context for calls to servers of the run. Certificates must match `host`, or else the called address."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, folder, role)
     assert isinstance(context, _ForOneHost)
     context.host = host
@@ -199,7 +198,8 @@ def client_tls(folder: Path, role: str, host: str | None = None) -> ssl.SSLConte
 
 
 def servers_tls(folder: Path, role: str) -> ssl.SSLContext:
-    """To call NATS and Redis: by servers-ca.pem where they serve many runs and ask for no certificate."""
+    """Return a context for calls to NATS and Redis. Shared servers are verified by servers-ca.pem, without client
+    certificate."""
     authority = folder / SERVERS_AUTHORITY
     if not authority.exists():
         return client_tls(folder, role)
@@ -213,12 +213,12 @@ def servers_tls(folder: Path, role: str) -> ssl.SSLContext:
 
 
 def server_tls(folder: Path, role: str) -> ssl.SSLContext:
-    """To serve the run's processes, and no others."""
+    """Return a context for serving processes of the run only."""
     return _context(ssl.PROTOCOL_TLS_SERVER, folder, role)
 
 
 def channel_credentials(folder: Path, role: str) -> grpc.ChannelCredentials:
-    """`client_tls` for gRPC."""
+    """Return `client_tls` for gRPC."""
     import grpc
 
     authority, key, certificate = ServerTls.of(folder, role).read()
@@ -226,7 +226,7 @@ def channel_credentials(folder: Path, role: str) -> grpc.ChannelCredentials:
 
 
 def server_credentials(folder: Path, role: str) -> grpc.ServerCredentials:
-    """`server_tls` for gRPC."""
+    """Return `server_tls` for gRPC."""
     import grpc
 
     authority, key, certificate = ServerTls.of(folder, role).read()
@@ -234,7 +234,7 @@ def server_credentials(folder: Path, role: str) -> grpc.ServerCredentials:
 
 
 class _ForOneHost(ssl.SSLContext):
-    """Where `host` is set, the peer's certificate must be for that name: its address was not known beforehand."""
+    """Context that verifies the peer's certificate for the name `host`, for addresses not known beforehand."""
 
     host: str | None = None
 

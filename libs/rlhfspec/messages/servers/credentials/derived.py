@@ -1,5 +1,4 @@
-"""Keys that are a function of one secret and of what they are for: with the secret they can be made again, the same
-bytes every time, and one of them tells nothing of another.
+"""Keys derived from one secret and a purpose. The same secret gives the same bytes; no key reveals another.
 
 Example:
     >>> secret = bytes(32)
@@ -24,24 +23,25 @@ _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 
 
 def derived(secret: bytes, *purpose: str, length: int = 32) -> bytes:
-    """By HKDF. No two purposes are written alike, whatever their words contain."""
+    """Derive bytes by HKDF. Purposes are encoded as JSON, so that no two are alike."""
     return HKDF(hashes.SHA256(), length, salt=b"rlhfspec", info=json.dumps(purpose).encode()).derive(secret)
 
 
 def ec_key(secret: bytes, *purpose: str) -> ec.EllipticCurvePrivateKey:
-    """For certificates: 16 bytes more than the curve's numbers have, so that none is likelier than another."""
+    """Derive a P-256 key. The 16 extra bytes remove the bias of the modulo."""
     number = int.from_bytes(derived(secret, "ec", *purpose, length=48), "big")
     return ec.derive_private_key(number % (_P256_ORDER - 1) + 1, ec.SECP256R1())
 
 
 def nkey_seed(secret: bytes, kind: int, *purpose: str) -> str:
-    """Of a NATS operator, account or user."""
+    """Return the seed of a NATS operator, account or user (`kind`)."""
     seed: bytes = nkeys.encode_seed(derived(secret, "nkey", *purpose), kind)
     return seed.decode()
 
 
 def new_nkey() -> tuple[str, str]:
-    """Return a new seed and public key: by its seed a client proves its role to NATS, which knows the public part only.
+    """Return a new user seed and public key. A client proves its role to NATS by the seed; NATS knows the public key
+    only.
 
     >>> seed, public_key = new_nkey()
     >>> seed[:2], public_key[:1], len(public_key)

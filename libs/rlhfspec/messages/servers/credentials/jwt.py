@@ -1,7 +1,7 @@
-"""What a NATS server in operator mode lets in: tokens that name a key and what it may do, each signed by the one above.
+"""JWTs of a NATS server in operator mode: each names a key and its rights, and is signed by the level above.
 
-The server knows the operator and, preloaded, its accounts. A user shows a token that its account's key signed, and
-proves with its seed that the token is its own; the server never has to hear of a user beforehand.
+The server knows the operator and its preloaded accounts. A user presents a token signed by its account's key and proves
+possession with its seed, so the server needs no list of users.
 
 Example:
     >>> from rlhfspec.messages.servers.credentials.derived import ACCOUNT_KEY, USER_KEY, nkey_seed
@@ -38,12 +38,12 @@ def public_key(seed: str) -> str:
 
 
 def operator_jwt(operator_seed: str, *, system_account: str) -> str:
-    """Signed by itself."""
+    """Return the self-signed token of the operator."""
     return _signed(operator_seed, public_key(operator_seed), "rlhfspec", "operator", {"system_account": system_account})
 
 
 def account_jwt(operator_seed: str, account: str, name: str, *, jetstream: bool) -> str:
-    """`account`: its public key."""
+    """Return the token of an account, given its public key."""
     limits = _LIMITS_OF_AN_ACCOUNT | (_LIMITS_OF_JETSTREAM if jetstream else {})
     claims = {"limits": limits, "default_permissions": {"pub": {}, "sub": {}}}
     return _signed(operator_seed, account, name, "account", claims)
@@ -52,13 +52,13 @@ def account_jwt(operator_seed: str, account: str, name: str, *, jetstream: bool)
 def user_jwt(
     account_seed: str, user_seed: str, name: str, *, publish: Sequence[str], subscribe: Sequence[str], issued: int = 0
 ) -> str:
-    """`issued`: seconds since 1970; nothing depends on it but what a person reads."""
+    """Return a user's token. `issued`: seconds since 1970, for information only."""
     claims = {"pub": _allowed(publish), "sub": _allowed(subscribe), **_LIMITS_OF_A_CLIENT}
     return _signed(account_seed, public_key(user_seed), name, "user", claims, issued)
 
 
 def creds_file(token: str, user_seed: str) -> bytes:
-    """What every NATS client reads."""
+    """Return the content of a credentials file for NATS clients."""
     return (
         f"-----BEGIN NATS USER JWT-----\n{token}\n------END NATS USER JWT------\n\n"
         f"-----BEGIN USER NKEY SEED-----\n{user_seed}\n------END USER NKEY SEED------\n"
@@ -66,14 +66,14 @@ def creds_file(token: str, user_seed: str) -> bytes:
 
 
 def claims_of(token: str) -> dict[str, Any]:
-    """Not verified."""
+    """Return the claims of a token without verifying it."""
     claims = token.split(".")[1]
     parsed: dict[str, Any] = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))
     return parsed
 
 
 def _allowed(subjects: Sequence[str]) -> dict[str, list[str]]:
-    """An empty list would allow everything."""
+    """Return a permission for exactly these subjects. An empty allow list would allow everything."""
     return {"allow": list(subjects)} if subjects else {"deny": [">"]}
 
 

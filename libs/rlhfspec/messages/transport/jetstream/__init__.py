@@ -1,1 +1,1 @@
-"""What `nats.py` is made of: the connection, and streams, deliveries and readings of JetStream."""
+"""Parts of the NATS transport: the connection, and streams, deliveries and readings of JetStream."""

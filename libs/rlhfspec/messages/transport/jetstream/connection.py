@@ -1,8 +1,8 @@
-"""One connection to a NATS server that outlives the server: requests are asked again until they are answered.
+"""One connection to a NATS server that survives restarts of the server: requests are repeated until answered.
 
-What nats-py leaves to its user is here: a first connection that fails at once and says why, answers that were lost
-with a connection, refused subjects (which the server tells the connection alone), and a partition in which a
-socket never closes.
+It adds to nats-py: a first connection that fails at once with a reason, answers lost with a connection, refused
+subjects
+(reported to the connection only), and partitions in which a socket never closes.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from rlhfspec.messages.transport.jetstream.proof import NatsProof
 
 Arrived = Callable[[Msg], Awaitable[None]]
 Use = Literal["publish", "subscription"]  # of a subject, in the server's words
-ANSWER_SECONDS = 5.0  # then it is asked again; an answer that was lost with its connection is not waited for
+ANSWER_SECONDS = 5.0  # then the request is repeated, as its answer may be lost
 RETRY_SECONDS = 0.1
 HUNG_SECONDS = 0.5
-OUTBOX_BYTES = 64 << 20  # what is sent while the server is away
+OUTBOX_BYTES = 64 << 20  # buffer for messages sent while the server is away
 _REFUSED = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 
 
 class Connection:
-    """`patience_seconds`: so long a request waits for a server that is away. `role`: named where the server refuses."""
+    """Connection whose requests wait up to `patience_seconds` for an absent server. Errors about rights name `role`."""
 
     def __init__(self, url: str, clock: Clock, patience_seconds: float, role: str = "") -> None:
         self.url = url
         self.clock = clock
         self.patience_seconds = patience_seconds
-        self.disturbed: set[Callable[[], None]] = set()  # called when waiting any longer may be in vain
+        self.disturbed: set[Callable[[], None]] = set()  # called when further waiting may be in vain
         self.is_closed = False
         self.num_reconnects = 0
         self._role = role
@@ -52,7 +52,7 @@ class Connection:
         self._inbox = ""
         self._numbers = itertools.count()
         self._answers: dict[str, tuple[str, asyncio.Future[Msg | None]]] = {}  # by number; None: lost
-        self._refused: set[tuple[Use, str]] = set()  # of which subjects, in small letters
+        self._refused: set[tuple[Use, str]] = set()  # in lower case
 
     @classmethod
     async def open(
@@ -68,7 +68,7 @@ class Connection:
         connect_timeout_seconds: float,
         role: str = "",
     ) -> Connection:
-        """Raises at once: InvalidRequest for what has to be changed, TransportUnavailable where nothing answers."""
+        """Connect, or raise at once: InvalidRequest for a wrong setting, TransportUnavailable if nothing answers."""
         proof.check()
         connection, opened = cls(url, clock, patience_seconds, role), False
         try:
@@ -93,7 +93,7 @@ class Connection:
                 inbox_prefix=inbox_prefix,
                 **proof.options(),
                 tls=tls,
-                allow_reconnect=False,  # the first time, what is wrong is to be said
+                allow_reconnect=False,  # the first attempt must report what is wrong
                 max_reconnect_attempts=1,
                 reconnect_time_wait=0.25,  # type: ignore[arg-type]
                 connect_timeout=2,
@@ -113,14 +113,14 @@ class Connection:
         await self.listen(f"{self._inbox}.*", self._on_answer)
 
     async def _give_up(self) -> None:
-        """nats-py would wait for a goodbye, which after a failed handshake never comes."""
+        """Abort the socket first: nats-py would wait for a goodbye, which never comes after a failed handshake."""
         if (socket := _socket_of(self._nc)) is not None:
             socket.abort()
         if self._nc.is_connected:
             await self._nc.close()
 
     def hurry(self, seconds: float) -> None:
-        """From now on, and for what waits already."""
+        """Lower the patience, also for requests that already wait."""
         self.patience_seconds = min(self.patience_seconds, seconds)
 
     # --- sending -------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Connection:
         *,
         seconds: float = ANSWER_SECONDS,
     ) -> Msg | None:
-        """One try. None: no answer came; whether it was heard is not known."""
+        """Send a request once. Return None if no answer came; the server may still have received it."""
         self.refuse("publish", subject)
         number = str(next(self._numbers))
         answer: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
@@ -151,7 +151,7 @@ class Connection:
         return message
 
     async def until_answered(self, subject: str, data: bytes = b"") -> Msg:
-        """For what may be heard twice. Raises TransportUnavailable when the server is away for too long."""
+        """Repeat an idempotent request until answered; raise TransportUnavailable if the server is away too long."""
         began = self.clock.now()
         while True:
             answer = await self.ask(subject, data)
@@ -162,7 +162,8 @@ class Connection:
             await self.clock.sleep(RETRY_SECONDS)
 
     async def api(self, call: str, body: object = None) -> dict[str, Any]:
-        """Of JetStream. An error of the server's is raised, but `error` 404 and what the request is to blame for."""
+        """Call the JetStream API. Server errors are retried, then raised; client errors such as 404 are returned in
+        `error`."""
         began = self.clock.now()
         while True:
             answer = await self.until_answered(f"$JS.API.{call}", b"" if body is None else json.dumps(body).encode())
@@ -177,7 +178,8 @@ class Connection:
     async def send(
         self, subject: str, data: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
-        """Not confirmed: while the server is away it is kept, and dropped when that is too much."""
+        """Send without confirmation. Messages are buffered while the server is away, and dropped if the buffer is
+        full."""
         self.refuse("publish", subject)
         with suppress(nats.errors.OutboundBufferLimitError):
             await self._publish(subject, data, reply, headers)
@@ -189,7 +191,7 @@ class Connection:
             raise TransportClosed(subject) from None
 
     def refuse_too_large(self, subject: str, id: str, data: bytes, headers: Mapping[str, str]) -> None:
-        """The server would close the connection over it, again and again."""
+        """Raise MessageTooLarge: the server would close the connection over this message at every retry."""
         size = len(data) + 16 + sum(len(name.encode()) + len(value.encode()) + 4 for name, value in headers.items())
         if size > self._nc.max_payload:
             raise MessageTooLarge(subject, id, size, self._nc.max_payload)
@@ -197,7 +199,7 @@ class Connection:
     # --- listening -----------------------------------------------------------------------------------------------
 
     async def listen(self, subject: str, arrived: Arrived) -> Subscription:
-        """The server knows of it, or has refused it, before it answers whatever is asked after this."""
+        """Subscribe. Any answer to a later request implies that the server has accepted or refused the subscription."""
         self.refuse("subscription", subject)
         return await self._nc.subscribe(subject, cb=arrived)
 
@@ -213,7 +215,7 @@ class Connection:
 
     @property
     def max_payload(self) -> int:
-        """Of the server, in bytes."""
+        """Return the server's limit in bytes."""
         return self._nc.max_payload
 
     def new_inbox(self) -> str:
@@ -224,7 +226,7 @@ class Connection:
             raise TransportClosed(subject)
 
     def refuse(self, use: Use, subject: str) -> None:
-        """Raises when nothing can travel there any more."""
+        """Raise if the connection is closed or the server refuses this use of the subject."""
         self.refuse_if_closed(subject)
         if (use, subject.lower()) in self._refused:
             client = f"role {self._role}" if self._role else "this user"
@@ -255,7 +257,7 @@ class Connection:
 
     async def _on_closed(self) -> None:
         self.is_closed = True
-        self._connected.set()  # the tasks that wait for it are told
+        self._connected.set()  # wakes the tasks that wait for it
         self._lose([answer for _, answer in self._answers.values()])
 
     def _lose(self, answers: list[asyncio.Future[Msg | None]]) -> None:
@@ -266,7 +268,7 @@ class Connection:
             call()
 
     async def close(self) -> None:
-        """Even if it is cancelled on the way, no socket stays open."""
+        """Close the connection. No socket stays open, even if this is cancelled."""
         try:
             if self._connected.is_set() and not self.is_closed:
                 with suppress(nats.errors.Error):
@@ -279,13 +281,13 @@ class Connection:
 
 
 def status_of(message: Msg) -> str:
-    """Of an answer that is no message: "404", "503" ... Empty for a message."""
+    """Return the status of an answer without content, such as "404" or "503"; empty for a message."""
     return "" if message.reply or not message.headers else message.headers.get("Status", "")
 
 
 class _Client(Client):
-    """A program that answers in the server's place later, without TLS, is told nothing: nats-py takes TLS for what a
-    server may ask for, and would show a password to one that does not."""
+    """Client that sends no credentials to a server that answers without TLS after a reconnect. nats-py treats TLS as
+    optional then, and would send a password in plain text."""
 
     def _connect_command(self) -> bytes:
         socket = _socket_of(self)
@@ -296,44 +298,41 @@ class _Client(Client):
         return super()._connect_command()
 
     async def _process_op_err(self, e: Exception) -> None:
-        """nats-py waits for a dead socket to close before it connects anew: up to 15 minutes, where bytes are unsent
-        (nats.py #671). Such a socket is given up."""
+        """Abort a dead socket after a delay: nats-py waits up to 15 minutes for unsent bytes (nats.py #671)."""
         socket = _socket_of(self)
         await super()._process_op_err(e)
         if self.is_reconnecting and socket is not None:
             asyncio.get_running_loop().call_later(HUNG_SECONDS, self._give_up, socket)
 
     def _give_up(self, socket: asyncio.WriteTransport) -> None:
-        if _socket_of(self) is socket:  # else it is connected anew by now
+        if _socket_of(self) is socket:  # otherwise it has reconnected
             socket.abort()
 
     async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
-        """After all that is still to be written, which nats-py's ping overtakes: `drain` took the answer for a sign
-        that the server had heard it, dropped what came later, and that stayed delivered until its ack wait was over.
-        """
+        """Send a ping behind all unsent data. nats-py's ping overtakes them, so `drain` would take the pong as
+        confirmation, drop later messages, and leave them delivered until their ack wait ends."""
         answer: asyncio.Future[bool] = asyncio.Future()
-        if future is not None:  # it may be cancelled by then, which nats-py takes for an error of the connection
+        if future is not None:  # it may be cancelled by then, which nats-py treats as a connection error
             answer.add_done_callback(lambda _: None if future.done() else future.set_result(True))
         self._pongs.append(answer)
         await self._send_command(PING_PROTO)
         await self._flush_pending()
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
-        """What is unsent while the server is away is given up: nats-py would write it to a lost TLS connection, which
-        raises AttributeError."""
+        """Drop unsent data while the server is away: nats-py raises AttributeError on a lost TLS socket."""
         if not self.is_connected:
             self._pending, self._pending_data_size = [], 0
         await super()._close(status, do_cbs)
 
 
 def _socket_of(nc: Client) -> asyncio.WriteTransport | None:
-    """What nats-py keeps behind its fence; so does `_Client`."""
+    """Return the socket, from private attributes of nats-py."""
     writer = getattr(nc._transport, "_io_writer", None)
     return None if writer is None else writer.transport
 
 
 def quiet_about_tls() -> None:
-    """asyncio warns of each TLS connection that its peer closes; nothing is wrong with that."""
+    """Suppress asyncio's warning about TLS connections closed by their peer, which is harmless."""
 
     def is_news(record: logging.LogRecord) -> bool:
         return "eof_received" not in str(record.msg)

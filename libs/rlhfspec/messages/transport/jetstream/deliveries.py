@@ -1,7 +1,7 @@
-"""Deliveries of work: the holder of one may end it, and what none could handle becomes a dead letter.
+"""Deliveries of work: their holder may end them, and messages that no holder could handle become dead letters.
 
-The server looks at nothing but a message's number: it would take a refusal from any client that once held it. So
-each delivery knows until when it is held, and does nothing after that but acknowledge, which counts at any time.
+The server checks only a message's number, so it would accept a refusal from any former holder. Therefore each delivery
+knows its deadline, and afterwards does nothing but acknowledge, which is valid at any time.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from rlhfspec.messages.transport.jetstream.connection import RETRY_SECONDS, Conn
 from rlhfspec.messages.transport.jetstream.streams import DUPLICATE_WINDOW_SECONDS, SECOND, stream_name, subject_of
 
 log = logging.getLogger("rlhfspec.messages.transport")
-ID = "Nats-Msg-Id"  # by which the server knows a message that it has
+ID = "Nats-Msg-Id"  # by which the server recognises duplicates
 Bury = Callable[[DeadLetter], Awaitable[None]]
-NUM_REMEMBERED = 1 << 16  # acknowledged messages of a consumer, should the server deliver them once more
-ACK_SECONDS = 1.0  # then an acknowledgement is said again
+NUM_REMEMBERED = 1 << 16  # acknowledged messages per consumer, in case of redelivery
+ACK_SECONDS = 1.0  # then an acknowledgement is repeated
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """The subject that a delivery is acknowledged on.
+    """The parsed subject on which a delivery is acknowledged.
 
     >>> Token.parse("$JS.ACK.rlhf_sums_sample.reward.2.17.31.1795364592212657891.0")
     Token(stream='rlhf_sums_sample', consumer='reward', num_deliveries=2, number=17)
@@ -47,7 +47,7 @@ class Token:
     @classmethod
     def parse(cls, token: str) -> Token:
         words = token.split(".")
-        if len(words) > 9:  # with a domain and an account in front
+        if len(words) > 9:  # preceded by domain and account
             words = words[:2] + words[4:]
         if len(words) < 9 or words[:2] != ["$JS", "ACK"] or not (words[4].isdigit() and words[5].isdigit()):
             raise InvalidRequest("token", token, "is none of a delivery")
@@ -59,7 +59,7 @@ class Token:
 
 
 class Consuming:
-    """What the deliveries of one consumer share."""
+    """State that the deliveries of one consumer share."""
 
     def __init__(self, connection: Connection, subject: str, consumer: Consumer, bury: Bury) -> None:
         self.connection = connection
@@ -67,16 +67,16 @@ class Consuming:
         self.consumer = consumer
         self.bury = bury
         self.tasks: set[asyncio.Task[None]] = set()
-        self._done: dict[str, float] = {}  # ids of what was acknowledged here, and when; the oldest first
+        self._done: dict[str, float] = {}  # time of acknowledgement by id, oldest first
 
     def is_done(self, id: str) -> bool:
-        """A killed server forgets the last acknowledgements, confirmed or not, and delivers again; it also forgets the
-        ids of what is gone, and takes a message once more. For as long as ids are known, both are the same message."""
+        """Return whether this id was acknowledged here within the duplicate window. A killed server forgets its last
+        acknowledgements and ids, so it may redeliver a message or accept it twice."""
         return time.monotonic() - self._done.get(id, -math.inf) < DUPLICATE_WINDOW_SECONDS
 
     async def acknowledge(self, token: str, number: int, id: str = "") -> None:
-        """Until the server has confirmed it, or has forgotten that it ever delivered this, as a killed one does: then
-        it hears of no acknowledgement before it has delivered the message again, which `is_done` is there for."""
+        """Acknowledge until the server confirms, or has forgotten the delivery after a kill. In the latter case it
+        accepts no acknowledgement before it redelivers the message, which `is_done` recognises."""
         connection = self.connection
         self._remember(id)
         began = connection.clock.now()
@@ -120,7 +120,7 @@ class Consuming:
         return most is not None and num_deliveries >= most
 
     async def data_of(self, number: int) -> tuple[str, bytes] | None:
-        """A stored message's id and data, for the holder of its token only."""
+        """Return a stored message's id and data, or None. Only the holder of its token may call this."""
         found = await self.connection.api(f"STREAM.MSG.GET.{stream_name(self.subject)}", {"seq": number})
         if "error" in found:
             return None
@@ -132,7 +132,7 @@ class Consuming:
 
 
 class NatsReceipt:
-    """The right to end one delivery, until its deadline; an acknowledgement counts later too."""
+    """The right to end one delivery until its deadline; an acknowledgement also counts later."""
 
     def __init__(self, consuming: Consuming, token: str) -> None:
         self._consuming = consuming
@@ -144,7 +144,8 @@ class NatsReceipt:
 
     @property
     def is_held(self) -> bool:
-        """By this delivery, as far as can be known here. Real time: the server's goes on when this process stops."""
+        """Return whether this delivery's lease holds, by real time, as the server's clock continues when this process
+        stops."""
         return time.monotonic() < self._deadline
 
     async def ack(self) -> None:
@@ -158,7 +159,7 @@ class NatsReceipt:
             await self._bury(f"refused after {self.num_deliveries} deliveries")
             return
         delay = json.dumps({"delay": round(delay_seconds * SECOND)}) if delay_seconds > 0 else ""
-        # Once only: heard twice, it would take the message from its holder by then. Lost, the deadline does its work.
+        # Sent once only: a repetition could take the message from its next holder. If lost, the deadline suffices.
         await self._consuming.connection.ask(self.token, f"-NAK {delay}".rstrip().encode(), seconds=ACK_SECONDS)
 
     async def in_progress(self) -> None:
@@ -175,7 +176,7 @@ class NatsReceipt:
         return await self._consuming.data_of(self._parsed.number)
 
     async def _bury(self, reason: str) -> None:
-        """To the dead letters, and only then done with."""
+        """Write the dead letter, then acknowledge."""
         if (content := await self.content()) is not None:
             id, data = content
             most = self._consuming.consumer.max_deliveries
@@ -197,7 +198,7 @@ class NatsReceipt:
         self._deadline = time.monotonic() + self._consuming.consumer.ack_wait_seconds
 
     def _ends(self) -> bool:
-        """Says whether this is what ends the delivery."""
+        """Return whether this call ends the delivery."""
         before, self._ended = self._ended, True
         return not before
 
@@ -222,7 +223,7 @@ class NatsMessage(NatsReceipt):
         return self._consuming.is_done(self.id)
 
     def is_one_too_many(self) -> bool:
-        """Return whether it was delivered once too often; then it is being buried."""
+        """Return whether it was delivered once too often; it is then moved to the dead letters."""
         most = self._consuming.consumer.max_deliveries
         if most is None or self.num_deliveries <= most:
             return False
@@ -231,7 +232,7 @@ class NatsMessage(NatsReceipt):
         return True
 
     def watch_over(self) -> None:
-        """Handed out for the last time: when its deadline passes, no other consumer need come for it."""
+        """After the last delivery, move the message to the dead letters at its deadline, without another consumer."""
         if self._consuming.is_last(self.num_deliveries):
             self._consuming.start(self._bury_in_time())
 
@@ -247,12 +248,12 @@ def seen(subject: str, data: bytes, headers: Mapping[str, str]) -> SeenMessage:
 
 
 def without_ours(headers: Mapping[str, str]) -> dict[str, str]:
-    """Of those that travelled, the publisher's own."""
+    """Return the publisher's own headers."""
     return {name: value for name, value in headers.items() if not name.startswith("Nats-")}
 
 
 def headers_of(stored: str) -> dict[str, str]:
-    """As the server shows those of a stored message: base64 of their lines."""
+    """Parse headers of a stored message, which the server returns as base64."""
     lines = base64.b64decode(stored).decode().split("\r\n")[1:]
     return {name: value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
 

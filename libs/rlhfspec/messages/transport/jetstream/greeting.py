@@ -1,4 +1,4 @@
-"""What a NATS server says of itself to everybody, and why a connection to it fails, in words for a person."""
+"""A NATS server's greeting, and readable reasons why a connection failed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from urllib.parse import urlparse
 from rlhfspec.errors import InvalidRequest, TransportUnavailable
 from rlhfspec.messages.transport.jetstream.proof import NatsProof
 
-_OLDEST_SERVER = (2, 10, 26)  # before it, messages stay in a stream for ever after the server was killed
+_OLDEST_SERVER = (2, 10, 26)  # older servers may keep messages for ever after a kill
 
 
 async def read_info(url: str) -> dict[str, Any]:
-    """Before any credentials."""
+    """Return the server's INFO, which precedes authentication."""
     place = urlparse(url)
     try:
         reader, writer = await asyncio.open_connection(place.hostname, place.port or 4222)
@@ -33,7 +33,7 @@ async def read_info(url: str) -> dict[str, Any]:
             raise InvalidRequest("nats", url, "is no NATS server")
         info: dict[str, Any] = json.loads(line.removeprefix(b"INFO "))
         return info
-    except OSError as error:  # as of a server that is only just starting, behind something that is there already
+    except OSError as error:  # such as a proxy in front of a server that is starting
         raise TransportUnavailable(url, "what listens there hangs up") from error
     except ValueError as error:
         raise InvalidRequest("nats", url, "is no NATS server") from error
@@ -44,7 +44,7 @@ async def read_info(url: str) -> dict[str, Any]:
 
 
 def reason_of(error: OSError) -> str:
-    """Why a connection was not made; names that are not known have numbers of their own, below zero.
+    """Return why a connection failed. Resolver errors have negative numbers, with texts of their own.
 
     >>> reason_of(ConnectionRefusedError(111, "Connect call failed ('127.0.0.1', 1)")), reason_of(OSError("no way"))
     ('connection refused', 'no way')

@@ -1,4 +1,4 @@
-"""How a client proves its identity to NATS: by an NKEY that the server knows, or by a token that its account signed.
+"""Proof of a client's identity to NATS: an NKEY that the server knows, or a token signed by its account.
 
 Example:
     >>> str(NatsProof()), str(NatsProof(nkey_seed=Path("reward.seed")))
@@ -21,7 +21,7 @@ _CREDS = re.compile(rb"BEGIN NATS USER JWT-+\s+\S+\s+-+END.*BEGIN USER NKEY SEED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NatsProof:
-    """Names of files, at most one of both. Without one, the client shows nothing."""
+    """Credential files, at most one of the two. Without any, the client presents nothing."""
 
     nkey_seed: Path | None = None
     creds: Path | None = None
@@ -34,7 +34,7 @@ class NatsProof:
         return "a connection without credentials"
 
     def check(self) -> None:
-        """Read them before the client does, which would not say which file it was."""
+        """Validate the files first, because nats-py does not name the wrong file."""
         if self.creds is not None:
             found = _CREDS.search(_read("creds", self.creds))
             if found is None:
@@ -44,7 +44,7 @@ class NatsProof:
             _check_seed("nkey_seed", self.nkey_seed, _read("nkey_seed", self.nkey_seed).strip())
 
     def options(self) -> dict[str, Any]:
-        """Of nats-py, which reads a file again whenever it connects."""
+        """Return options for nats-py, which reads the file again at every connect."""
         if self.creds is not None:
             return {"user_credentials": str(self.creds)}
         return {"nkeys_seed": None if self.nkey_seed is None else str(self.nkey_seed)}

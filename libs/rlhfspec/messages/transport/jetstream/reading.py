@@ -1,8 +1,7 @@
-"""Reading from NATS: pulling work as a consumer, and looking on.
+"""Reading from NATS: pulling work as a consumer, and watching.
 
-A pull asks for all that is there, and where nothing is, waits for one message. (To wait for many in one request would
-leave it open at the server after the first has come, where a consumer holds as much as it may.) It waits in slices, for
-a request is lost with its connection.
+A pull requests everything available without waiting, or else waits for one message. (A request for many would stay open
+after the first, and hold up a consumer at its limit.) It waits in slices, as a request is lost with its connection.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from rlhfspec.messages.transport.jetstream.deliveries import Consuming, NatsMess
 from rlhfspec.messages.transport.jetstream.streams import SECOND, latest_of, stream_name
 
 SLICE_SECONDS = 5.0
-_LATE_SECONDS = 0.5  # after a request has expired, its answer is not waited for any longer
-PULL_BYTES = 32 << 20  # well below what a subscription may have unread before it drops messages
+_LATE_SECONDS = 0.5  # after a request's expiry, to wait for its answer
+PULL_BYTES = 32 << 20  # well below the unread bytes at which a subscription drops messages
 _CLOSE_SECONDS = 1.0
 _AT_ONCE = 64
-_ENDED = "ended"  # a request: its connection is gone, or enough has come
+_ENDED = "ended"  # the connection is gone, or enough has arrived
 EMPTY = ("404", "408", _ENDED)
 
 
 class PullReading:
-    """One worker of a consumer. What arrives for a pull that was given up stays for the next one."""
+    """Subscription of one worker of a consumer. Messages that arrive after a cancelled pull stay for the next one."""
 
     def __init__(self, consuming: Consuming) -> None:
         self._consuming = consuming
@@ -41,10 +40,10 @@ class PullReading:
         self._inbox = self._connection.new_inbox()
         self._ready: deque[NatsMessage] = deque()
         self._numbers = itertools.count()
-        self._requests: dict[str, tuple[int, asyncio.Future[str]]] = {}  # by number: how many are waited for
+        self._requests: dict[str, tuple[int, asyncio.Future[str]]] = {}  # by number: (messages wanted, status)
         self._heard: Subscription | None = None
         self._closed = False
-        self._is_left = False  # closed, and what was there is given back: what comes late goes back by itself
+        self._is_left = False  # closed, with all messages returned; late ones are returned on arrival
 
     async def open(self) -> PullReading:
         self._heard = await self._connection.listen(f"{self._inbox}.*", self._arrived)
@@ -68,7 +67,7 @@ class PullReading:
                 await self._refused(status)
 
     def _take(self, most: int) -> list[Message]:
-        """Take what is ready, without a wait: a pull that is cancelled has taken nothing that it does not return."""
+        """Take ready messages without awaiting, so that a cancelled pull loses nothing."""
         taken: list[Message] = []
         while self._ready and len(taken) < most:
             message = self._ready.popleft()
@@ -78,7 +77,7 @@ class PullReading:
         return taken
 
     async def _ask(self, num_messages: int, seconds: float) -> str:
-        """Says how the request ended; what came is in `_ready`."""
+        """Request messages and return the final status; messages arrive in `_ready`."""
         if not await self._connection.until_connected(seconds):
             return _ENDED
         seconds = min(seconds, SLICE_SECONDS)
@@ -98,7 +97,7 @@ class PullReading:
             del self._requests[number]
 
     async def _refused(self, status: str) -> None:
-        """The server would not take the request: too many at once, or it knows no such consumer (yet)."""
+        """Raise InvalidRequest if the consumer or stream is gone; otherwise wait before a retry."""
         if status == "503" or "deleted" in status:
             found = await self._connection.api(f"STREAM.INFO.{stream_name(self._consuming.subject)}")
             if "error" in found or "deleted" in status:
@@ -133,7 +132,8 @@ class PullReading:
         self._connection.refuse_if_closed(self._consuming.subject)
 
     async def close(self) -> None:
-        """What was pulled and not handed out goes back at once; what the server sent before it heard of it, too."""
+        """Return unread messages for redelivery, including those the server sent before it received the
+        unsubscription."""
         if self._closed:
             return
         self._closed = True
@@ -154,7 +154,7 @@ class PullReading:
 
 
 class WatchReading:
-    """Looks on: of what is unread the newest stay. Of state it first reads the latest, and again after an outage."""
+    """Watcher that keeps the newest unread messages. It reads the latest state at start and after each outage."""
 
     def __init__(self, connection: Connection, subject: str, *, of_state: bool, max_unread: int) -> None:
         self._connection = connection
@@ -162,10 +162,10 @@ class WatchReading:
         self._heard_on = latest_of(subject) if of_state else subject
         self._of_state = of_state
         self._max_unread = max_unread
-        self._unread: OrderedDict[str, SeenMessage] = OrderedDict()  # of state by key, of others by number
+        self._unread: OrderedDict[str, SeenMessage] = OrderedDict()  # state by key, others by number
         self._numbers: dict[str, int] = {}  # of state: the newest seen of each key
         self._num_arrived = 0
-        self._read_at = -1  # after so many reconnects the latest were read last
+        self._read_at = -1  # reconnect count at the last read of the latest values
         self._woken = asyncio.Event()
         self._heard: Subscription | None = None
         self._closed = False
@@ -199,7 +199,7 @@ class WatchReading:
         self._num_arrived += 1
         if self._of_state:
             if number <= self._numbers.get(word, 0):
-                return  # what came live was also among the latest
+                return  # already read among the latest values
             self._numbers[word] = number
             self._unread.pop(word, None)
         self._unread[word if self._of_state else str(self._num_arrived)] = message
@@ -208,7 +208,8 @@ class WatchReading:
         self._woken.set()
 
     async def _read_latest(self) -> None:
-        """At first, and after each outage; the question also tells that the server listens by now."""
+        """Read the latest values at start and after each outage. The answer also implies that the subscription is
+        active."""
         num_reconnects = self._connection.num_reconnects
         if self._read_at == num_reconnects:
             return

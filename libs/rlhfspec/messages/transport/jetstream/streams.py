@@ -1,9 +1,9 @@
-"""How a subject is kept by JetStream: one stream each, which says itself what it was declared for.
+"""Mapping of subjects to JetStream: one stream each, which stores its own declaration.
 
-- Work: an interest stream with a durable consumer for each name that pulls; the server never gives a message up.
-- State: the latest message of each key, which is the last word of the subject. What was stored is published again
-  under `latest.`, with its number, for those that watch.
-- A signal is a plain subject; its stream keeps nothing, and is there to say that it was declared.
+- Work: an interest stream with a durable consumer per name; the server never gives a message up.
+- State: the latest message of each key, the last word of the subject. Stored messages are republished under `latest.`
+  with their number, for watchers.
+- Signal: a plain subject. Its stream keeps nothing and only records the declaration.
 
 Example:
     >>> stream_name("rlhf.sums.3f2a.sample"), subject_of("rlhf_sums_3f2a_sample")
@@ -24,8 +24,8 @@ from urllib.parse import quote
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.transport.base import Consumer, Kind
 
-SECOND = 1_000_000_000  # JetStream counts nanoseconds
-DUPLICATE_WINDOW_SECONDS = 3600  # for as long an id is known when its message is gone; some 200 bytes of memory each
+SECOND = 1_000_000_000  # nanoseconds, as in JetStream
+DUPLICATE_WINDOW_SECONDS = 3600  # ids stay known after their messages are gone; about 200 bytes each
 _WORDS = re.compile(r"[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*")
 _KIND, _CONSUMERS = "rlhfspec.kind", "rlhfspec.consumers"
 
@@ -38,8 +38,7 @@ class Declared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
-    """How long a message stays though it may not have been read, by its kind (0: for ever), and what else each stream
-    says of itself."""
+    """Retention: seconds that unread messages stay, by kind (0: for ever), and extra metadata of each stream."""
 
     work_seconds: float = 0.0
     state_seconds: float = 0.0
@@ -60,12 +59,12 @@ def subject_of(stream: str) -> str:
 
 
 def key_word(key: str) -> str:
-    """The key as one word of a subject."""
+    """Return the key as one word of a subject."""
     return quote(key, safe="").replace(".", "%2E") or "%"
 
 
 def latest_of(subject: str, word: str = "*") -> str:
-    """Where state is published again, once it is stored; only the server publishes there."""
+    """Return the subject where stored state is republished; only the server publishes there."""
     return f"latest.{subject}.{word}"
 
 
@@ -95,7 +94,7 @@ def _settings(subject: str, kind: Kind) -> dict[str, Any]:
 
 
 def consumer_config(consumer: Consumer) -> dict[str, Any]:
-    """Delivered for ever by the server: dead letters are written by the process that pulls."""
+    """Return a consumer without a delivery limit, because the pulling process writes dead letters."""
     return {
         "name": consumer.name,
         "durable_name": consumer.name,
@@ -110,8 +109,7 @@ def consumer_config(consumer: Consumer) -> dict[str, Any]:
 def requests_for(
     subject: str, declared: Declared, max_pending: int, keeping: Keeping = FOR_EVER
 ) -> list[tuple[str, dict[str, Any]]]:
-    """What JetStream is asked to declare it: the call and its body, of the stream first, then of each consumer. Asked
-    for what is there already, the server changes nothing."""
+    """Return idempotent JetStream calls (call, body) that declare a subject: the stream first, then each consumer."""
     stream = stream_name(subject)
     of_consumers = [
         (f"CONSUMER.CREATE.{stream}.{each.name}", {"stream_name": stream, "config": consumer_config(each)})
@@ -121,7 +119,7 @@ def requests_for(
 
 
 def declared_of(subject: str, info: Mapping[str, Any]) -> Declared:
-    """What a stream says of itself."""
+    """Return the declaration that a stream stores."""
     metadata = info["config"].get("metadata", {})
     if _KIND not in metadata:
         raise InvalidRequest("subject", subject, f"the stream {stream_name(subject)} was made by another program")
