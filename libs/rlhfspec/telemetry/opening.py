@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """`watcher` for the bus; None: no watcher. `meters`; None: no metrics."""
+    """The watchers of one process. `watcher` is None without watchers, `meters` without metrics."""
 
     watcher: Watcher | None
     meters: Meters | None
