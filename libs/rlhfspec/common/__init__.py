@@ -1,1 +1,1 @@
-"""Small things that every floor above may use: arrays, locks, clocks, ranks, the object store."""
+"""Small utilities for all packages: arrays, locks, clocks, ranks, the object store."""

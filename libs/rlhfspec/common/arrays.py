@@ -1,4 +1,4 @@
-"""Names for arrays by what they hold, and the one thing numpy lacks for flattened batches."""
+"""Array types named for their content, and `concatenate_ranges`, which numpy lacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 def concatenate_ranges(starts: IntArray, counts: IntArray) -> IntArray:
-    """[starts[0], starts[0]+1, ..., starts[1], ...]: the flattened positions of many chunks.
+    """Concatenate the ranges [starts[i], starts[i] + counts[i]).
 
     >>> concatenate_ranges(np.array([5, 0]), np.array([2, 3])).tolist()
     [5, 6, 0, 1, 2]

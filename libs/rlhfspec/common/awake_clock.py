@@ -1,5 +1,5 @@
-"""Time without the hours for which the process was stopped (Ctrl-Z, SIGSTOP, a machine that slept): they count as no
-process's work, and no deadline runs in them.
+"""Clock that leaves out the time in which the process was stopped (Ctrl-Z, SIGSTOP, suspend), so that no deadline
+expires.
 
 Example:
     >>> clock, hour = AwakeClock(), 3600.0
@@ -19,11 +19,8 @@ STOPPED_SECONDS = 5.0
 
 
 class AwakeClock:
-    """Implements rlhfspec.messages.transport.clock.Clock; to be asked every second or so, as a supervisor does.
-
-    When `stopped_seconds` was not asked for in time, the process was stopped, unless it has computed meanwhile: then
-    something kept every caller from asking, and that is work.
-    """
+    """Implementation of rlhfspec.messages.transport.clock.Clock; a supervisor must ask it about every second. A late
+    question counts as a stop, unless the process has computed meanwhile."""
 
     def __init__(
         self,

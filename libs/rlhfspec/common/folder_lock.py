@@ -1,4 +1,4 @@
-"""A folder that one process at a time writes.
+"""Lock of a folder that one process at a time writes.
 
 Example:
     >>> import tempfile
@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 def take_lock(path: Path, *, wait: bool = False) -> int:
-    """An open file whose lock the system drops when it is closed or the process ends, even by a kill."""
+    """Return an open file with the lock, which ends when it is closed or the process ends, even by a kill."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -1,6 +1,6 @@
-"""Which GPUs a process may see: one each, so that whatever it computes, in whichever thread, is on the right one.
+"""Selection of the GPUs that a process may see: one each, so that every thread computes on the right one.
 
-Example: of four GPUs the second rank of two is to use the third.
+Example:
     >>> of_rank(["1", "2"], {"LOCAL_RANK": "1"})
     ['2']
 """
@@ -16,7 +16,7 @@ _NODE = re.compile(r"nvidia\d+")
 
 
 def visible(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """Return the names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES has them; without asking CUDA.
+    """Return the GPUs that this process sees, as in CUDA_VISIBLE_DEVICES, without asking CUDA.
 
     >>> visible({"CUDA_VISIBLE_DEVICES": "3,MIG-d5"}), visible({"CUDA_VISIBLE_DEVICES": ""})
     (['3', 'MIG-d5'], [])
@@ -29,16 +29,14 @@ def visible(environment: Mapping[str, str], devices: Path = Path("/dev")) -> lis
 
 
 def of_rank(gpus: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the one that is this rank's, of those of all ranks on this machine; all where there is one rank."""
+    """Return this rank's one of the machine's GPUs, or all of them without ranks."""
     rank = environment.get("LOCAL_RANK", "")
     return [gpus[int(rank) % len(gpus)]] if rank and gpus else list(gpus)
 
 
 def see_only(told: str | None, environment: MutableMapping[str, str]) -> None:
-    """Make this process see the GPUs that it was told (a list with commas), of several ranks its own one alone.
-
-    It must not have asked CUDA for anything yet.
-    """
+    """Restrict this process to the given GPUs (comma-separated), or to its own of several ranks. It must not have asked
+    CUDA for anything yet."""
     gpus = visible(environment) if told is None else visible({VISIBLE: told})
     mine = of_rank(gpus, environment)
     if told is not None or mine != gpus:

@@ -1,4 +1,4 @@
-"""What the interpreter must be like before anything else is imported: with docstrings, and with UTF-8."""
+"""Checks of the interpreter before anything else is imported: docstrings and UTF-8."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ NO_DOCSTRINGS = "python -OO (PYTHONOPTIMIZE=2): transformers does not work witho
 
 
 def refuse_or_begin_anew() -> None:
-    """Jobs, data, records and the names of files are UTF-8, whatever a locale says: where the interpreter would read
-    them otherwise, it begins anew."""
+    """Refuse an interpreter without docstrings, and restart one that would not read and write UTF-8."""
     if sys.flags.optimize > 1:
         print(NO_DOCSTRINGS, file=sys.stderr)
         sys.exit(2)
     encodings = {sys.getfilesystemencoding().lower(), locale.getpreferredencoding(False).lower()}
-    if encodings != {"utf-8"} and os.environ.get(UTF8_MODE) != "1":  # else somebody insists: python -X utf8=0
+    if encodings != {"utf-8"} and os.environ.get(UTF8_MODE) != "1":  # else the user insists: python -X utf8=0
         os.execve(sys.executable, sys.orig_argv, os.environ | {UTF8_MODE: "1"})

@@ -1,7 +1,7 @@
-"""A prefix of an object store and a folder of this machine, files copied from one to the other.
+"""Copies of files between a prefix of an object store and a local folder.
 
-S3 and what speaks its language, Google Cloud Storage and Azure, through obstore; credentials as its variables name
-them (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...) or of the machine's identity.
+Works with S3 and compatible stores, Google Cloud Storage and Azure through obstore; credentials come from its variables
+(AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...) or the machine's identity.
 
 Example:
     >>> store = ObjectStore("s3://bucket/team", Path("/storage"))
@@ -27,20 +27,18 @@ from typing import Any, NoReturn
 from rlhfspec.errors import InvalidRequest, RLHFSpecError, StorageError, StorageUnavailable
 
 _FIELD = "spec.storage.uri"
-MOST_PARTS = 9_000  # a store takes 10,000 of one object
+MOST_PARTS = 9_000  # stores allow 10,000 per object
 PART_BYTES = 8 << 20  # sent at once
 NUM_CONNECTIONS = 8
-_PATIENCE_SECONDS = 60.0  # with a request that fails
-REQUEST_SECONDS = 3600.0  # of an object, on a slow line
-STALLED_READ_SECONDS = 60.0  # of one
+_PATIENCE_SECONDS = 60.0  # for retries of a failing request
+REQUEST_SECONDS = 3600.0  # for a whole object, on a slow line
+STALLED_READ_SECONDS = 60.0  # for one read
 _OF_THE_JOB = ("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError", "UnknownConfigurationKeyError")
 
 
 class ObjectStore:
-    """Paths are relative, to the prefix and to the folder alike. Calls block; threads may share it.
-
-    Raises StorageUnavailable where the store does not answer, InvalidRequest where it refuses us: another try would be
-    in vain."""
+    """A store's prefix paired with a folder; paths are relative to both. Calls block; threads may share it. Raises
+    StorageUnavailable where the store does not answer, and InvalidRequest where a retry cannot help."""
 
     def __init__(self, uri: str, base: Path, *, patience_seconds: float = _PATIENCE_SECONDS) -> None:
         from obstore.store import from_url
@@ -53,13 +51,13 @@ class ObjectStore:
                 client_options={
                     "timeout": timedelta(seconds=REQUEST_SECONDS),
                     "read_timeout": timedelta(seconds=STALLED_READ_SECONDS),
-                    "allow_http": True,  # as the endpoint says
+                    "allow_http": True,  # decided by the endpoint
                 },
                 retry_config={"max_retries": 100, "retry_timeout": timedelta(seconds=patience_seconds)},
             )
 
     def sizes(self, *prefixes: str) -> dict[str, int]:
-        """The objects of these names, and those below them; nothing where there are none."""
+        """Return the sizes of these objects and of those below these names, if any."""
         import obstore
 
         found: dict[str, int] = {}
@@ -74,14 +72,13 @@ class ObjectStore:
         return {path: size for path, size in found.items() if path not in folders}  # some tools make objects for them
 
     def at_the_top(self) -> dict[str, int]:
-        """Objects that lie in no folder."""
         import obstore
 
         with self._errors():
             return {each["path"]: each["size"] for each in obstore.list_with_delimiter(self._store)["objects"]}
 
     def fetch(self, sizes: Mapping[str, int]) -> int:
-        """Copies of these objects, each whole or not there. How many bytes came; what is there already does not."""
+        """Fetch these objects, each whole or not at all, except those already here. Return the bytes copied."""
         missing = {path: size for path, size in sizes.items() if not self._is_there(path, size)}
         with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
             for path, size in missing.items():
@@ -91,7 +88,7 @@ class ObjectStore:
         return sum(missing.values())
 
     def push(self, files: Iterable[Path]) -> int:
-        """In this order. How many bytes went; a file that is gone meanwhile does not."""
+        """Push files in this order, except those that are gone. Return the bytes copied."""
         import obstore
 
         total = 0
@@ -110,7 +107,7 @@ class ObjectStore:
         import obstore
 
         with self._errors():
-            for path in paths:  # one by one: of many at once some stores say nothing of those that failed
+            for path in paths:  # one by one: some stores hide errors of a bulk delete
                 try:
                     obstore.delete(self._store, path)
                 except FileNotFoundError:
@@ -157,7 +154,7 @@ class ObjectStore:
         text = _first_line(error)
         if "NoSuchBucket" in str(error):
             raise InvalidRequest(_FIELD, self.uri, "there is no such bucket") from None
-        if isinstance(error, FileNotFoundError):  # of one object: its caller knows what that means
+        if isinstance(error, FileNotFoundError):  # the caller handles it
             raise error
         is_of_the_job = isinstance(error, ValueError) or type(error).__name__ in _OF_THE_JOB
         if is_of_the_job or re.match(r"Generic (Config error|\w+ error: Missing )", text):
@@ -166,7 +163,7 @@ class ObjectStore:
 
 
 def main() -> int:
-    """`python -m rlhfspec.common.object_store URI FOLDER PATH`: for a shell without the store's own tool."""
+    """Run `python -m rlhfspec.common.object_store URI FOLDER PATH`, for a shell without the store's own tool."""
     parser = argparse.ArgumentParser(
         prog="python -m rlhfspec.common.object_store", description="Fetches what a store has."
     )
@@ -187,7 +184,7 @@ def main() -> int:
 
 
 def _make_room(file: Path, size: int) -> None:
-    """All of it at once: that a disk is too small is known before hours of fetching."""
+    """Allocate the file at once, so that a full disk shows before hours of fetching."""
     with _writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("wb") as empty:
@@ -204,7 +201,7 @@ def _writing(file: Path) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    """What comes after is how the library came to it."""
+    """Return the error's first line, without the library's details."""
     text = str(error).partition("\n\nDebug source")[0]
     return " ".join(text.split())[:500]
 

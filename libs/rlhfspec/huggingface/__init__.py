@@ -1,1 +1,1 @@
-"""Hugging Face models under our kernels: what they do, and the proof that the engine does the same."""
+"""Hugging Face models on our kernels: their structure, and the proof that the engine computes the same."""

@@ -1,13 +1,12 @@
-"""A causal LM cut over the processes of a group, as the plan of its class says (transformers' tensor parallelism).
-
-Each process reads its own part of every matrix and holds whole KV heads. After that the model is one like any other:
-plain modules with smaller weights, and hooks where the parts of all are added up or joined. So all that fuses, proves
-and runs models works on it, and a row keeps its own bits: parts are added in the order of the ranks.
+"""Tensor parallelism: a causal LM cut over a group's processes, by the plan of its class in transformers.
 
     embedding      rows of the vocabulary   -> looked up where they are, added up
     colwise        outputs of a matrix      -> heads and hidden units of one process
     rowwise        inputs of a matrix       -> added up
     head           rows of the vocabulary   -> joined to all logits
+
+Each process reads its part of every matrix, with whole KV heads. The result is a plain model with smaller weights and
+communication hooks. Parts are added in rank order, so a row keeps its own bits.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ _STYLES = (BY_COLUMNS, BY_ROWS, JOINED, LOOKED_UP, "replicate", HEADS_APART)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a model's weights are cut, and which part is this process's. It is kept on the model."""
+    """Layout of a model's cut weights and this process's part, kept on the model."""
 
     group: Ranks
     shapes: Mapping[str, torch.Size]  # of every weight of the whole model
-    axes: Mapping[str, int | None]  # along which a weight is cut; None: rank 0 has it, and zeros are elsewhere
+    axes: Mapping[str, int | None]  # cut dimension of each weight; None: rank 0 has the weight, others zeros
 
     def part(self, name: str, weight: Tensor) -> Tensor:
-        """This process's part of a whole weight."""
+        """Return this process's part of a whole weight."""
         if name not in self.axes:
             return weight
         axis = self.axes[name]
@@ -57,7 +56,7 @@ class Cut:
 
 
 def added(part: Tensor, group: Ranks) -> Tensor:
-    """The sum over all ranks, in their order: what another row is beside changes no bit."""
+    """Return the sum over all ranks in rank order, so that bits do not depend on other rows."""
     if not part.is_cpu:
         dist.all_reduce(part, group=group.device)
         return part
@@ -69,7 +68,7 @@ def added(part: Tensor, group: Ranks) -> Tensor:
 
 
 def joined(part: Tensor, width: int, group: Ranks) -> Tensor:
-    """[..., width of the part] of all ranks, one behind the other."""
+    """Concatenate [..., width of the part] of all ranks."""
     most, _ = share(width, 1, group.num_ranks)
     with not_audited():
         parts = _of_all(functional.pad(part, (0, most - part.shape[-1])), group)
@@ -83,12 +82,12 @@ def _of_all(part: Tensor, group: Ranks) -> list[Tensor]:
 
 
 def cut_of(model: Any) -> Cut | None:
-    """What `load_part` left on this model; None where it is whole."""
+    """Return the layout left by `load_part`, or None for a whole model."""
     return getattr(model, _ATTRIBUTE, None)
 
 
 def share(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Where a rank's part begins, and how much it is; the last ones may have less.
+    """Return the start and size of a rank's part; the last ones may be smaller.
 
     >>> [share(97, rank, 2) for rank in (0, 1)]
     [(0, 49), (49, 48)]
@@ -99,17 +98,15 @@ def share(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def load_part(path: str | Path, group: Ranks, *, field: str = "path") -> Any:
-    """This process's part of the model at `path`, as `load_stored` has it. All processes of the group call it.
-
-    Raises InvalidRequest, before weights are read, for a model that cannot be cut so.
-    """
+    """Load this process's part of the model at `path`, as `load_stored` does; all processes of the group must call it.
+    Raises InvalidRequest, before weights are read, for a model that cannot be cut."""
     whole = _without_weights(path, field)
     styles = planned(whole, path, group.num_ranks, field)
     with _on_its_only_device():
         model = load_stored(path, field=field, num_ranks=group.num_ranks)
     parameters = {name: parameter.shape for name, parameter in whole.state_dict().items()}
     cut = Cut(group, parameters, dict(_axes(model, styles)))
-    made: dict[int, nn.Parameter] = {}  # tied ones stay so
+    made: dict[int, nn.Parameter] = {}  # tied parameters stay tied
     for name, style in styles.items():
         _make_plain(model, name, cut, made)
         _hook(model, name, style, cut)
@@ -125,17 +122,17 @@ def _without_weights(path: str | Path, field: str) -> Any:
         with torch.device("meta"):
             return loader.from_config(config, dtype=torch.float32)
     except LOAD_ERRORS:
-        return load_stored(path, field=field)  # says what is wrong with it
+        return load_stored(path, field=field)  # raises with the reason
 
 
 def planned(model: Any, path: str | Path, num_ranks: int, field: str) -> dict[str, str]:
-    """How each module is cut. Raises InvalidRequest for one that cannot be."""
+    """Return the style in which each module is cut. Raise InvalidRequest if the model cannot be."""
 
     def refuse(problem: str) -> InvalidRequest:
         return InvalidRequest(field, str(path), f"cannot be cut over {num_ranks} processes: {problem}")
 
     plan = dict(getattr(model, "tp_plan", None) or {})
-    if len(plan) < 2:  # many have one for their head alone
+    if len(plan) < 2:  # many classes have a plan for the head alone
         raise refuse(f"transformers has no plan for {type(model).__name__}")
     others = sorted({f"{style} of {name}" for name, style in plan.items() if style not in _STYLES})
     if others:
@@ -170,7 +167,7 @@ def _axes(model: Any, styles: Mapping[str, str]) -> Iterator[tuple[str, int | No
 
 
 def _make_plain(model: Any, path: str, cut: Cut, made: dict[int, nn.Parameter]) -> None:
-    """Of what transformers wraps around a part only the part is left."""
+    """Replace transformers' wrappers by the part itself."""
     module = model.get_submodule(path)
     module.__dict__.pop("forward", None)
     for leaf, parameter in module._parameters.items():
@@ -187,7 +184,7 @@ def _make_plain(model: Any, path: str, cut: Cut, made: dict[int, nn.Parameter]) 
 
 
 def _hook(model: Any, path: str, style: str, cut: Cut) -> None:
-    """What the module does with the parts of the others."""
+    """Install the module's communication with the other ranks."""
     module = model.get_submodule(path)
     if style == BY_ROWS:
         module.register_forward_hook(lambda module, args, output: added(output, cut.group))
@@ -195,14 +192,14 @@ def _hook(model: Any, path: str, style: str, cut: Cut) -> None:
         width = cut.shapes[f"{path}.weight"][0]
         module.register_forward_hook(lambda module, args, output: joined(output, width, cut.group))
     elif style == LOOKED_UP:
-        module.padding_idx = None  # says nothing but where gradients are 0
+        module.padding_idx = None  # it only affects gradients
         module.forward = looked_up(module, module.forward, cut.group)
 
 
 def looked_up(
     module: Any, plain: Callable[[Tensor], Tensor], group: Ranks, add: Callable[[Tensor, Ranks], Tensor] = added
 ) -> Callable[[Tensor], Tensor]:
-    """An embedding's forward, of which this process has some rows."""
+    """Return the forward of an embedding of which this process has some rows."""
     first, count = share(module.num_embeddings, group.rank, group.num_ranks)
 
     def forward(token_ids: Tensor) -> Tensor:
@@ -216,7 +213,7 @@ def looked_up(
 
 @contextmanager
 def _on_its_only_device() -> Iterator[None]:
-    """transformers takes the GPU of LOCAL_RANK; a process of ours may see one alone, whatever its rank."""
+    """Select the visible GPU, as transformers would take that of LOCAL_RANK, which may be hidden here."""
     told = os.environ.get("LOCAL_RANK")
     if torch.cuda.device_count() != 1 or told is None:
         yield

@@ -1,4 +1,4 @@
-"""Where a job's models run on this machine."""
+"""Device and settings of a job's models on this machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ log = logging.getLogger(__name__)
 
 
 def device_of(spec: Spec) -> str:
-    """auto: on a GPU if there is one, but for a job that is exactly on-policy: its arithmetic is the CPU kernels'.
-
-    Of several ranks each has the GPU of its LOCAL_RANK, or the only one that it can see.
-    """
+    """Return the job's device; auto is a GPU if there is one, but the CPU for exactly on-policy jobs. Each of several
+    ranks gets the GPU of its LOCAL_RANK, or the only visible one."""
     if spec.device == "auto":
         device = "cuda" if torch.cuda.is_available() and not spec.training.exact_on_policy else "cpu"
     elif spec.device.startswith("cuda") and not torch.cuda.is_available():
@@ -38,11 +36,9 @@ def device_of(spec: Spec) -> str:
 
 
 def settled(spec: Spec, device: str) -> Spec:
-    """The job as it is computed on this device, with what `auto` is there in its place.
-
-    On a CPU all is float32. On a GPU engines keep bfloat16, and a trainer keeps float32 and computes in bfloat16.
-    What is asked for in float32 there is slow, and the log says so.
-    """
+    """Return the job with every `auto` resolved for this device. On a CPU all is float32. On a GPU engines keep
+    bfloat16, and a trainer keeps float32 and computes in bfloat16; a job that asks for float32 there is slow, and a log
+    line says so."""
     on_cpu = device.startswith("cpu") or spec.training.exact_on_policy
     generates = "float32" if on_cpu else "bfloat16"
     trains = "off" if on_cpu or spec.model.dtype != "auto" else "bfloat16"

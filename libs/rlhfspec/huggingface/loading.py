@@ -1,7 +1,6 @@
-"""From a folder or a hub id to a Hugging Face model in memory, with every weight it trains or runs on from there.
+"""Loading of a Hugging Face model from a folder or hub id, refusing missing or extra weights.
 
-What is to be kept in fewer bits is never made wide: `load_stored` leaves weights in the type of their file, and where
-they lie there (safetensors are mapped), so that processes of one machine have them once.
+`load_stored` keeps the file's types and maps safetensors, so that processes of one machine share the memory.
 """
 
 from __future__ import annotations
@@ -24,28 +23,24 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.fused.widened import widen
 from rlhfspec.huggingface.structure.trace import FORWARD_ERRORS, first_line
 
-# What nothing runs on: masks and angles that old versions of transformers saved, layers that predict further tokens.
+# Ignored: masks and angles saved by old versions of transformers, layers that predict further tokens.
 _SPARE = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$|(^|\.)mtp\.")
 LOAD_ERRORS = (*FORWARD_ERRORS, OSError, EOFError, ImportError, SafetensorError, UnpicklingError)
 
-NO_MORE_THREADS = "can't start new thread"  # as Python says it
+NO_MORE_THREADS = "can't start new thread"  # Python's message
 
 
 def load_model(path: str | Path, *, field: str = "path") -> Any:
-    """The same as `load_stored`, all in float32."""
+    """Load a model as `load_stored` does, but all in float32."""
     model = load_stored(path, field=field)
     widen(model.parameters())
     return model
 
 
 def load_stored(path: str | Path, *, field: str = "path", only_trunk: bool = False, num_ranks: int = 1) -> Any:
-    """The Hugging Face causal LM at `path` (a local folder or a hub id) on the CPU: parameters that are bfloat16 in its
-    file stay so, all else is in float32.
-
-    transformers draws at random what a checkpoint lacks, and ignores what it has beyond the model: both are refused.
-    only_trunk: the head may be another or none, as in a sequence classifier that a critic starts from.
-    num_ranks: of so many processes each reads its part alone (`cutting.load_part`).
-    """
+    """Load a causal LM (folder or hub id) on the CPU: bfloat16 parameters stay so, all else is in float32. A checkpoint
+    with missing or unknown weights is refused, as transformers would draw or ignore them. only_trunk: allow any head or
+    none, as in a critic's classifier. num_ranks: each process reads only its part (`cutting.load_part`)."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -59,7 +54,7 @@ def load_stored(path: str | Path, *, field: str = "path", only_trunk: bool = Fal
     except LOAD_ERRORS as error:
         if isinstance(error, InvalidRequest):
             raise
-        if str(error) == NO_MORE_THREADS:  # no fault of the model
+        if str(error) == NO_MORE_THREADS:  # not the model's fault
             raise OSError(errno.EAGAIN, NO_MORE_THREADS) from error
         exists = Path(path).exists()
         reason = "not a loadable Hugging Face causal LM" if exists else "no such folder, nor a model to be had"
@@ -87,8 +82,7 @@ _buffers_made: ContextVar[dict[str, torch.dtype] | None] = ContextVar("types of 
 
 @contextmanager
 def _in_types_of_the_file() -> Iterator[dict[str, torch.dtype]]:
-    """transformers would cast all that it reads to the one type that it makes a model in; here nothing is cast. Yields
-    what it made, once it has: the types of the model's buffers."""
+    """Keep transformers from casting what it reads. Yields the types of the model's buffers, filled after the load."""
     _let_types_stay()
     made: dict[str, torch.dtype] = {}
     token = _buffers_made.set(made)
@@ -100,7 +94,7 @@ def _in_types_of_the_file() -> Iterator[dict[str, torch.dtype]]:
 
 @cache
 def _let_types_stay() -> None:
-    """Have transformers' own rule, which it asks a model for before it reads, say so while `_buffers_made` is there."""
+    """Patch the rule by which transformers picks types, so that it keeps them while `_buffers_made` is set."""
     from transformers import PreTrainedModel
 
     usual = PreTrainedModel._get_dtype_plan
@@ -110,7 +104,7 @@ def _let_types_stay() -> None:
         if made is None:
             return usual(model, dtype)
         made.update((name, buffer.dtype) for name, buffer in model.named_buffers())
-        return {"*": None}  # every name: the type that it has
+        return {"*": None}  # every name keeps its type
 
     PreTrainedModel._get_dtype_plan = plan  # type: ignore[method-assign, assignment]
 
@@ -123,7 +117,7 @@ def refuse_other_weights(
     field: str,
     path: str,
 ) -> None:
-    """What may differ (tied weights, buffers, what a class says to ignore) transformers has taken out already."""
+    """Raise InvalidRequest for the differences that transformers reports; allowed ones are already removed."""
     lacking, beyond = set(missing), set(unexpected)
     shapes = {f"{name} {_by(found)}, not {_by(wanted)}," for name, found, wanted in mismatched}
     problems = [f"lacks {_named(lacking)}"] if lacking else []
@@ -134,7 +128,8 @@ def refuse_other_weights(
 
 
 def _named(names: Collection[str], most: int = 3) -> str:
-    """
+    """Format the number of weights and the first names.
+
     >>> _named({"b", "a"}), _named(list("abcde"))
     ('2 weights: a, b', '5 weights: a, b, c, ...')
     """
@@ -148,7 +143,7 @@ def _by(shape: Sequence[int]) -> str:
 
 @contextmanager
 def _no_report_of_its_own() -> Iterator[None]:
-    """transformers logs a table of the same weights; ours is one line."""
+    """Silence transformers' table of the weights; we raise one line."""
     names = ("modeling_utils", "distributed.tensor_parallel")  # the second speaks up where the first is set to be quiet
     before = {name: logging.getLogger(f"transformers.{name}").level for name in names}
     for name in names:

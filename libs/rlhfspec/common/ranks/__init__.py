@@ -1,4 +1,4 @@
-"""Which of several ranks this process is, as its environment says: of torchrun's variables, and the ranks' secret.
+"""This process's rank and the ranks' secret, read from torchrun's environment variables.
 
 Example:
     >>> told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 
 from rlhfspec.errors import InvalidRequest
 
-SECRET = "RLHFSPEC_RANKS_SECRET"  # by which ranks know each other
+SECRET = "RLHFSPEC_RANKS_SECRET"  # authenticates ranks to each other
 SECRET_FILE = "ranks.secret"  # among the credentials of a trainer of several nodes
-# All by which ranks find and know each other.
+# Variables by which ranks find and authenticate each other.
 VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", SECRET)
 
 
 @dataclass(frozen=True, slots=True)
 class RankTold:
-    """A rank, the number of ranks, and where rank 0 listens (empty: there is one rank)."""
+    """Rank, number of ranks, and address of rank 0 (empty: a single rank)."""
 
     rank: int
     num_ranks: int
@@ -36,7 +36,7 @@ class RankTold:
 
 
 def rank_told(environment: Mapping[str, str]) -> RankTold:
-    """Return what the environment says. InvalidRequest names the variable that is wrong or missing."""
+    """Return the environment's rank. InvalidRequest names a wrong or missing variable."""
     rank, num_ranks = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if not 0 <= rank < num_ranks:
         problem = f"in the environment, must be below WORLD_SIZE ({num_ranks}); torchrun sets both, others unset it"
@@ -56,7 +56,7 @@ def rank_told(environment: Mapping[str, str]) -> RankTold:
 
 
 def local_rank(environment: Mapping[str, str]) -> int | None:
-    """Return this rank's number on its machine; None where there is one rank.
+    """Return this rank's number on its machine, or None for a single rank.
 
     >>> told = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
     >>> local_rank(told | {SECRET: "of this run"})
@@ -67,7 +67,7 @@ def local_rank(environment: Mapping[str, str]) -> int | None:
 
 
 def set_of_ranks(ranks_per_node: int, *, nodes: int = 1) -> list[str]:
-    """Return the arguments of python that come before those of a worker, to start it as several ranks.
+    """Return python's arguments that start a worker as several ranks; they precede the worker's own.
 
     >>> [*set_of_ranks(2), "-m", "rlhfspec.trainer"]
     ['-m', 'rlhfspec.worker.ranks', '--nodes', '1', '--ranks-per-node', '2', '-m', 'rlhfspec.trainer']

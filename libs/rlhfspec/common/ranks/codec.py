@@ -1,4 +1,4 @@
-"""Messages between ranks: JSON and tensors. A message never holds Python objects, so receiving one runs no code.
+"""Messages between ranks: JSON and tensors, never Python objects, so that receiving one runs no code.
 
     [length of the JSON, length of the first part] | the JSON and all small tensors | each large tensor
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_LARGE_BYTES = 1 << 20  # a tensor of more is sent by itself, so that nothing large is there twice
+_LARGE_BYTES = 1 << 20  # a larger tensor is sent by itself, without a copy
 _DTYPES = {
     name: getattr(torch, name)
     for name in (
@@ -31,10 +31,8 @@ _DTYPES = {
 
 
 def encoded(value: Any) -> tuple[bytes, list[Tensor]]:
-    """Return a value as JSON, and its tensors in the order in which the JSON mentions them.
-
-    A value is None, a number, text, a tensor, or a list, tuple or dictionary of values.
-    """
+    """Return a value as JSON, and its tensors in the order in which the JSON mentions them. A value is None, a number,
+    text, a tensor, or a list, tuple or dictionary of values."""
     tensors: list[Tensor] = []
 
     def plain(each: Any) -> Any:
@@ -54,7 +52,6 @@ def encoded(value: Any) -> tuple[bytes, list[Tensor]]:
 
 
 def decoded(text: bytes, tensors: Iterator[Tensor]) -> Any:
-    """Return the value that was `encoded`, with these tensors."""
     return _filled(json.loads(text), lambda dtype, shape: next(tensors))
 
 
@@ -71,7 +68,7 @@ def _filled(value: Any, tensor: Callable[[str, list[int]], Tensor]) -> Any:
 
 
 def send(value: Any, group: Any, source: int) -> None:
-    """Send a value to all others of a group; they call `receive`."""
+    """Send a value to all others of a group; they must call `receive`."""
     text, tensors = encoded(value)
     sent = [_bytes_of(tensor) for tensor in tensors]
     first = torch.cat([
@@ -106,7 +103,7 @@ def receive(group: Any, source: int) -> Any:
 
 
 def gather(value: Any, group: Any, num_ranks: int) -> list[Any]:
-    """Return what every rank of a group gives, in their order: values without tensors."""
+    """Return the values of all ranks of a group, in rank order; they must hold no tensors."""
     text, tensors = encoded(value)
     assert not tensors, "a gathered value has no tensors"
     length = torch.tensor([len(text)])
@@ -121,7 +118,7 @@ def gather(value: Any, group: Any, num_ranks: int) -> list[Any]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's content on the host as bytes: gloo does not know every type."""
-    if not tensor.numel():  # whose strides torch may not look at as bytes
+    """Return a tensor's content as bytes on the host, since gloo does not know every type."""
+    if not tensor.numel():  # torch cannot view it as bytes
         return torch.empty(0, dtype=torch.uint8)
     return tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Ranks that work as one process: what they exchange, and how rank 0 commands the others.
+"""Ranks that work as one process: their exchanges, and the commands of rank 0.
 
 Example:
     >>> import torch
@@ -24,48 +24,48 @@ STOP = "stop"  # the command that ends `obey`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """The place of this process among the ranks. Every rank has to take part in an exchange."""
+    """This process's place among the ranks. Every rank must take part in each exchange."""
 
     rank: int = 0
     num_ranks: int = 1
-    silence_seconds: float = 0.0  # how long rank 0 may send no command
-    commands: Any = None  # the process group for commands, for its longer patience
-    host: Any = None  # the process group for messages and tensors of the host, which that of a GPU refuses
-    device: Any = None  # the process group for tensors of the device; None: that of all processes
-    tensor: Ranks | None = None  # the ranks that hold parts of one layer, and run the same micro-batches
-    data: Ranks | None = None  # the ranks with the same part of it, which share it by FSDP2, and the micro-batches
+    silence_seconds: float = 0.0  # longest wait for rank 0's next command
+    commands: Any = None  # process group for commands, with a longer timeout
+    host: Any = None  # process group for messages and host tensors, which a GPU's group refuses
+    device: Any = None  # process group for device tensors; None: that of all processes
+    tensor: Ranks | None = None  # ranks that hold parts of one layer, and run the same micro-batches
+    data: Ranks | None = None  # ranks with the same part, which share it by FSDP2, and the micro-batches
 
     @property
     def sharing(self) -> Ranks:
-        """Return the ranks that share weights and micro-batches: all, where no layer is cut."""
+        """Return the ranks that share weights and micro-batches: all, unless layers are cut."""
         return self.data or self
 
     @property
     def has_the_whole_layer(self) -> bool:
-        """Return whether this rank keeps what ranks of one layer have alike."""
+        """Return whether this rank keeps the values that all ranks of a layer have alike."""
         return self.tensor is None or self.tensor.rank == 0
 
     def mine(self, micro_batches: list[list[int]]) -> list[list[int]]:
-        """Return this rank's share of micro-batches whose number is a multiple of the ranks that share."""
+        """Return this rank's share of the micro-batches, whose number is a multiple of the sharing ranks."""
         return micro_batches[self.sharing.rank :: self.sharing.num_ranks]
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the ranks that share."""
+        """Return the sum over the sharing ranks."""
         if self.sharing.num_ranks > 1:
             tensor = tensor.clone()
             dist.all_reduce(tensor, group=self.sharing.host)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of every rank, by rank: what JSON can say."""
+        """Return the JSON value of every rank, by rank."""
         return [value] if self.num_ranks == 1 else codec.gather(value, self.host, self.num_ranks)
 
     def gather_of_micro_batches(self, value: Any) -> list[Any]:
-        """Return the value of every rank that shares, in order: ranks of one layer have the same."""
+        """Return the value of each sharing rank, in order; ranks of one layer have the same."""
         return self.gather(value)[:: self.tensor.num_ranks if self.tensor else 1]
 
     def broadcast(self, value: Any = None, *, source: int = 0) -> Any:
-        """Return the value of rank `source`: what JSON can say, and tensors, which are on the host of the others."""
+        """Return the value of rank `source`: JSON and tensors, which other ranks get on the host."""
         if self.num_ranks == 1 or self.rank == source:
             if self.num_ranks > 1:
                 codec.send(value, self.host, source)
@@ -73,12 +73,12 @@ class Ranks:
         return codec.receive(self.host, source)
 
     def command(self, name: str, **arguments: Any) -> None:
-        """Have the other ranks run a command of the table with which they `obey`."""
+        """Have the other ranks run a command of the table that they `obey`."""
         if self.num_ranks > 1:
             codec.send([str(name), arguments], self.commands, 0)
 
     def obey(self, table: Mapping[str, Callable[..., None]], *, stage: str) -> None:
-        """Run the commands of rank 0 until it says stop. StageStalled when it says nothing for too long."""
+        """Run the commands of rank 0 until it says stop. Raises StageStalled when none comes for too long."""
         assert self.rank > 0, "rank 0 leads"
         while True:
             try:

@@ -1,7 +1,4 @@
-"""Ranks meet: a process joins those of its set, and gets the process groups by which they work together.
-
-Every wait has a deadline, and says what it waited for.
-"""
+"""Meeting of ranks: a process joins its set and gets its process groups. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -38,12 +35,9 @@ def joined(
     tell_seconds: float = _TELL_SECONDS,
     tensor_parallel: int = 1,
 ) -> Iterator[Ranks]:
-    """Join the ranks that the environment tells of; this process alone where it tells of none.
-
-    `timeout_seconds`: for one exchange while all work. `silence_seconds`: for rank 0 to send a command at all: it is
-    busy with the other stages for most of a step. `device`: this rank's own. `tell_seconds`: after which a rank logs
-    that it waits. `tensor_parallel`: of so many neighbours each holds a part of every layer.
-    """
+    """Join the ranks given by the environment, or only this process if there are none. `timeout_seconds`: for one
+    exchange while all work. `silence_seconds`: for rank 0's next command, as it waits for other stages. `tell_seconds`:
+    after which a waiting rank logs so. `tensor_parallel`: ranks that cut each layer."""
     told = rank_told(os.environ)
     if told.num_ranks == 1:
         yield Ranks()
@@ -75,10 +69,7 @@ def joined(
 def _host_group(
     told: RankTold, timeout: timedelta, members: Sequence[int] | None = None, *, patience: timedelta | None = None
 ) -> Any:
-    """Make a group for the host, of these ranks or all, each of which has proved that it belongs.
-
-    `patience`: for one exchange, once they have.
-    """
+    """Create a host group of these ranks, or all, with proof of the secret. `patience`: for one later exchange."""
     members = range(told.num_ranks) if members is None else members
     group = dist.new_group(list(members), timeout=patience or timeout, backend="gloo")
     if told.rank in members:
@@ -87,11 +78,11 @@ def _host_group(
 
 
 def _cutting(ranks: Ranks, told: RankTold, tensor_parallel: int, timeout: timedelta, device: torch.device) -> Ranks:
-    """Add the groups of ranks that cut layers (rows of so many), and of those that share what is cut (columns)."""
+    """Add the groups of ranks that cut layers (rows), and of those that share the parts by FSDP2 (columns)."""
     rows = torch.arange(ranks.num_ranks).reshape(-1, tensor_parallel)
 
     def group_of(sets: list[list[int]]) -> Ranks:
-        """Make all of them, as every rank has to, and return the one of this rank."""
+        """Create all groups, as every rank must, and return the one of this rank."""
         found = None
         for members in sets:
             host = _host_group(told, timeout, members)
@@ -106,7 +97,7 @@ def _cutting(ranks: Ranks, told: RankTold, tensor_parallel: int, timeout: timede
 
 
 class _WaitsForOthers:
-    """Logs when the others are long in coming, and turns torch's error into one that names them."""
+    """Guard of a wait: logs when it takes long, and names the missing ranks in torch's error."""
 
     def __init__(self, told: RankTold, stage: str, timeout_seconds: float, tell_seconds: float) -> None:
         self._told, self._stage, self._seconds = told, stage, timeout_seconds
@@ -127,7 +118,7 @@ class _WaitsForOthers:
 
 @contextmanager
 def _on_loopback(is_local: bool) -> Iterator[None]:
-    """Have gloo listen on loopback alone, in groups that are made meanwhile."""
+    """Make gloo listen on loopback only, in groups created inside."""
     if not is_local:
         yield
         return
@@ -142,7 +133,7 @@ def _on_loopback(is_local: bool) -> Iterator[None]:
 
 
 def _group_of(device: torch.device) -> dict[str, Any]:
-    """Return the arguments of the ranks' process group; the device is this process's current one from now on.
+    """Return the arguments of the ranks' process group; makes the device this process's current one.
 
     >>> _group_of(torch.device("cpu"))
     {'backend': 'gloo'}

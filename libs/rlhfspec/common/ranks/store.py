@@ -1,9 +1,8 @@
-"""The store by which ranks find each other, for those alone that know the ranks' secret.
+"""The store by which ranks find each other, sealed with the ranks' secret.
 
-torch's TCPStore lets every process read, write and list keys. So a key is written as its HMAC, and a value is encrypted
-for its key. A process without the secret reads nothing, and what it writes ends the meeting with an error.
-
-torch forgets a store that is written in Python when nothing in Python refers to it: `joined` keeps it.
+torch's TCPStore lets every process read and write, so keys are written as HMACs, and values are encrypted for their
+key. Without the secret a process reads nothing, and its writes end the meeting with an error. Keep a reference to the
+store (as `joined` does): torch forgets a Python store without one.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def opened(told: RankTold, timeout: timedelta) -> SealedStore:
-    """Open the store; rank 0 listens, on loopback alone where its address is there. RuntimeError: not in time."""
+    """Open the store; rank 0 listens, on loopback only if that is its address. Raises RuntimeError on timeout."""
     host, _, port = told.leader.rpartition(":")
     host = host.strip("[]")
     options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False}
-    if told.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # then torchrun listens there
+    if told.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # else torchrun listens there
         listening = _listening(host, int(port))
         options |= {"is_master": True, "master_listen_fd": listening.detach()}
     return SealedStore(TCPStore(host, int(port), told.num_ranks, **options), told.secret)
@@ -50,14 +49,12 @@ def is_here(leader: str) -> bool:
 def _listening(host: str, port: int) -> socket.socket:
     if host in _LOOPBACK:
         return socket.create_server((host, port), family=socket.AF_INET6 if host == "::1" else socket.AF_INET)
-    if socket.has_dualstack_ipv6():  # a pod's name may not be known yet
+    if socket.has_dualstack_ipv6():  # a pod's name may not resolve yet
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
 
 
 class SealedStore(Store):
-    """A store in which only processes with the secret read and write."""
-
     def __init__(self, inner: Any, secret: bytes) -> None:
         super().__init__()
         self._inner = inner
@@ -103,10 +100,8 @@ class SealedStore(Store):
 
 
 def prove(group: Any, rank: int, num_ranks: int, secret: bytes, timeout: timedelta) -> None:
-    """Have each pair of a gloo group show each other that they know the secret. RuntimeError: another is in a seat.
-
-    gloo gives a seat to whatever connects first, so each connection is tried before anything else is sent over it.
-    """
+    """Have each pair of a gloo group prove that it knows the secret; raise RuntimeError if a process does not. gloo
+    accepts whoever connects first, so every connection must be proved before anything else is sent."""
     own = [os.urandom(32) for _ in range(num_ranks)]
     theirs = _exchanged(own, group, rank, timeout)
     answers = [_proof(secret, rank, challenge) for challenge in theirs]

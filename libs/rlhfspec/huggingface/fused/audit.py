@@ -1,7 +1,6 @@
-"""Which functions of torch a forward really calls, module by module, and which of them depend on a row's company.
+"""Record of the torch functions that a forward calls, by module, and which make a row's bits depend on other rows.
 
-Nothing is left to what a module is called: every function that runs is heard, and only those of which we know that a
-row's bits are its own in any company are let through.
+Functions count as dependent unless they are known to be safe.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Those that compute are proved one by one in tests/torch/huggingface/test_guard.py.
+# Functions that compute are proved one by one in tests/torch/huggingface/test_guard.py.
 MOVING = _words("""
     alias all any arange argmax argmin argsort bincount bitwise_and bitwise_not bitwise_or broadcast_to bucketize
     cat chunk clone complex concat concatenate constant_pad_nd contiguous copy cumsum detach diagonal diff dropout
@@ -45,14 +44,14 @@ REDUCING = _words("""
     norm prod rms_norm softmax std sum var var_mean _log_softmax _softmax
 """)
 _BY_ROW = MOVING | ELEMENTWISE | REDUCING | {"power by multiplication", "product over one"}
-_EXPONENTS = (0, 0.5, 1, 2, 3, -0.5, -1, -2)  # that torch computes by multiplication, division and roots
+_EXPONENTS = (0, 0.5, 1, 2, 3, -0.5, -1, -2)  # computed by multiplication, division and roots
 
 _is_silent: ContextVar[bool] = ContextVar("what runs in this thread is known to be right", default=False)
 
 
 @contextmanager
 def not_audited() -> Iterator[None]:
-    """What runs inside is known to give a row its own bits, whatever it calls."""
+    """Exempt the code inside, which is known to keep rows apart."""
     token = _is_silent.set(True)
     try:
         yield
@@ -61,7 +60,7 @@ def not_audited() -> Iterator[None]:
 
 
 class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down which functions run in which module: pairs of (path of the innermost module, function)."""
+    """Dispatch mode that records pairs of (path of the innermost module, function)."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -90,7 +89,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def by_company(self) -> list[tuple[str, str]]:
-        """Those of which a row's bits may depend on the rows beside it."""
+        """Return the calls in which a row's bits may depend on other rows."""
         return sorted((path, name) for path, name in self.calls if name not in _BY_ROW)
 
     def _push(self, module: nn.Module, args: Any) -> None:
@@ -101,7 +100,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hears which tensors a forward reads."""
+    """Dispatch mode that records which tensors a forward reads."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

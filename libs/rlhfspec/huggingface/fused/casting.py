@@ -1,7 +1,7 @@
-"""How a model's weights are kept in fewer bits: as Hugging Face keeps them in a model that it loads so.
+"""Rounding of a model's parameters to fewer bits, as Hugging Face stores them.
 
-Parameters are rounded, but for those that the model's class keeps in float32 (routers of experts, sinks). Buffers are
-not: with the frequencies of RoPE in 8 bits a cosine is off by .02 at position 100 and by .3 at position 1,000.
+Parameters that the class keeps in float32 (routers of experts, sinks) are not rounded, and neither are buffers, since
+RoPE's cosines would be off by .3 at position 1,000.
 
 Example:
     >>> from rlhfspec.tiny import random_model
@@ -26,32 +26,31 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """In what each parameter of a model is kept."""
+    """Type in which each parameter of a model is kept."""
 
     usual: torch.dtype
-    in_float32: frozenset[str] = frozenset()  # names of the parameters that stay so whatever is usual
+    in_float32: frozenset[str] = frozenset()  # parameters that stay so whatever is usual
 
     def of(self, name: str) -> torch.dtype:
-        """
+        """Return the type of the named parameter.
+
         >>> Precision(torch.bfloat16, frozenset({"gate.weight"})).of("gate.weight")
         torch.float32
         """
         return torch.float32 if name in self.in_float32 else self.usual
 
     def rounded(self, name: str, parameter: Tensor) -> Tensor:
-        """The value as it is kept, in the type that our kernels take."""
+        """Return the value rounded as it is kept, in the type that our kernels take."""
         return rounded(parameter, self.of(name))
 
     def holds(self, path: str) -> bool:
-        """Is any parameter of the module at `path` in float32 though that is not usual?"""
+        """Return whether the module at `path` has a float32 parameter although another type is usual."""
         return any(name.startswith(f"{path}.") for name in self.in_float32)
 
 
 def precision_of(model: nn.Module, dtype: torch.dtype) -> Precision:
-    """What Hugging Face would keep the model's parameters in, had it loaded it as `dtype`.
-
-    A class may ask for float32 when it makes a parameter, which a model without values shows, or list parts of names.
-    """
+    """Return the types in which Hugging Face would load the model's parameters as `dtype`. A class asks for float32
+    either when it creates a parameter, seen on the meta device, or by a list of name parts."""
     if dtype != torch.bfloat16:
         return Precision(dtype)
     names = set[str]()
@@ -64,7 +63,7 @@ def precision_of(model: nn.Module, dtype: torch.dtype) -> Precision:
 
 
 def _pretrained(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
-    """The outermost models of transformers, and what their parameters' names begin with."""
+    """Yield the outermost transformers models and the prefix of their parameters' names."""
     if isinstance(module, PreTrainedModel):
         yield path, module
         return
@@ -73,28 +72,25 @@ def _pretrained(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _without_values(model: Any, dtype: torch.dtype) -> Any:
-    with torch.device("meta"), torch.random.fork_rng(devices=()):  # some draw numbers all the same
+    with torch.device("meta"), torch.random.fork_rng(devices=()):  # some classes draw numbers anyway
         return type(model)._from_config(copy.deepcopy(model.config), dtype=dtype, attn_implementation="eager")
 
 
 def cast(model: nn.Module, precision: Precision) -> None:
-    """In place. Parameters only: a buffer keeps its type and its values."""
+    """Cast parameters in place; buffers keep their type and values."""
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(precision.of(name))
 
 
 def narrow(model: nn.Module, precision: Precision) -> None:
-    """In place, before anything is proved: parameters that are to be bfloat16 are so, and `widened` runs them."""
+    """Cast parameters in place to bfloat16 where wanted, before the proof; `widened` runs them."""
     for name, parameter in model.named_parameters():
         if precision.of(name) == torch.bfloat16:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def round_parameters(model: nn.Module, precision: Precision) -> dict[str, Tensor]:
-    """In place, to what is left of them when they are kept so, in the type that our kernels take.
-
-    Returns what they were, by their names, where that is something else.
-    """
+    """Round parameters in place, in the type that our kernels take; return the changed originals by name."""
     before = {}
     for name, parameter in model.named_parameters():
         if precision.of(name) == torch.bfloat16:
@@ -104,7 +100,7 @@ def round_parameters(model: nn.Module, precision: Precision) -> dict[str, Tensor
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value as `dtype` keeps it, in float32 (float64 where that is what is kept)."""
+    """Return the value as `dtype` keeps it, in float32 (float64 for float64)."""
     if not tensor.is_floating_point():
         return tensor
     return tensor.to(torch.float64) if dtype == torch.float64 else tensor.to(dtype).to(torch.float32)

@@ -1,4 +1,4 @@
-"""Mixtures of experts on our kernels: rows gathered by expert, each expert's layers on packed weights, sums by row."""
+"""Mixtures of experts on our kernels: rows gathered by expert, packed weights, sums by row."""
 
 from __future__ import annotations
 
@@ -16,23 +16,20 @@ _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Does transformers run this module through its experts interface? That says all of what it computes."""
+    """Return whether transformers runs this module through its experts interface, which defines its computation."""
     return all(hasattr(module, flag) for flag in _FLAGS) and not module.has_post_expert_norm
 
 
 def has_plain_gate(module: Any) -> bool:
-    """activation(first half) * second half, and nothing else."""
+    """Return whether the gate is exactly activation(first half) * second half."""
     return bool(
         module.has_gate and module.is_concatenated and getattr(type(module), "_apply_gate", None) is _default_apply_gate
     )
 
 
 class ExpertLoad:
-    """Counts the rows that each expert of a model is given.
-
-    `rows` has a layer's path and its experts' counts; a mixture that transformers does not run through its experts
-    interface is not in it.
-    """
+    """Counter of the rows that each expert of a model receives. `rows` maps a layer's path to its experts' counts, for
+    mixtures run by transformers' experts interface."""
 
     def __init__(self, model: nn.Module) -> None:
         self._counts: dict[str, Tensor] = {}
@@ -53,10 +50,10 @@ class ExpertLoad:
 def by_expert(
     hidden_states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, layer: Callable[[int, Tensor], Tensor]
 ) -> Tensor:
-    """sum over a token's experts e of weight * layer(e, hidden). hidden [T, H], experts and weights [T, k] -> [T, H]
+    """Return the sum over a token's experts e of weight * layer(e, hidden).
 
-    A token's parts are added in the order in which the router named its experts; so a row's bits are its own where
-    those of `layer` are.
+    Shapes: hidden [T, H], experts and weights [T, k] -> [T, H]. Terms are added in the router's order, so a row's bits
+    are its own where those of `layer` are.
 
     >>> hidden, experts = torch.ones(2, 1), torch.tensor([[0, 2], [2, 1]])
     >>> weights = torch.tensor([[0.5, 0.5], [1.0, 0.0]])
@@ -74,10 +71,7 @@ def by_expert(
 
 
 class PackedExperts(nn.Module):
-    """A Hugging Face experts module whose weights are packed, expert by expert.
-
-    `inner` is the module itself without its weights: what happens between the products is its own code.
-    """
+    """Hugging Face experts module with packed weights per expert; `inner` is the module without its weights."""
 
     def __init__(self, experts: Any, *, dtype: torch.dtype, arithmetic: str, activation: str | None) -> None:
         super().__init__()
@@ -107,7 +101,7 @@ class PackedExperts(nn.Module):
     @torch.no_grad()
     def load_weights(self, up: Tensor, down: Tensor, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
                      ) -> None:  # fmt: skip
-        """up [E, 2I or I, H] and down [E, H, I] (or their transposes), biases [E, ...]: as Hugging Face keeps them."""
+        """Pack up [E, 2I or I, H] and down [E, H, I] (or transposes), biases [E, ...], as Hugging Face has them."""
         for expert in range(self.num_experts):
             matrices = oriented(self, up[expert]), oriented(self, down[expert])
             biases = [None if bias is None else bias[expert].to(self._dtype) for bias in (up_bias, down_bias)]
@@ -132,10 +126,10 @@ class PackedExperts(nn.Module):
 
 
 def oriented(experts: Any, weight: Tensor) -> Tensor:
-    """One expert's matrix as [outputs, inputs]."""
+    """Return one expert's matrix as [outputs, inputs]."""
     return weight.T if experts.is_transposed else weight
 
 
 def gate(experts: Any, rows: Tensor) -> Tensor:
-    """What an experts module does between its two products, by its own code."""
+    """Run the module's own code between its two products."""
     return experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)  # type: ignore[no-any-return]

@@ -1,11 +1,8 @@
-"""Puts our kernels under an unmodified Hugging Face model, module by module.
+"""Exchange of an unmodified Hugging Face model's modules for ours, on kernels.
 
-A module is exchanged only when it is of a class whose forward we know to the letter, or when ours gives the same on
-inputs of every size (`_agree`: a clamp, a cap or another epsilon shows at some size). Whatever else the model runs
-stays as it is; the modules among it that call functions whose bits depend on the company are run inside a `Guard`.
-What then still depends on it is refused, so that every bit of a row is a function of that row, whatever the model.
-
-Every exchange leaves a loader behind, so that new weights find their place by their Hugging Face names.
+A module is exchanged only if its class is known exactly, or if ours agrees on inputs of every size (`_agree`), which
+shows clamps, caps and another epsilon. Other modules whose bits depend on neighbouring rows run inside a `Guard`, or
+the model is refused, so every bit of a row is a function of that row. Loaders keep the Hugging Face names of weights.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from rlhfspec.kernels.linear import (
 )
 from rlhfspec.kernels.norm import FusedRMSNorm
 
-Loader = tuple[tuple[str, ...], Callable[..., None]]  # weight names, and what takes those weights ("" gives None)
+Loader = tuple[tuple[str, ...], Callable[..., None]]  # weight names, and the loader of these weights ("" gives None)
 _ACTIVATIONS: dict[type, ActivationName] = {  # classes whose forward is exactly this function
     nn.SiLU: "silu",
     activations.SiLUActivation: "silu",
@@ -50,15 +47,15 @@ _ACTIVATIONS: dict[type, ActivationName] = {  # classes whose forward is exactly
     activations.FastGELUActivation: "gelu_tanh",
     activations.AccurateGELUActivation: "gelu_tanh",
 }
-_SCALES = (1e-3, 0.1, 1.0, 30.0, 1e3)  # of probes: eps shows in the small, clamps and caps in the large
+_SCALES = (1e-3, 0.1, 1.0, 30.0, 1e3)  # of probes: eps shows in small values, clamps and caps in large ones
 
 
 @dataclass(slots=True)
 class FusedModel:
-    """The exchanged model and where each named weight goes."""
+    """The exchanged model with a loader for each weight."""
 
     model: Any  # a Hugging Face causal LM
-    precision: Precision  # in what the weights are kept
+    precision: Precision  # in which the weights are kept
     arithmetic: str
     guard: Guard
     shapes: dict[str, torch.Size] = field(default_factory=dict)  # every weight by its Hugging Face name
@@ -66,14 +63,14 @@ class FusedModel:
     swapped: dict[str, int] = field(default_factory=dict)  # kind -> count, for reports
 
     def load(self, state_dict: dict[str, Tensor]) -> None:
-        """All or nothing: every weight must be there in its shape, and no unknown name."""
+        """Load all weights, or raise if one is missing, unknown or of another shape."""
         given = self.checked(state_dict, self.shapes)
         for names, load in self.loaders:
             load(*(given[name].detach() if name else None for name in names))
         self.guard.forget()
 
     def checked(self, state_dict: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-        """With those that are tied to others; ValueError where it is not all that there must be."""
+        """Return the weights with tied ones added; raise ValueError if the set is wrong."""
         tied = _tied_names(self.model)
         given = dict(state_dict)
         for name, source in tied.items():
@@ -90,12 +87,11 @@ class FusedModel:
         return given
 
     def packing(self, name: str) -> dict[str, Any]:
-        """How the matrix of that name is packed."""
         kept_as = self.precision.of(name)
         return {"dtype": kept_as, "arithmetic": arithmetic_beside(self.arithmetic, kept_as)}
 
     def held(self) -> Iterator[Tensor]:
-        """Every tensor that a forward reads: weights as they are packed, parameters and buffers, rotary tables."""
+        """Yield every tensor that a forward reads: packed weights, parameters, buffers, rotary tables."""
         for module in self.model.modules():
             yield from _held(module)
 
@@ -122,10 +118,8 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 @torch.inference_mode()
 def fuse(model: nn.Module, precision: Precision, *, arithmetic: str, max_context: int) -> FusedModel:
     """Exchange experts, gated MLPs, linear layers, norms, activations and rotary tables, outer modules first.
-
-    The parameters are rounded already, to bfloat16 or as `casting.round_parameters` does it. What our kernels take is
-    float32: a layer is widened when it is its turn, and nothing holds what it was exchanged for.
-    """
+    Parameters must be rounded already (`casting`). Each layer is widened to float32 just before its exchange, and the
+    exchanged modules are freed."""
     fused = FusedModel(model, precision, arithmetic, Guard(arithmetic=arithmetic))
     fused.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     native = arithmetic != "torch"
@@ -153,10 +147,8 @@ def fuse(model: nn.Module, precision: Precision, *, arithmetic: str, max_context
 
 
 def guard_rows(model: Any, guard: Guard, parts: CausalLM, run: Callable[[], object], *, name: str) -> tuple[str, ...]:
-    """Find the modules whose bits depend on the company in `run`, and from now on run them inside the guard.
-
-    Returns their paths. Raises UnsupportedModel for what depends on it even there. name: what messages call the model.
-    """
+    """Find modules whose bits depend on other rows in `run`, make them run inside the guard, and return their paths.
+    Raises UnsupportedModel where the guard does not help; `name` is used in messages."""
     found = _audit(model, run)
     guarded = _outermost({path for path, _ in found})
     for path in guarded:
@@ -189,13 +181,12 @@ def _audit(model: nn.Module, run: Callable[[], object]) -> list[tuple[str, str]]
 
 
 def _outermost(paths: set[str]) -> tuple[str, ...]:
-    """Without those inside another one."""
+    """Drop the paths that lie inside another one."""
     return tuple(sorted(path for path in paths if not any(is_inside(path, other) for other in paths - {path})))
 
 
 def is_inside(path: str, other: str) -> bool:
-    """Is the module at `path` the other one, or a part of it? The model itself ("") has no other inside: it stands
-    for the code behind the trunk."""
+    """Return whether `path` is the other module or inside it; the model itself ("") contains none."""
     return path == other or (bool(other) and path.startswith(f"{other}."))
 
 
@@ -208,7 +199,7 @@ def _swap(fused: FusedModel, name: str, module: nn.Module) -> None:
         replacement = attempt(fused, name, module)
         if replacement is not None:
             last = module.get_submodule("down_proj") if kind == "gated_mlp" else module
-            replacement._forward_hooks.update(last._forward_hooks)  # what is done with its output
+            replacement._forward_hooks.update(last._forward_hooks)  # hooks on its output
             _replace(fused.model, name, replacement)
             fused.swapped[kind] = fused.swapped.get(kind, 0) + 1
             return
@@ -244,7 +235,7 @@ def _linear(fused: FusedModel, name: str, module: nn.Module) -> nn.Module | None
     if type(module) is nn.Linear:
         packed = PackedLinear.from_linear(module, **fused.packing(f"{name}.weight"))
         load = packed.load_weight
-    elif type(module) is Conv1D:  # GPT-2's linear layer keeps its weight the other way round
+    elif type(module) is Conv1D:  # GPT-2's linear layer keeps its weight transposed
         packed = PackedLinear(module.nx, module.nf, **fused.packing(f"{name}.weight"))
         load = functools.partial(_load_transposed, packed)
         load(module.weight, module.bias)
@@ -259,7 +250,7 @@ def _load_transposed(packed: PackedLinear, weight: Tensor, bias: Tensor | None) 
 
 
 def _add_loader(fused: FusedModel, matrices: list[str], biases: list[str], load: Callable[..., None]) -> None:
-    """Matrices are rounded as they are packed, biases here: later weights like the first ones."""
+    """Add a loader. Matrices are rounded when packed, biases here, so later weights are rounded like the first."""
     names = (*matrices, *(bias if bias in fused.shapes else "" for bias in biases))
 
     def rounded_load(*tensors: Tensor | None) -> None:
@@ -277,7 +268,7 @@ def _norm(fused: FusedModel, name: str, module: nn.Module) -> nn.Module | None:
     if weight.ndim != 1 or list(module.state_dict()) != ["weight"]:
         return None
     original = weight.data
-    weight.data = original + 0.1 * torch.randn_like(original)  # a probe weight that tells (1 + w) from w
+    weight.data = original + 0.1 * torch.randn_like(original)  # a probe weight that distinguishes (1 + w) from w
     candidates = [FusedRMSNorm(weight.data, eps, add_one=add_one) for add_one in (False, True)]
     same = [norm.add_one for norm in candidates if _agree(module, norm, len(original), rtol=1e-5)]
     weight.data = original
@@ -292,12 +283,12 @@ def _norm(fused: FusedModel, name: str, module: nn.Module) -> nn.Module | None:
 def _agree(
     module: Callable[[Tensor], Any], ours: Callable[[Tensor], Tensor], width: int, *, rtol: float = 1e-4
 ) -> bool:
-    """Does the module give what ours gives, for rows of every size?"""
+    """Return whether the module's output equals ours for rows of every size."""
     generator = torch.Generator().manual_seed(0)
     x = torch.cat([scale * torch.randn(2, width, generator=generator) for scale in _SCALES])
     try:
         expected = module(x)
-    except (RuntimeError, TypeError, ValueError, IndexError):  # it wants something else than rows
+    except (RuntimeError, TypeError, ValueError, IndexError):  # it does not take rows
         return False
     if not isinstance(expected, Tensor) or expected.shape[:-1] != x.shape[:-1]:
         return False
@@ -311,15 +302,13 @@ def _activation(fused: FusedModel, name: str, module: nn.Module) -> nn.Module | 
 
 
 def activation_of(module: Any) -> ActivationName | None:
-    """Which of our activations this module is, if any."""
     if type(module) is nn.GELU:
         return "gelu_tanh" if module.approximate == "tanh" else "gelu"
     return _ACTIVATIONS.get(type(module))
 
 
 def _tensor_loader(fused: FusedModel, name: str) -> Callable[[Tensor], None]:
-    """Of what the model itself still holds. A buffer is another tensor once the model has moved to its device, and is
-    never rounded."""
+    """Return a loader into the model's own tensor, looked up at each load as moving to a device replaces buffers."""
     path, _, leaf = name.rpartition(".")
     module = fused.model.get_submodule(path)
 
@@ -331,7 +320,7 @@ def _tensor_loader(fused: FusedModel, name: str) -> Callable[[Tensor], None]:
 
 
 def _attached(model: nn.Module, name: str) -> bool:
-    """False when an ancestor was swapped out in the meantime, and for the model itself."""
+    """Return whether the module is still in the model; False for the model itself, or if an ancestor was exchanged."""
     if not name:
         return False
     *path, leaf = name.split(".")

@@ -1,11 +1,7 @@
-"""The same bits in any company, for model code that calls torch directly.
+"""Guard for model code that calls torch directly, so that a row's bits do not depend on its neighbours.
 
-Most modules are exchanged for kernels (`fuse.py`). What is left runs on torch, and there two kinds of functions
-depend on the company a row is in: matrix products, and those whose vectorised and scalar code round differently, so
-that an element's place decides. Inside a `Guard` the first run on our kernels wherever one side is a model's weight
-(or any slice of one), the second on whole vectors only.
-
-`audit.py` says which modules need it.
+Matrix products with a weight (or a slice of one) run on our kernels. Elementwise functions, whose vectorised and scalar
+code round differently, run on whole vectors only. `audit.py` says which modules need the guard.
 """
 
 from __future__ import annotations
@@ -23,28 +19,26 @@ from rlhfspec.huggingface.fused.casting import Precision
 from rlhfspec.kernels.linear import PackedLinear, arithmetic_beside
 
 Key = tuple[int, tuple[int, ...], tuple[int, ...]]
-_PIECE = 16384  # elements: below torch's grain, so that one thread runs them all
+_PIECE = 16384  # elements: below torch's grain size, so that one thread runs them all
 _FEW = 16  # terms of a product that are added one by one
-_VECTOR = 64  # elements; no machine's vector unit takes more at once
+_VECTOR = 64  # elements; no vector unit is wider
 
 
 class WeightProducts(TorchFunctionMode):
-    """Entered around a forward: every product of rows with a weight, or with a slice of one, runs `product`.
-
-    However the model's code says it: linear, @, mm, bmm, addmm. `know` says which tensors are weights.
-    """
+    """Function mode that runs `product` for every product of rows with a weight or a slice of one. It covers linear, @,
+    mm, bmm and addmm. `know` registers the weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._weights: dict[int, tuple[Tensor, torch.dtype]] = {}  # by their storage; what each is kept in
+        self._weights: dict[int, tuple[Tensor, torch.dtype]] = {}  # by storage; with the kept type of each
         self._table = self._handlers()
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """rows [..., K], weight [N, K] -> [..., N]"""
+        """Multiply rows [..., K] by weight [N, K] -> [..., N]."""
         raise NotImplementedError
 
     def other_product(self, one: Tensor, other: Tensor) -> Any:
-        """What becomes of a product without a weight."""
+        """Compute a product without a weight."""
         return NotImplemented
 
     def know(self, weights: Iterable[tuple[str, Tensor]], precision: Precision) -> None:
@@ -52,7 +46,7 @@ class WeightProducts(TorchFunctionMode):
             self._weights[weight.untyped_storage().data_ptr()] = weight, precision.of(name)
 
     def copied(self, weight: Tensor, copy: Tensor) -> None:
-        """A weight that it knows lies there as well, until that is `gone`."""
+        """Register a copy of a known weight, until it is `gone`."""
         known = self._weights.get(weight.untyped_storage().data_ptr())
         if known is not None:
             self._weights[copy.untyped_storage().data_ptr()] = known
@@ -61,11 +55,11 @@ class WeightProducts(TorchFunctionMode):
         self._weights.pop(copy.untyped_storage().data_ptr(), None)
 
     def forget(self) -> None:
-        """Hold no weight any more: transformers keeps the last attention function, and with it this object."""
+        """Release all weights: transformers keeps the last attention function, and with it this object."""
         self._weights.clear()
 
     def kept_as(self, weight: Tensor) -> torch.dtype:
-        """Of one that it knows, or of a slice of one."""
+        """Return the kept type of a known weight or of a slice of one."""
         return self._weights[weight.untyped_storage().data_ptr()][1]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,8 +105,7 @@ class WeightProducts(TorchFunctionMode):
 
 
 class Guard(WeightProducts):
-    """Entered around a forward, so that a row's bits are its own. It keeps the weights that it has packed until
-    `forget`.
+    """Weight products on our kernels, so that a row's bits are its own. Packed weights are kept until `forget`.
 
     Example:
         >>> weight, rows = torch.nn.Parameter(torch.randn(40, 300)), torch.randn(7, 300)
@@ -128,13 +121,13 @@ class Guard(WeightProducts):
         super().__init__()
         self._arithmetic = arithmetic
         self._packed: dict[Key, PackedLinear] = {}
-        self._multiplied: set[int] = set()  # storages of the weights that it has multiplied with so far
+        self._multiplied: set[int] = set()  # storages of the weights multiplied so far
 
     def has_multiplied(self, weight: Tensor) -> bool:
         return weight.untyped_storage().data_ptr() in self._multiplied
 
     def forget(self) -> None:
-        """The weights changed: pack them again when they are needed."""
+        """Drop the packed weights after a change, so that they are packed again when needed."""
         self._packed.clear()
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
@@ -146,7 +139,7 @@ class Guard(WeightProducts):
         return packed(rows)  # type: ignore[no-any-return]
 
     def other_product(self, one: Tensor, other: Tensor) -> Any:
-        """Of many small matrices, one a row: every element by itself, its few terms added in order."""
+        """Multiply many small matrices, one a row: each element alone, its few terms added in order."""
         if min(one.ndim, other.ndim) < 3 or one.shape[-1] > _FEW or one.shape[:-2] != other.shape[:-2]:
             return NotImplemented
         return (one[..., :, :, None] * other[..., None, :, :]).sum(-2)
@@ -168,7 +161,7 @@ class Guard(WeightProducts):
 
 
 def _complex_product(func: Any, args: Any, kwargs: Any) -> Any:
-    """Written out: of complex numbers torch's vector code rounds otherwise than its scalar code."""
+    """Multiply complex numbers by their parts: torch's vector and scalar code round differently."""
     one, other = args[:2]
     if kwargs or not (isinstance(one, Tensor) and one.is_complex()):
         return NotImplemented
@@ -177,7 +170,7 @@ def _complex_product(func: Any, args: Any, kwargs: Any) -> Any:
     return torch.complex(one.real * other.real - one.imag * other.imag, one.real * other.imag + one.imag * other.real)
 
 
-_BY_PLACE: tuple[Any, ...] = (  # an element's place decides about its last bit
+_BY_PLACE: tuple[Any, ...] = (  # the last bit depends on an element's place
     torch.sigmoid, Tensor.sigmoid, functional.sigmoid, functional.silu, functional.gelu, functional.softplus,
     functional.mish, functional.elu, functional.celu, functional.selu, torch.exp2, Tensor.exp2, torch.special.expit,
     torch.pow, Tensor.pow, Tensor.__pow__,
@@ -185,7 +178,7 @@ _BY_PLACE: tuple[Any, ...] = (  # an element's place decides about its last bit
 
 
 def _on_whole_vectors(func: Any, args: Any, kwargs: Any) -> Any:
-    """An elementwise function of its first argument, computed by vector code alone, wherever an element stands."""
+    """Run an elementwise function of its first argument in vector code only, wherever an element stands."""
     x = args[0] if args else kwargs.get("input")
     if not isinstance(x, Tensor) or not x.is_floating_point() or any(isinstance(arg, Tensor) for arg in args[1:]):
         return NotImplemented

@@ -1,7 +1,6 @@
-"""Which models run through the one-call decoder: those of classes known to the letter, configured as it can do.
+"""Choice of the one-call decoder, for models of exactly known classes; all others run layer by layer.
 
-Everything else runs layer by layer. Scale and windows are what the attentions said when they ran (`anatomy.py`); the
-caller compares bits at every probe before it uses the decoder.
+Scale and windows come from `anatomy.py`. Compare the bits of every probe before using the decoder.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from rlhfspec.kernels.decoder import DecoderParts, NativeDecoder
 from rlhfspec.kernels.linear import PackedGatedMLP, PackedLinear
 from rlhfspec.kernels.norm import FusedRMSNorm
 
-# norm, q/k/v (and norms of q and k), rotary by halves, attention, o, residual, norm, gated MLP, residual: nothing else
+# the decoder computes exactly: norm, q/k/v (and norms of q and k), rotary by halves, attention, o, residual, norm,
+# gated MLP, residual
 _FAMILIES = ("llama.modeling_llama.Llama", "mistral.modeling_mistral.Mistral", "qwen2.modeling_qwen2.Qwen2",
              "qwen3.modeling_qwen3.Qwen3", "seed_oss.modeling_seed_oss.SeedOss")  # fmt: skip
 _LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
@@ -27,7 +27,7 @@ _ATTENTION_NORMS = {"q_norm", "k_norm"}
 
 
 def native_decoder(parts: CausalLM, kv: torch.Tensor, dtype: torch.dtype, split: int) -> NativeDecoder | None:
-    """The decoder of a model that it knows, or None. split: of its attention."""
+    """Return the model's decoder, or None for an unknown model. split: of its attention."""
     trunk, specs, head = parts.trunk, parts.anatomy.attentions, _plain_head(parts.model)
     if build.load() is None or not _is_known(trunk) or head is None:
         return None
@@ -51,7 +51,7 @@ def native_decoder(parts: CausalLM, kv: torch.Tensor, dtype: torch.dtype, split:
 
 
 def _plain_head(model: Any) -> PackedLinear | None:
-    """What makes logits of hidden states, where that is one linear layer and nothing else."""
+    """Return the head if it is one linear layer and nothing else."""
     family = _class_of(model).removesuffix("ForCausalLM")
     head = model.lm_head if family in _FAMILIES else getattr(model, "only_head", None)
     return head if isinstance(head, PackedLinear) else None
@@ -86,7 +86,7 @@ def _is_known_layer(layer: Any, family: str) -> bool:
 
 
 def _class_of(module: Any) -> str:
-    """Below transformers.models, so that a class of the same name elsewhere is another one."""
+    """Return the class's path below transformers.models, as a class elsewhere may have the same name."""
     return f"{type(module).__module__}.{type(module).__qualname__}".removeprefix("transformers.models.")
 
 

@@ -1,4 +1,4 @@
-"""cos and sin of every position, computed once and then looked up."""
+"""Rotary tables: cos and sin of every position, computed once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _Tables = tuple[Tensor, ...]  # each [positions, D]
 
 
 class RotaryTable(nn.Module):
-    """Stands in for a rotary embedding whose output is a function of the position (`anatomy.py` sees to it).
+    """Replacement for a rotary embedding whose output depends only on the position (checked by `anatomy.py`).
 
-    One that returns something else than cos and sin of every token keeps running as it is.
+    An embedding that returns something other than cos and sin of every token keeps running as it is.
 
     Example:
         >>> from rlhfspec.tiny import random_model
@@ -32,14 +32,14 @@ class RotaryTable(nn.Module):
         self._tables: dict[tuple[Any, ...], _Tables | None] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Models read their rotary embedding's attributes."""
+        """Return the replaced embedding's attribute, since models read them."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("original"), name)
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """x [1, N, hidden] (only its type matters), position_ids [1, N] -> cos, sin [1, N, D]."""
+        """Look up x [1, N, hidden] (only its type matters), position_ids [1, N] -> cos, sin [1, N, D]."""
         key = (x.dtype, x.device, *args, *sorted(kwargs.items()))
         if key not in self._tables:
             self._tables[key] = self._make(x, args, kwargs)
@@ -49,7 +49,7 @@ class RotaryTable(nn.Module):
         return tuple(table.index_select(0, position_ids[0])[None] for table in tables)
 
     def tables(self, dtype: torch.dtype) -> _Tables | None:
-        """cos and sin [positions, D] as used so far; None unless there is exactly one pair for this dtype."""
+        """Return the used cos and sin [positions, D], or None unless there is exactly one pair for this dtype."""
         found = [tables for key, tables in self._tables.items() if key[0] == dtype]
         return found[0] if len(found) == 1 and found[0] is not None and len(found[0]) == 2 else None
 

@@ -1,6 +1,4 @@
-"""A model whose weights are kept in bfloat16 runs in float32 and is never whole in it: one layer at a time is.
-
-So what is proved at load takes of the host's memory the weights as their file keeps them, and one layer.
+"""Float32 forward of a model kept in bfloat16, with one layer widened at a time to save memory.
 
 Example:
     >>> from rlhfspec.huggingface.fused.casting import Precision, cast
@@ -26,14 +24,14 @@ from rlhfspec.huggingface.structure.layers import layers_of
 
 
 def outside(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of what is in no layer; a layer may have one of them as well."""
+    """Return the parameters outside all layers; a layer may share one of them."""
     within = {part for layer in layers for part in layer.modules()}
     modules = [module for module in model.modules() if module not in within]
     return list(dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None))
 
 
 def widen(parameters: Iterable[nn.Parameter]) -> None:
-    """In place and for good: those in bfloat16 become float32, which loses nothing."""
+    """Convert bfloat16 parameters to float32 in place, for good."""
     for parameter in parameters:
         if parameter.dtype == torch.bfloat16:
             parameter.data = parameter.data.float()
@@ -41,9 +39,9 @@ def widen(parameters: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def one_layer_wide(model: nn.Module, knows: WeightProducts | None = None) -> Iterator[None]:
-    """Within, a layer's weights are float32 while it runs, and those outside of layers throughout."""
+    """Widen each layer to float32 while it runs, and the weights outside layers throughout."""
     layers = layers_of(model)
-    running: list[Any] = []  # layers within layers there are none; a layer may run again and again
+    running: list[Any] = []  # layers do not nest, but one may run again
 
     def enter(module: nn.Module, args: Any) -> None:
         running.append(_wide(module.parameters(), knows))
@@ -62,7 +60,7 @@ def one_layer_wide(model: nn.Module, knows: WeightProducts | None = None) -> Ite
         finally:
             for handle in handles:
                 handle.remove()
-            while running:  # something else was raised on the way into a layer
+            while running:  # an error was raised on the way into a layer
                 leave(model, (), None)
 
 

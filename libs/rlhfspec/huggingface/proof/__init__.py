@@ -1,1 +1,1 @@
-"""The proof at load that the engine runs the model that Hugging Face runs."""
+"""The proof at load that the engine runs the same model as Hugging Face."""

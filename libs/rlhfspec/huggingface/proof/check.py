@@ -1,8 +1,7 @@
-"""The proof at load: what the engine runs is the model that Hugging Face runs, and a row's bits are its own.
+"""Proof at load that the engine runs the same model as Hugging Face, and that a row's bits are its own.
 
-Every probe runs alone, in one piece, and its logits must be Hugging Face's. Then all of them run together: halves of
-prompts in one row, single tokens behind them, and the rest as branches of trees among other branches, over memory that
-holds NaN. In that company no bit may change.
+Each probe runs alone, and its logits must match Hugging Face's. Then all run together (prompt chunks, single tokens,
+tree branches, NaN in unused memory), and no bit may change.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ OWN_BITS, BITS_BY_COMPANY = "every row's own", "may depend on the rows beside it
 
 
 class Runnable(Protocol):
-    """What is proved: a model over a paged cache."""
+    """Model over a paged cache, to be proved."""
 
     kv: Tensor  # [blocks, layers, 2, block size, heads, dim]
     parts: CausalLM
@@ -50,7 +49,6 @@ class Runnable(Protocol):
 
 
 def keep_report(model: Any, report: ModelReport) -> None:
-    """Leaves it on the model, for `report_of`."""
     object.__setattr__(model, _ATTRIBUTE, report)
 
 
@@ -60,21 +58,21 @@ def report_of(model: Any) -> ModelReport:
 
 @dataclass(frozen=True, slots=True)
 class RunnerProof:
-    """What is to be shown of a runner."""
+    """Subject and requirements of a proof."""
 
     runner: Runnable
     anatomy: Anatomy
     reference: Reference
     is_row_invariant: bool
-    must_be: bool  # else a model that is not is proved as one that is not
-    tolerance: float  # of the logits, in parts of the largest one
+    must_be: bool  # row invariance is required; else the report says that it is missing
+    tolerance: float  # of the logits, relative to the largest
     attention_split: int
     dtype: str  # for the report
-    prefill: str  # likewise: what runs a prompt's chunks
+    prefill: str  # for the report: runs a prompt's chunks
 
 
 def prove(proof: RunnerProof, *, began: float) -> ModelReport:
-    """Raises UnsupportedModel, naming what is not so."""
+    """Run the proof; raise UnsupportedModel with the property that fails."""
     runner, reference = proof.runner, proof.reference
     name, kind = reference.name, reference.kind
     check = Check(runner, proof.anatomy, reference.probes)
@@ -124,14 +122,14 @@ class ProbeToken:
     position: int
     slot: int
     probe: int  # row of the slot table
-    context: int  # what it sees of the slot table
-    extra: tuple[int, ...] = ()  # and beyond: slots of the branch that it ends
-    wanted: int | None = None  # the place in its probe, where its logits count
+    context: int  # visible slots of the table
+    extra: tuple[int, ...] = ()  # further visible slots: the branch that it ends
+    wanted: int | None = None  # index in its probe, where its logits are compared
 
 
 @dataclass(frozen=True, slots=True)
 class ProbePlace:
-    """Where a probe lies in the cache: one slot a position, and as many again for branches that lead nowhere."""
+    """Slots of a probe in the cache: one a position, and as many again for dead-end branches."""
 
     probe: Probe
     index: int
@@ -149,12 +147,10 @@ class ProbePlace:
         return [self._row(place) for place in range(len(self.probe.tokens))]
 
     def beginning(self) -> list[ProbeToken]:
-        """The first half, as a chunk of a prompt."""
         return [self._row(place) for place in range(self.half)]
 
     def ending(self, vocab_size: int, num_slots: int) -> list[ProbeToken]:
-        """One token as decoding does it; the others as a branch of a tree, each beside one that leads nowhere
-        (where there is room: the cache has `num_slots`)."""
+        """Return one decoded token and a branch with the rest, each beside a dead end while `num_slots` allow it."""
         rows, root = [self._row(self.half)], self.probe.past + self.half + 1
         branch: tuple[int, ...] = ()
         for place in range(self.half + 1, len(self.probe.tokens)):
@@ -178,7 +174,7 @@ class ProbePlace:
 
 
 class Check:
-    """Runs probes through a model, alone and together."""
+    """Runner of probes, alone and together."""
 
     def __init__(self, runner: Runnable, anatomy: Anatomy, probes: Sequence[Probe]) -> None:
         self.runner = runner
@@ -188,7 +184,6 @@ class Check:
         self._num_used = 0  # blocks
 
     def alone(self) -> list[ProbeResult]:
-        """Every probe by itself, in one piece."""
         answers = []
         for probe in self.probes:
             [place] = self._places([probe])
@@ -198,7 +193,7 @@ class Check:
         return answers
 
     def together(self) -> list[ProbeResult]:
-        """The same, in as few forwards as the cache has room for."""
+        """Run the probes in as few forwards as the cache has room for."""
         answers: list[ProbeResult] = []
         for group in self._groups():
             places = self._places(group)
@@ -211,7 +206,7 @@ class Check:
         return place.ending(self.anatomy.vocab_size, self._num_slots)
 
     def a_forward(self) -> Callable[[], Tensor]:
-        """One forward of several probes, ready to run."""
+        """Return one forward of several probes, ready to run."""
         places = self._places(self._groups()[0])
         self._lay_out(places)
         return partial(
@@ -238,7 +233,7 @@ class Check:
         return places
 
     def _run(self, places: list[ProbePlace], rows: list[ProbeToken], *, fresh: bool = False) -> list[Tensor]:
-        """One forward; the wanted logits of every place, in the order of its tokens."""
+        """Run a forward; return the wanted logits of every place, in the order of its tokens."""
         if fresh:
             self._lay_out(places)
         logits = self.runner.forward(*self._arguments(places, rows)).cpu()
@@ -248,7 +243,6 @@ class Check:
     def _arguments(
         self, places: list[ProbePlace], rows: list[ProbeToken]
     ) -> tuple[IntArray, IntArray, AttentionMeta, IntArray]:
-        """Of `Runnable.forward`."""
         tokens, positions = ([row.token for row in rows], [row.position for row in rows])
         wanted = [index for index, row in enumerate(rows) if row.wanted is not None]
         return _array(tokens), _array(positions), self._meta(places, rows), _array(wanted)
@@ -268,7 +262,7 @@ class Check:
         )
 
     def _lay_out(self, places: list[ProbePlace]) -> None:
-        """NaN wherever a probe will write, its random past before it."""
+        """Put NaN wherever a probe will write, and its random past before it."""
         kv = self.runner.kv
         block_size, heads, dim = kv.shape[3], kv.shape[4], kv.shape[5]
         num_used = -(-sum(place.num_slots for place in places) // block_size)
@@ -284,7 +278,7 @@ class Check:
                 write_kv_reference(keys, values, kv, spec.index, slots)
 
     def clean(self) -> None:
-        """The cache as it was."""
+        """Zero the cache again."""
         self.runner.kv[: self._num_used] = 0.0
 
 

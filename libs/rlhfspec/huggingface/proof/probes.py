@@ -1,9 +1,8 @@
-"""What a model is asked before it is used: a few tokens at every place where a model may behave in another way.
+"""Probes: a few tokens at every position where a model may change its behaviour.
 
-At the beginning, behind every window and chunk that its attentions showed, behind the original length of its RoPE
-scaling, and at the end of the context. What lies before a far place is random keys and values, put in at the
-attention interface: so the last position of a long context costs a forward of a few tokens. A forward without a cache
-is asked about one row whose tokens stand all over the context instead. `reference.py` knows the right answers.
+Positions are the beginning, the end of each window, chunk and original RoPE length, and the end of the context. Random
+keys and values replace the past, so far positions are cheap. A forward without a cache gets one row with tokens all
+over the context.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from rlhfspec.huggingface.structure.causal_lm import Anatomy
 
 _LENGTHS = (33, 5)  # of prompts: longer than two blocks of keys, and shorter than one
 _FAR_TOKENS = 9
-_BEFORE = 4  # so many tokens of a far probe stand before the place itself
+_BEFORE = 4  # tokens of a far probe before the place itself
 _SCATTERED_PLACES, _AT_A_PLACE = 8, 4  # tokens of a scattered probe
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """So many positions lie behind; these tokens come now."""
+    """Tokens to run behind a number of past positions."""
 
     past: int
     tokens: tuple[int, ...]
@@ -41,7 +40,7 @@ class Probe:
 
     @property
     def num_random(self) -> int:
-        """So many of the first keys and values are random."""
+        """Return the number of first keys and values that are random."""
         return self.past
 
     def __str__(self) -> str:
@@ -50,7 +49,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Scattered(Probe):
-    """A row without a past whose positions leave gaps. Which token sees which goes by their order.
+    """Row without a past whose positions have gaps; visibility follows the tokens' order.
 
     >>> print(Scattered(past=0, tokens=(5, 6, 7, 8), at=(0, 1, 90, 91)))
     4 tokens up to position 91
@@ -64,7 +63,7 @@ class Scattered(Probe):
 
     @property
     def num_random(self) -> int:
-        """Half of them. How far a token's own query is turned shows at keys that are not turned with it."""
+        """Return half of the tokens, since keys that are not rotated show errors in a query's rotation."""
         return len(self.at) // 2
 
     def __str__(self) -> str:
@@ -72,7 +71,7 @@ class Scattered(Probe):
 
 
 def choose(anatomy: Anatomy, config: Any, max_context: int, num_token_ids: int) -> tuple[Probe, ...]:
-    """The probes of a model. num_token_ids: how many its embedding has."""
+    """Return the probes of a model. num_token_ids: size of the embedding."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> tuple[int, ...]:
@@ -89,7 +88,7 @@ def choose(anatomy: Anatomy, config: Any, max_context: int, num_token_ids: int) 
 
 
 def choose_without_cache(anatomy: Anatomy, config: Any, max_context: int, num_token_ids: int) -> tuple[Probe, ...]:
-    """For a forward that begins at position 0."""
+    """Return the probes for a forward without a cache, which begins at position 0."""
     near = tuple(probe for probe in choose(anatomy, config, max_context, num_token_ids) if not probe.past)
     if max_context <= _LENGTHS[0]:
         return near
@@ -100,7 +99,7 @@ def choose_without_cache(anatomy: Anatomy, config: Any, max_context: int, num_to
 
 
 def _scattered_positions(max_context: int) -> tuple[int, ...]:
-    """A few at a place, each place so many times as far as the one before: from the beginning to the end.
+    """Return groups of positions at geometric distances from the beginning to the end.
 
     >>> _scattered_positions(4096)[:10], _scattered_positions(4096)[-5:]
     ((0, 1, 2, 3, 7, 8, 9, 10, 25, 26), (1521, 4092, 4093, 4094, 4095))
@@ -111,7 +110,7 @@ def _scattered_positions(max_context: int) -> tuple[int, ...]:
 
 
 def _places(anatomy: Anatomy, config: Any) -> Iterator[int]:
-    """Positions around which something may change."""
+    """Yield positions around which behaviour may change."""
     for spec in anatomy.attentions:
         yield from (place for place in (spec.window, spec.chunk) if place is not None)
     yield from _numbers(config.to_dict(), "original_max_position_embeddings")
@@ -126,7 +125,7 @@ def _numbers(content: Any, wanted: str) -> Iterator[int]:
 
 
 def random_past(spec: AttentionSpec, past: int) -> tuple[Tensor, Tensor]:
-    """Keys [1, Hkv, past, Dk] and values [1, Hkv, past, Dv] of an attention, exact in bfloat16 too."""
+    """Return keys [1, Hkv, past, Dk] and values [1, Hkv, past, Dv] of an attention, exact in bfloat16 too."""
     generator = torch.Generator().manual_seed(1 + spec.index)
     shape = (1, spec.num_kv_heads, past)
     keys, values = (torch.randn(*shape, dim, generator=generator) for dim in (spec.key_dim, spec.value_dim))

@@ -1,7 +1,7 @@
-"""The right answers to probes: plain Hugging Face in eager mode, before anything of the model is exchanged.
+"""Reference answers to probes: plain Hugging Face in eager mode, before any module is exchanged.
 
-Asked twice: a second time with every product moved as rounding moves it, and every module's output rounded where
-activations will be. What that does to the logits says how far a right answer may be from another, in this very model.
+A second run perturbs every product by rounding noise and rounds outputs like activations; the change of its logits
+gives the tolerance for this model.
 """
 
 from __future__ import annotations
@@ -28,31 +28,28 @@ from rlhfspec.huggingface.structure.causal_lm import Anatomy
 from rlhfspec.huggingface.structure.past import past_of
 from rlhfspec.huggingface.structure.trace import FORWARD_ERRORS, first_line
 
-# Of logits, in parts of the largest one: so far two right answers may be from each other in any model.
+# Least tolerance of logits, relative to the largest.
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 2e-2}
 _NAME = "rlhfspec_reference"
-_NEAR_TIE = 0.05  # between the scores of two experts, in parts of the larger
-_FOLLOWED = 0.1  # likewise, of a choice that is taken over; in bfloat16 up to .04 was seen to turn one
-_LAST_BIT = 2.0**-23  # of a product's usual size: what adding up in another order does to it
-# times what rounding was seen to do. The engine's own rounding does .6 to 2 times that, the trainer's in bfloat16 .6 to
-# 2.6 in the sweep's types. Frequencies of RoPE in bfloat16 do 2 to 10 times that at position 500, 5 to 60 at 4,000.
+_NEAR_TIE = 0.05  # between two experts' scores, relative to the larger
+_FOLLOWED = 0.1  # likewise, for choices that are taken over; bfloat16 flipped some up to .04
+_LAST_BIT = 2.0**-23  # of a product's usual size: effect of another order of addition
+# times the measured effect of rounding. The engine's own rounding has .6 to 2 times that effect, the trainer's in
+# bfloat16 .6 to 2.6; RoPE frequencies in bfloat16 have 2 to 10 times at position 500, 5 to 60 at 4,000.
 _FACTOR = 4
 
 
 class Rounding(WeightProducts):
-    """How numbers are rounded in what is proved, for a reference that rounds at the same places.
-
-    Weights and cached keys and values are kept in fewer bits; some arithmetics read activations as bfloat16.
-    """
+    """Rounding of weights, cached KV and activations, so that a reference rounds where the proved model does."""
 
     def __init__(
         self, model: Any, precision: Precision, *, arithmetic: str, activations: torch.dtype = torch.float32
     ) -> None:
-        """The model's parameters hold rounded values already (`casting`). activations: what is computed in."""
+        """Take a model with parameters already rounded (`casting`). activations: type of the computation."""
         super().__init__()
-        self.activations = activations  # rounded in the second asking only: here is where right answers differ
+        self.activations = activations  # rounded in the second run only, to measure the tolerance
         self.dtype = precision.usual
-        self.noise: torch.Generator | None = None  # given: every product is moved by as much as rounding may move it
+        self.noise: torch.Generator | None = None  # if set, every product is perturbed by rounding noise
         self._rounds_rows = arithmetic in ("amx", "dpbf16")
         self.know(model.named_parameters(), precision)
 
@@ -80,10 +77,8 @@ _CHOOSING = (torch.topk, Tensor.topk, torch.max, Tensor.max)
 
 
 class ExpertChoices(TorchFunctionMode):
-    """Hears which experts a forward chooses for its rows: what `topk` and `max` return.
-
-    A choice between two that are nearly equal may go either way with rounding, and what follows it is another number.
-    """
+    """Function mode that records which experts a forward chooses, from `topk` and `max`. Rounding may flip a choice
+    between nearly equal experts, after which results differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,13 +92,10 @@ class ExpertChoices(TorchFunctionMode):
 
 
 class FollowedChoices(TorchFunctionMode):
-    """A forward takes the experts that another one chose, wherever its own choice is nearly as good.
-
-    In bfloat16 so many choices are turned by rounding that hardly a row could be compared without.
-    """
+    """Function mode that takes another forward's experts wherever its own choice is nearly as good. In bfloat16
+    rounding flips so many choices that few rows could be compared otherwise."""
 
     def __init__(self, choices: Sequence[Tensor]) -> None:
-        """Indices [tokens, k] of every mixture."""
         super().__init__()
         self._coming = list(choices)
 
@@ -123,18 +115,17 @@ class FollowedChoices(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a probe gave."""
+    """Result of a probe."""
 
     logits: Tensor  # [tokens, vocab]
     choices: list[tuple[Tensor, Tensor]]  # values and indices, [tokens, k] of every mixture of experts
 
     @property
     def experts(self) -> list[Tensor]:
-        """Indices [tokens, k] of every mixture."""
         return [indices for _, indices in self.choices if len(indices) == len(self.logits)]
 
     def num_comparable(self, other: ProbeResult) -> int:
-        """How many leading rows chose the same experts in both; where they part, it must have been a near tie."""
+        """Return the number of leading rows before a near tie made the two choose different experts."""
         rows = len(self.logits)
         for (values, indices), (their_values, their_indices) in zip(self.choices, other.choices, strict=False):
             if indices.shape != their_indices.shape or len(indices) != len(self.logits):
@@ -148,7 +139,7 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What plain Hugging Face answers, and how far rounding alone moves its logits, in parts of the largest one."""
+    """Plain Hugging Face's answers, and how far rounding moves its logits, relative to the largest."""
 
     kind: str  # the model's class
     name: str  # of the model, in messages
@@ -158,12 +149,12 @@ class Reference:
 
     @property
     def choices(self) -> list[Tensor]:
-        """Of experts, as if all probes had stood in one row."""
+        """Return the experts' indices as if all probes had been in one row."""
         return [torch.cat(each) for each in zip(*(answer.experts for answer in self.answers), strict=True)]
 
     def check(self, found: Sequence[ProbeResult], tolerance: float, *, whose: str) -> float:
-        """The largest difference, in parts of the largest logit. Raises UnsupportedModel where rounding cannot explain
-        it. whose: of the answers."""
+        """Return the largest difference relative to the largest logit; raise UnsupportedModel if rounding cannot
+        explain it. whose: name of the answers."""
         difference, probe = compare(found, self.answers, self.probes)
         if difference > max(tolerance, _FACTOR * self.noise):
             problem = f"{whose} logits differ from Hugging Face's by {difference:.1e} of their size on {probe}"
@@ -173,7 +164,7 @@ class Reference:
 
 @torch.inference_mode()
 def ask(model: Any, anatomy: Anatomy, probes: Sequence[Probe], *, name: str, rounding: Rounding) -> Reference:
-    """name: what messages call the model. Raises UnsupportedModel."""
+    """Run the probes; `name` is used in messages. Raise UnsupportedModel."""
     with one_layer_wide(model, rounding):
         answers = tuple(_answer(model, anatomy, probe, name, rounding, nullcontext()) for probe in probes)
         rounding.noise = torch.Generator().manual_seed(0)
@@ -193,7 +184,7 @@ def _following(answer: ProbeResult, rounding: Rounding) -> AbstractContextManage
 
 @contextmanager
 def _rounded_outputs(model: Any) -> Iterator[None]:
-    """Every module's output is rounded, as it is in a model that computes in bfloat16."""
+    """Round every module's output, as a model that computes in bfloat16 does."""
 
     def hook(module: Any, args: Any, output: Any) -> Any:
         return tree_map_only(Tensor, lambda tensor: rounded(tensor, torch.bfloat16), output)
@@ -229,12 +220,12 @@ def _answer(
 def compare(
     found: Sequence[ProbeResult], wanted: Sequence[ProbeResult], probes: Sequence[Probe]
 ) -> tuple[float, Probe]:
-    """The largest difference, in parts of the largest logit, and the probe that shows it."""
+    """Return the largest difference relative to the largest logit, and its probe."""
     worst, at = 0.0, probes[0]
     for ours, theirs, probe in zip(found, wanted, probes, strict=True):
         rows = ours.num_comparable(theirs)
         if not rows or not torch.isfinite(theirs.logits).all():
-            continue  # broken weights are reported sequence by sequence, when they are used
+            continue  # broken weights are reported per sequence, when used
         difference = (ours.logits - theirs.logits)[:rows].abs().nan_to_num(float("inf"))
         size = float(difference.max()) / max(float(theirs.logits.abs().max()), 1.0)
         if size > worst:
@@ -248,7 +239,7 @@ def same_bits(left: Sequence[ProbeResult], right: Sequence[ProbeResult]) -> bool
 
 
 class _Eager:
-    """The model's own eager attention over keys of which the first are random, rounded as the engine keeps them."""
+    """The model's eager attention over keys of which the first are random, rounded as the engine keeps them."""
 
     def __init__(self, specs: tuple[AttentionSpec, ...], probe: Probe, rounding: Rounding) -> None:
         self.coming = iter(specs)
@@ -264,7 +255,7 @@ class _Eager:
         value = self.rounding.kept(torch.cat([values, value[:, :, first:]], dim=2))
         if self.rounding.rounds_activations:
             query, key, value = (rounded(states, torch.bfloat16) for states in (query, key, value))
-        if isinstance(self.probe, Scattered):  # Hugging Face takes a gap for the beginning of another sequence
+        if isinstance(self.probe, Scattered):  # Hugging Face takes a gap for another sequence
             seen = visible(key.shape[2], spec, query.device)
             attention_mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(query.dtype).min)[None, None]
         eager = sys.modules[type(module).__module__].eager_attention_forward

@@ -1,1 +1,1 @@
-"""What a Hugging Face model is made of: its trunk and head, its attentions, the past it believes in."""
+"""Structure of a Hugging Face model: trunk and head, attentions, simulated past."""

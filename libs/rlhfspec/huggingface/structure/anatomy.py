@@ -1,9 +1,8 @@
-"""Where a causal LM can be cut: the trunk that turns tokens into hidden states, its attentions, and the head behind.
+"""Anatomy of a causal LM: the trunk from tokens to hidden states, its attentions, and the head behind.
 
-`examine` runs a few tokens with an attention that mixes nothing. Then every output of every module must be a function
-of its own token and position alone, in any row and any company: this is what lets the engine put all tokens of all
-sequences into one row. A module that looks at other tokens outside of `AttentionInterface`, or takes positions from
-anywhere but `position_ids`, is refused by name.
+`examine` runs a few tokens with an attention that mixes nothing. Every module's output must then depend on its own
+token and position alone, so that the engine may batch all sequences into one row. A model is refused if a module mixes
+tokens outside `AttentionInterface` or takes positions from anything but `position_ids`.
 
 Example:
     >>> from rlhfspec.tiny import random_model
@@ -38,12 +37,12 @@ from rlhfspec.huggingface.structure.trace import (
 _TRACE = "rlhfspec_trace"
 _NEAR_TOKENS, _FAR_TOKENS = 12, 8
 _NO_POSITIONS = "takes positions from the order of tokens, not from position_ids (ALiBi, or a count of its own)"
-_SHUFFLED = (7, 2, 9, 3, 11)  # places of the tokens that are run again, in another order
+_SHUFFLED = (7, 2, 9, 3, 11)  # places of the tokens that run again in another order
 
 
 @torch.inference_mode()
 def examine(model: Any, *, name: str, max_context: int) -> Anatomy:
-    """Finds the anatomy and leaves it on the model. name: what messages call it. Raises UnsupportedModel."""
+    """Find the anatomy and store it on the model; `name` is used in messages. Raise UnsupportedModel."""
     tracer = _Tracer(model, name)
     with one_layer_wide(model):
         near = tracer.run(within_positions(model, _NEAR_TOKENS))  # though the context may be shorter
@@ -73,7 +72,7 @@ class _Tracer:
         self.tokens = torch.arange(1, _NEAR_TOKENS + 1) % model.get_input_embeddings().num_embeddings
 
     def run(self, num_tokens: int, *, past: int = 0) -> ForwardTrace:
-        """Tokens in their order, as Hugging Face runs them of itself."""
+        """Run tokens in order, as Hugging Face does."""
         try:
             return self._forward(self.tokens[:num_tokens], past, **past_of(self.model, past))
         except FORWARD_ERRORS as error:
@@ -84,7 +83,7 @@ class _Tracer:
             raise UnsupportedModel(self.name, type(self.model).__name__, problem) from error
 
     def check_tokens_stay_apart(self, run: ForwardTrace) -> None:
-        """Some of the tokens again in another order: nothing but the order of rows may change."""
+        """Run some tokens in another order; raise unless only the order of rows changes."""
         places = torch.tensor([place for place in _SHUFFLED if place < run.num_tokens])
         shuffled = self._at(self.tokens[places], run.past + places)
         culprit = first_that_differs(run, shuffled, places)
@@ -101,11 +100,11 @@ class _Tracer:
         raise UnsupportedModel(self.name, kind, f"{culprit or 'the model'} {problem}")
 
     def check_lengths_do_not_matter(self, near: ForwardTrace, max_context: int) -> None:
-        """RoPE may turn by other angles in a longer sequence (dynamic and long RoPE, behind their original length)."""
+        """Check that RoPE's angles do not change in a longer sequence, as dynamic and long RoPE's may."""
         for path, module, args, kwargs in near.rotary:
             few = _at_positions(module, args, kwargs, near.num_tokens)
             many = _at_positions(module, args, kwargs, max_context)
-            _at_positions(module, args, kwargs, near.num_tokens)  # some remember the longest
+            _at_positions(module, args, kwargs, near.num_tokens)  # some remember the longest sequence
             places = torch.arange(near.num_tokens)
             if few and same_tokens(many, few, places, max_context, first=0) is False:
                 problem = (
@@ -139,7 +138,7 @@ class _Tracer:
         )
 
     def _pattern(self, index: int, near: TracedAttention, far: TracedAttention) -> tuple[int | None, int | None]:
-        """The window or the chunk that explains what is seen near the beginning and far behind it."""
+        """Return the window or the chunk that explains what is visible at the beginning and far behind it."""
         rows = near.rows + far.rows
         last_start = rows[-1][1]
         if not any(start for _, start in rows):
@@ -148,7 +147,7 @@ class _Tracer:
         window = query + 1 - start
         if all(start == max(0, query + 1 - window) for query, start in rows):
             return window, None
-        if last_start > _FAR_TOKENS:  # chunks: how long is the one before the last?
+        if last_start > _FAR_TOKENS:  # chunks: find the length from the one before the last
             rows = self.run(_FAR_TOKENS, past=last_start - _FAR_TOKENS).attentions[index].rows + rows
         chunk = last_start - max(start for _, start in rows if start < last_start)
         if all(start == query - query % chunk for query, start in rows):
@@ -172,7 +171,7 @@ class _Tracer:
 
 
 def _at_positions(module: nn.Module, args: Any, kwargs: Any, count: int) -> Tensors:
-    """A rotary embedding's output for positions 0 to count - 1; what it was called with says where they go."""
+    """Return a rotary embedding's output for positions 0 to count - 1; its recorded arguments show where they go."""
 
     def moved(value: Any) -> Any:
         is_positions = isinstance(value, torch.Tensor) and not value.is_floating_point() and value.ndim in (1, 2)

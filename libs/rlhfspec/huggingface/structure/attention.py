@@ -1,9 +1,8 @@
-"""What each attention of a model does, taken from what it says when it runs.
+"""Specification of each attention, observed at run time.
 
-No attribute of a module and no field of a configuration is believed. An attention's shapes, scale, soft cap and sinks
-are the arguments it hands to `AttentionInterface`; what a token sees is read off the mask that Hugging Face itself
-makes for eager attention. Attentions are told apart by the order in which they run in a forward, which is also their
-layer in the KV cache.
+Shapes, scale, soft cap and sinks are the arguments passed to `AttentionInterface`, and visibility is read off the eager
+mask; attributes and configuration are not trusted. An attention's index is its place in the forward and in the KV
+cache.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _IGNORED_KEYWORDS = {  # passed by transformers to every attention function; non
     "dropout", "is_causal", "position_ids", "output_attentions", "output_hidden_states", "output_router_logits",
     "use_cache", "cache_position", "position_embeddings", "past_key_values", "use_flash_attn", "return_dict",
     "layer_idx", "deterministic", "logits_to_keep",
-    "sliding_window",  # what the mask says goes, as in eager attention
+    "sliding_window",  # the mask decides, as in eager attention
 }  # fmt: skip
 
 
@@ -32,8 +31,8 @@ _IGNORED_KEYWORDS = {  # passed by transformers to every attention function; non
 class AttentionSpec:
     """One attention of a forward, as it ran."""
 
-    index: int  # its place in the order of the forward, and its layer in the KV cache
-    path: str = field(default="", repr=False, compare=False)  # of the module; no part of what it does
+    index: int  # place in the forward, and layer in the KV cache
+    path: str = field(default="", repr=False, compare=False)  # of the module; does not affect behaviour
     num_heads: int
     num_kv_heads: int
     key_dim: int
@@ -42,10 +41,11 @@ class AttentionSpec:
     softcap: float  # 0.0: none
     has_sinks: bool
     window: int | None  # a token sees this many, itself included; None: all before it
-    chunk: int | None  # a token sees those of its own chunk of this many positions
+    chunk: int | None  # a token sees only its own chunk of this many positions
 
     def __str__(self) -> str:
-        """
+        """Describe the attention for messages.
+
         >>> str(AttentionSpec(index=3, num_heads=8, num_kv_heads=2, key_dim=64, value_dim=64, scale=0.125, softcap=0.0,
         ...                   has_sinks=True, window=128, chunk=None))
         '8 heads of 64 over 2, scale 0.125, sinks, window 128'
@@ -59,7 +59,7 @@ class AttentionSpec:
 
 
 def cache_shape(specs: Sequence[AttentionSpec]) -> tuple[int, int]:
-    """KV heads and their size in a cache that holds every attention's keys and values."""
+    """Return the number of KV heads and their size that fit every attention in one cache."""
     heads = max(spec.num_kv_heads for spec in specs)
     if any(spec.num_heads % heads or heads % spec.num_kv_heads for spec in specs):
         counts = sorted({spec.num_kv_heads for spec in specs})
@@ -68,14 +68,14 @@ def cache_shape(specs: Sequence[AttentionSpec]) -> tuple[int, int]:
 
 
 def fit_cache(states: torch.Tensor, num_heads: int, dim: int) -> torch.Tensor:
-    """[1, heads, N, d] -> [1, num_heads, N, dim]: heads repeated for the queries that share them, zeros behind d."""
+    """Fit [1, heads, N, d] -> [1, num_heads, N, dim] by repeating heads and padding with zeros."""
     if states.shape[3] != dim:
         states = functional.pad(states, (0, dim - states.shape[3]))
     return states if states.shape[1] == num_heads else states.repeat_interleave(num_heads // states.shape[1], dim=1)
 
 
 def visible(size: int, spec: AttentionSpec, device: torch.device, *, last: int | None = None) -> torch.Tensor:
-    """Which keys a query sees, from the beginning of a sequence: [size, size], or its `last` rows only."""
+    """Return the visibility [size, size] of keys from a sequence's beginning, or its `last` rows only."""
     place = torch.arange(size, device=device)
     query = place[size - (size if last is None else last) :, None]
     distance = query - place
@@ -88,7 +88,7 @@ def visible(size: int, spec: AttentionSpec, device: torch.device, *, last: int |
 
 
 def refuse_unknown(module: Any, keywords: dict[str, Any], *, name: str = "model") -> None:
-    """Raises UnsupportedModel for an argument that may mean anything."""
+    """Raise UnsupportedModel for an unknown argument."""
     unknown = [name for name, given in keywords.items() if given is not None and name not in _IGNORED_KEYWORDS]
     if unknown:
         raise UnsupportedModel(name, type(module).__name__, f"passes attention arguments {sorted(unknown)}")
@@ -96,10 +96,8 @@ def refuse_unknown(module: Any, keywords: dict[str, Any], *, name: str = "model"
 
 @contextmanager
 def attending(model: Any, name: str, function: Any = None, *, masks: bool = False) -> Iterator[None]:
-    """The model's attentions call `function` inside ("eager": their own); afterwards what they called before.
-
-    masks: it is handed the mask that Hugging Face makes for eager attention, else None. Experts run their eager code.
-    """
+    """Make the model's attentions call `function` inside ("eager": their own), with eager experts. masks: pass the mask
+    that Hugging Face makes for eager attention, else None."""
     if function is not None:
         AttentionInterface.register(name, function)
     if masks:
@@ -112,7 +110,7 @@ def attending(model: Any, name: str, function: Any = None, *, masks: bool = Fals
     finally:
         registered: Any = AttentionInterface
         if function is not None and registered()[name] is function:
-            AttentionInterface.register(name, _over)  # it may hold a whole model, for as long as it stands there
+            AttentionInterface.register(name, _over)  # the registry may keep a whole model alive
 
 
 def _over(*_: Any, **__: Any) -> Any:
@@ -121,7 +119,7 @@ def _over(*_: Any, **__: Any) -> Any:
 
 @contextmanager
 def as_before(model: Any) -> Iterator[None]:
-    """What the model's attentions and experts call inside, they call no more afterwards."""
+    """Restore the attention and experts functions on exit."""
     before = {
         id(config): (config, config._attn_implementation, config._experts_implementation) for config in _configs(model)
     }
@@ -134,7 +132,7 @@ def as_before(model: Any) -> Iterator[None]:
 
 
 def use_eager_experts(model: Any) -> None:
-    """Mixtures of experts run their own code: the usual one of transformers groups the rows of an expert."""
+    """Make experts run their eager code: transformers' default groups rows by expert."""
     for config in _configs(model):
         if config._experts_implementation is not None:
             config._experts_implementation = "eager"

@@ -1,7 +1,4 @@
-"""A causal LM in the two parts in which the engine and the trainers run it: the trunk, and all that is behind it.
-
-`anatomy.py` finds where a model is cut.
-"""
+"""A causal LM in two parts, as the engine and the trainers run it: the trunk, and the code behind it."""
 
 from __future__ import annotations
 
@@ -23,22 +20,22 @@ _ATTRIBUTE = "rlhfspec_anatomy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anatomy:
-    """What `anatomy.examine` found; it is kept on the model, so that all that run the model go by it."""
+    """Result of `anatomy.examine`, kept on the model for all that run it."""
 
-    trunk: str  # the module's path
+    trunk: str  # path of the module
     trunk_output: type  # what the trunk returns
-    attentions: tuple[AttentionSpec, ...]  # in the order in which they run
+    attentions: tuple[AttentionSpec, ...]  # in execution order
     width: int  # of a hidden state
     vocab_size: int
-    called: frozenset[str]  # paths of the modules that run; others lend their weights at most
+    called: frozenset[str]  # paths of the modules that run; others only lend their weights
 
     @property
     def kinds_of_attention(self) -> tuple[str, ...]:
-        """What they do, each kind once."""
+        """Return the descriptions of the attentions, each once."""
         return tuple(dict.fromkeys(str(spec) for spec in self.attentions))
 
     def fields(self) -> dict[str, Any]:
-        """Return what JSON can say of it, for `of`."""
+        """Return the fields as JSON values, for `of`."""
         attentions = [asdict(spec) for spec in self.attentions]
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         return own | {
@@ -47,7 +44,7 @@ class Anatomy:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Anatomy:
-        """Return the anatomy of a model of a class that is loaded here too."""
+        """Rebuild an anatomy from `fields`; its classes must be loaded."""
         kinds: list[type[Any]] = [tuple, *_subclasses(ModelOutput)]
         outputs = {_name_of(each): each for each in kinds}
         attentions = tuple(AttentionSpec(**spec) for spec in told["attentions"])
@@ -66,7 +63,6 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def anatomy_of(model: Any) -> Anatomy:
-    """What `keep_anatomy` left on this model."""
     return getattr(model, _ATTRIBUTE)  # type: ignore[no-any-return]
 
 
@@ -75,7 +71,7 @@ def keep_anatomy(model: Any, anatomy: Anatomy) -> None:
 
 
 class CausalLM:
-    """A model in the two parts in which the engine and the trainer run it, head and all being the model's own code.
+    """A model in two parts, trunk and head, both in the model's own code.
 
     Example:
         >>> from rlhfspec.huggingface.structure.anatomy import examine
@@ -98,11 +94,11 @@ class CausalLM:
         self._behind = _with_submodule(model, self.anatomy.trunk, self._given)
 
     def hidden(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """[1, N] tokens and positions -> [1, N, hidden]"""
+        """Run tokens and positions [1, N] -> [1, N, hidden]."""
         return run_trunk(self.trunk, token_ids, position_ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, width] -> float32 [n, vocab], by the model's own forward behind its trunk."""
+        """Run the model's code behind its trunk: hidden [n, width] -> float32 [n, vocab]."""
         self._given.hidden = hidden[None]
         nothing = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         try:
@@ -113,22 +109,20 @@ class CausalLM:
         return output.logits[0].float()  # type: ignore[no-any-return]
 
     def guard_head(self, guard: AbstractContextManager[object]) -> None:
-        """From now on the code behind the trunk runs inside `guard`."""
+        """Make the code behind the trunk run inside `guard`."""
         self._head_guard = guard
 
 
 def run_trunk(trunk: Any, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """[1, N] tokens and positions -> hidden states [1, N, width]"""
     return hidden_of(trunk(input_ids=token_ids, position_ids=position_ids, use_cache=False))
 
 
 def hidden_of(output: Any) -> torch.Tensor:
-    """The hidden states in what a trunk returns."""
     return output[0] if isinstance(output, tuple) else output.last_hidden_state  # type: ignore[no-any-return]
 
 
 class _Given(nn.Module):
-    """In the trunk's place: returns what it was given."""
+    """Replacement for the trunk that returns the given hidden states."""
 
     def __init__(self, output: type) -> None:
         super().__init__()
@@ -140,7 +134,7 @@ class _Given(nn.Module):
 
 
 def _with_submodule(model: nn.Module, path: str, replacement: nn.Module) -> nn.Module:
-    """The same model with one module exchanged: all else is shared with the original, which stays as it is."""
+    """Return a copy of the model with one module exchanged and all else shared; the original is unchanged."""
     name, _, rest = path.partition(".")
     view = copy.copy(model)
     view._modules = dict(model._modules)
@@ -151,15 +145,15 @@ def _with_submodule(model: nn.Module, path: str, replacement: nn.Module) -> nn.M
 
 
 def text_config(model: Any) -> Any:
-    """The configuration of the decoder, also within a model for more than text."""
+    """Return the decoder's configuration, also within a multimodal model."""
     return model.config.get_text_config(decoder=True)
 
 
 def max_positions(model: Any) -> int | None:
-    """How many positions the model was made for; None where it does not say."""
+    """Return the number of positions the model was made for, or None if unknown."""
     return positions_in(model.config)
 
 
 def within_positions(model: Any, num_tokens: int) -> int:
-    """So many tokens, or as many as the model has positions."""
+    """Return `num_tokens`, or the model's number of positions if smaller."""
     return min(num_tokens, max_positions(model) or num_tokens)

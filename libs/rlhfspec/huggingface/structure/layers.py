@@ -1,6 +1,6 @@
-"""Which of a model's modules are its layers.
+"""The layers of a model.
 
-Example (of a mixture the list of layers is shorter than that of a layer's experts):
+Example:
     >>> layer = lambda: nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2) for _ in range(8)])})
     >>> mixture = nn.Sequential(nn.Embedding(64, 2), nn.ModuleList([layer(), layer()]))
     >>> layers_of(mixture) == list(mixture[1])
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Of the lists of modules that lie in no other list, the one with the most weights; each layer once."""
+    """Return the modules of the heaviest outermost module list, each layer once."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     within = {part for each in lists for part in each.modules() if part is not each}
     outermost = [each for each in lists if each not in within]

@@ -1,6 +1,6 @@
-"""A past that costs nothing: a model made to believe that so many positions lie behind it.
+"""A simulated past: the model believes that many positions precede a few tokens, at no memory cost.
 
-Hugging Face then makes the masks and positions of tokens far inside a long sequence, in a forward of a few tokens.
+Hugging Face then builds masks and positions as far inside a long sequence.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rlhfspec.huggingface.structure.causal_lm import text_config
 
 
 class PastLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """Hands out zeros that take no memory in front of the new keys and values, and keeps nothing."""
+    """Cache layer that puts zeros without memory before new keys and values, and keeps nothing."""
 
     is_compileable = False
 
@@ -38,7 +38,7 @@ class PastLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 def past_of(model: Any, length: int) -> dict[str, Any]:
-    """Keyword arguments of a forward behind `length` positions (0: at the beginning, without a cache)."""
+    """Return a forward's keyword arguments behind `length` positions (0: no cache)."""
     if not length:
         return {"use_cache": False}
     num_layers = 2 * getattr(text_config(model), "num_hidden_layers", 0) + 64  # some attend several times a layer

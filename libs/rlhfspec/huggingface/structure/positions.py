@@ -1,4 +1,4 @@
-"""What a model's configuration alone says: how long a sequence of a job can be. Torch-free."""
+"""Context length of a job from model configurations alone. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from rlhfspec.job import RLHFJob
 
 
 def positions_in(config: Any) -> int | None:
-    """How many positions the decoder was made for, also within a model for more than text; None: it does not say."""
+    """Return how many positions the decoder was made for, or None; also within a multimodal model."""
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def config_of(path: str) -> Any:
-    """Of the model at `path`, a folder or a hub id; None where it cannot be read: loading the model says more."""
+    """Return the configuration of a folder or hub id, or None if unreadable: loading the model reports why."""
     from transformers import AutoConfig
 
     try:
@@ -29,5 +29,5 @@ def num_positions(path: str) -> int | None:
 
 
 def max_context(job: RLHFJob) -> int:
-    """Tokens of prompt and response together that every stage makes room for."""
+    """Return the tokens of prompt and response that every stage reserves room for."""
     return min(job.spec.max_context, num_positions(job.spec.model.path) or job.spec.max_context)

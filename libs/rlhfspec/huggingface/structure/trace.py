@@ -1,4 +1,4 @@
-"""One forward of a model as `anatomy.py` hears it: what each attention is given, what each module gets and returns."""
+"""Trace of one forward for `anatomy.py`: the arguments of each attention, inputs and outputs of each module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, Att
 
 @dataclass(slots=True)
 class TracedAttention:
-    """One call of an attention, as the trace heard it."""
+    """One traced call of an attention."""
 
     kind: str  # the module's class
     path: str
@@ -27,12 +27,12 @@ class TracedAttention:
     scale: float
     softcap: float
     has_sinks: bool
-    starts: tuple[int, ...]  # of every query: the first position that it sees
-    first_query: int  # position of the first of them
+    starts: tuple[int, ...]  # first visible position of every query
+    first_query: int  # position of the first query
 
     @property
     def rows(self) -> list[tuple[int, int]]:
-        """Position of each query, and the first one that it sees."""
+        """Return each query's position and its first visible position."""
         return [(self.first_query + place, start) for place, start in enumerate(self.starts)]
 
 
@@ -40,16 +40,16 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class ForwardTrace:
-    """One forward: what every attention said, and what went into and came out of every module."""
+    """One traced forward: calls of all attentions, and inputs and outputs of all modules."""
 
     def __init__(self, model: Any, name: str, num_tokens: int, past: int) -> None:
         self.name = name
         self.num_tokens = num_tokens
-        self.past = past  # tokens before those
+        self.past = past  # number of tokens before those
         self.attentions: list[TracedAttention] = []
         self.modules: list[tuple[str, Tensors, Tensors]] = []  # path, inputs, outputs; inner ones first; of attentions
         # also what they hand to the interface
-        self.rotary: list[tuple[str, nn.Module, Any, Any]] = []  # path, module, arguments of every rotary embedding
+        self.rotary: list[tuple[str, nn.Module, Any, Any]] = []  # path, module and arguments of every rotary embedding
         self.trunk = ""
         self.trunk_output: type = tuple
         self.width = 0
@@ -84,7 +84,7 @@ class ForwardTrace:
     def attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
                scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
                **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """An attention that mixes nothing: every token gets its own value."""
+        """Record an attention that mixes nothing: every token gets its own value."""
         refuse_unknown(module, keywords, name=self.name)
         kind, num_queries, num_keys = type(module).__name__, query.shape[2], key.shape[2]
         if (num_queries, num_keys) != (self.num_tokens, self.past + self.num_tokens):
@@ -113,7 +113,7 @@ class ForwardTrace:
 
 
 def _first_seen(name: str, kind: str, mask: Any, num_queries: int, num_keys: int) -> tuple[int, ...]:
-    """The first position that each query sees; from there on it must see all, up to itself."""
+    """Return the first position that each query sees; raise unless it sees all from there up to itself."""
     if mask is None:
         raise UnsupportedModel(name, kind, "attention is not causal (some decoders need is_decoder: true)")
     visible, says_more = _visible(mask[..., :num_keys])
@@ -133,7 +133,7 @@ def _first_seen(name: str, kind: str, mask: Any, num_queries: int, num_keys: int
 
 
 def _visible(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Which keys a mask lets through [b, h, N, keys], and whether it says anything else."""
+    """Return the visible keys of a mask [b, h, N, keys], and whether the mask has other values as well."""
     if mask.dtype == torch.bool:
         return mask, False
     hidden = mask <= torch.finfo(mask.dtype).min / 2
@@ -141,11 +141,8 @@ def _visible(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 
 def first_that_differs(one: ForwardTrace, other: ForwardTrace, places: torch.Tensor, first: int = 0) -> str | None:
-    """The first module with the same inputs and other outputs: `other` ran the tokens of `one` at `places`.
-
-    first: the tokens before are not looked at. What has no tokens in its inputs (an expert, say, that is given some of
-    the rows) is judged with the module around it.
-    """
+    """Return the first module with equal inputs and different outputs, where `other` ran `one`'s tokens at `places`.
+    Tokens before `first` are ignored. A module without tokens in its inputs (an expert) is judged with its parent."""
     calls: dict[str, list[tuple[Tensors, Tensors]]] = {}
     for path, inputs, outputs in other.modules:
         calls.setdefault(path, []).append((inputs, outputs))
@@ -162,7 +159,7 @@ def first_that_differs(one: ForwardTrace, other: ForwardTrace, places: torch.Ten
 
 
 def same_tokens(these: Tensors, those: Tensors, places: torch.Tensor, num_tokens: int, first: int) -> bool | None:
-    """Do the tokens agree? None where there are none to compare."""
+    """Return whether the tokens agree, or None where there are none to compare."""
     found = None
     for this, that in zip(these, those, strict=False):
         axis = _token_axis(this.shape, that.shape, num_tokens, len(places))
@@ -184,7 +181,7 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _token_axis(this: torch.Size, that: torch.Size, num_tokens: int, num_others: int) -> int | None:
-    """The dimension that counts tokens, where there is exactly one."""
+    """Return the only dimension that counts tokens, or None."""
     if len(this) != len(that):
         return None
     axes = [axis for axis, sizes in enumerate(zip(this, that, strict=True)) if sizes == (num_tokens, num_others)]

@@ -55,9 +55,10 @@ def _take(part: nn.Module, device: torch.device, widens: bool) -> None:
 def _of_other_types(part: nn.Module) -> list[nn.Module]:
     """Return modules to shard separately, inner ones first, as one gather takes tensors of one type only.
 
-    >>> router, up, down = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2).bfloat16()
-    >>> _of_other_types(nn.ModuleList([up, router, down])) == [router]
-    True
+    Example:
+        >>> router, up, down = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2).bfloat16()
+        >>> _of_other_types(nn.ModuleList([up, router, down])) == [router]
+        True
     """
     found: list[nn.Module] = []
 
