@@ -1,6 +1,4 @@
-"""Jobs that an API server takes, by the schema of the custom resource, made to be hard to digest: extremes of every
-number, amounts in every notation, pod templates of wrong types. Its rules (CEL) are left aside: some it would refuse.
-"""
+"""Jobs that the custom resource's schema accepts, with extreme values; its CEL rules may refuse some."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ JSON = st.recursive(
 
 
 def values(node: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """What the API server takes for a field."""
+    """Draw values that the API server accepts for a field."""
     made = _plain(node)
     return made | st.none() if node.get("nullable") else made
 
@@ -86,7 +84,7 @@ def _excluded(node: dict[str, Any]) -> set[float]:
 
 @st.composite
 def manifests(draw: st.DrawFn) -> dict[str, Any]:
-    """A job with a few of its fields set so."""
+    """Draw a job with a few extreme fields."""
     chosen = draw(st.lists(st.sampled_from(sorted(FIELDS)), min_size=1, max_size=3, unique=True))
     outer = [path for path in chosen if not any(path.startswith(f"{other}.") for other in chosen)]
     edits = {path: draw(values(FIELDS[path])) for path in outer if not path.startswith("rewards.sources")}

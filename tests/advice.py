@@ -1,4 +1,4 @@
-"""Who listens to a run's generators in its rebalancer's place (or beside it), and advises what they make of it."""
+"""Stand-ins for a run's rebalancer, which listen to its generators and advise moves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LISTEN_SECONDS = 0.02
 
 
 class Listener:
-    """`file`: RUN/processes/connections.json, read again when the run is started anew. Advises nothing."""
+    """Listener without advice. `file`: RUN/processes/connections.json, read again after a restart."""
 
     def __init__(self, file: Path) -> None:
         self.loads: dict[int, Load] = {}  # the last of each worker
@@ -52,7 +52,7 @@ class Listener:
         self.outcomes[moved.how] += 1
 
     async def _listen(self) -> None:
-        """To one start of the run after the other. A transport waits long for a server that does not come back."""
+        """Listen to each start of the run in turn, as a transport waits long for a server that is gone."""
         uid = ""
         listening: asyncio.Task[None] | None = None
         while not self._leaving.is_set():
@@ -96,7 +96,7 @@ async def _end(listening: asyncio.Task[None] | None) -> None:
 
 
 class Adviser(Listener):
-    """Advises a move every `every_seconds`, of a sample that is at some generator to any other one."""
+    """Adviser that moves a random sample to another generator every `every_seconds`."""
 
     def __init__(self, file: Path, seed: int, *, every_seconds: float = 0.05) -> None:
         super().__init__(file)

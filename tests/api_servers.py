@@ -1,4 +1,4 @@
-"""A server that answers the operator as a test says, and an Api that asks it. What real ones answer is e2e's."""
+"""A scripted API server and an Api client of it; real answers are tested in e2e."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Tests that load models without being about loading ask Hugging Face once for what they ask again and again.
+"""Cache of load-time proofs, so that tests that are not about loading ask Hugging Face once per model.
 
-What `examine` finds out about a model, and what `ask` is answered, follow from its class, its configuration and its
-weights. So an answer is kept as long as the process of tests lasts; what runs is compared with it at every load, as
-always. Where loading, models or kernels are what is tested (every room but `ROOMS`), and in processes of their own,
-each load asks.
+An answer follows from a model's class, configuration and weights. Rooms other than `ROOMS`, and child processes, ask at
+every load.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ ASK = ("rlhfspec.engine.forward.runner.ask", "rlhfspec.training.modeling.loading
 
 
 def told_by(model: Any) -> tuple[object, ...]:
-    """Return all that answers follow from: the classes of its modules, its configuration, the bits of its weights."""
+    """Return the cache key: classes of the modules, configuration and bits of the weights."""
     import torch
 
     digest = hashlib.blake2b()

@@ -1,4 +1,4 @@
-"""Calls of tree attention, made up: sequences, places, and everything that must not matter."""
+"""Synthetic calls of tree attention, with everything varied that must not matter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SPLIT_OPTIONS: list[Options] = [{"split": split, **options} for split in (64, 12
 
 @dataclass(frozen=True)
 class Shape:
-    """Eight query heads and a small cache."""
+    """Shape with eight query heads and a small cache."""
 
     num_kv_heads: int = 2
     dim: int = 16
@@ -55,7 +55,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Sequence:
-    """One sequence's part in a call: what it holds already, and its new rows."""
+    """One sequence of a call: its cached tokens and its new rows."""
 
     committed: int
     parents: tuple[int, ...]  # of each new row; -1: the last committed token
@@ -75,12 +75,12 @@ class Case:
         return kernel(self.query, self.key, self.value, self.kv, layer, self.meta, scale=scale, **options)
 
     def doubled(self) -> Case:
-        """In float64, starting from the values as stored."""
+        """Return the case in float64, from the values as stored."""
         key, value = (x.to(self.kv.dtype).double() for x in (self.key, self.value))
         return Case(self.query.double(), key, value, self.kv.double(), self.meta)
 
     def row(self, i: int) -> Case:
-        """Row i alone, over the same cache (run the whole case first: its ancestors must be stored)."""
+        """Return row i alone over the same cache. Run the whole case first, which stores its ancestors."""
         meta = AttentionMeta(
             slots=self.meta.slots[i : i + 1], table_rows=self.meta.table_rows[i : i + 1],
             context_lens=self.meta.context_lens[i : i + 1], extra=self.meta.extra[i : i + 1],
@@ -94,7 +94,7 @@ def chain(length: int) -> tuple[int, ...]:
 
 
 def ancestors(parents: tuple[int, ...], node: int) -> list[int]:
-    """Root first, the node itself last."""
+    """Return the node's ancestors, root first, and the node itself last."""
     path: list[int] = []
     while node >= 0:
         path.append(node)
@@ -103,7 +103,7 @@ def ancestors(parents: tuple[int, ...], node: int) -> list[int]:
 
 
 def make_case(sequences: list[Sequence], shape: Shape, *, data_seed: int = 0, place_seed: int = 0) -> Case:
-    """`data_seed` decides queries, keys and values; `place_seed` only where they lie. Unused slots hold NaN."""
+    """Return a case. `data_seed` decides queries, keys and values, `place_seed` only slots; unused slots hold NaN."""
     places = np.random.default_rng(place_seed)
     lengths = [s.committed + len(s.parents) for s in sequences]
     num_blocks = -(-sum(lengths) // shape.block_size) + 2
@@ -175,7 +175,7 @@ def assert_same_bits(left: torch.Tensor, right: torch.Tensor) -> None:
 
 
 def with_padding(meta: AttentionMeta, count: int) -> AttentionMeta:
-    """`meta` with padding rows behind."""
+    """Return `meta` with padding rows at its end."""
     zeros = np.zeros(count, np.int32)
     return AttentionMeta(
         slots=np.concatenate([meta.slots, zeros - 1]), table_rows=np.concatenate([meta.table_rows, zeros]),
@@ -187,8 +187,9 @@ def with_padding(meta: AttentionMeta, count: int) -> AttentionMeta:
 
 @functools.cache
 def rows_of_dots_are_their_own() -> None:
-    """The interpreter multiplies tiles by BLAS, which on some CPUs takes other instructions at a tile's edge: there the
-    bits of a row would depend on where it stands, as they never do on tensor cores."""
+    """Skip where Triton's interpreter cannot keep a row's bits.
+
+    Its BLAS uses other instructions at a tile's edge on some CPUs; tensor cores do not."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
@@ -200,10 +201,8 @@ def rows_of_dots_are_their_own() -> None:
 
 def triton_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int,
                   meta: AttentionMeta, **options: Any) -> torch.Tensor:  # fmt: skip
-    """On the GPU where there is one, else in Triton's interpreter; the cache is updated in place either way.
-
-    With `splits`: only those, not merged.
-    """
+    """Run the kernel on the GPU if present, else interpreted. It updates the cache in place; `splits` selects unmerged
+    ones."""
     pytest.importorskip("triton", reason="triton is not installed")
     from rlhfspec.kernels import tree_attention_triton
 

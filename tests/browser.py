@@ -1,4 +1,4 @@
-"""A real Chromium without a window, driven over its DevTools protocol: what it shows, and what it complains of."""
+"""A headless Chromium, driven over the DevTools protocol."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS = 60.0
 
 
 class Page:
-    """`complaints`: errors of the console and of scripts, and what the content security policy refused."""
+    """A page. `complaints`: console errors, script errors and violations of the content security policy."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.complaints: list[str] = []
@@ -86,7 +86,7 @@ class Page:
         return found["result"].get("value")
 
     async def _is_true(self, script: str) -> bool:
-        """Not on a page that is being left."""
+        """Return whether the script is true; false while the page navigates."""
         try:
             return bool(
                 await self.value(f"(() => {{ try {{ return Boolean({script}); }} catch {{ return false; }} }})()")
@@ -97,7 +97,7 @@ class Page:
             return False
 
     async def until(self, script: str, seconds: float = SECONDS) -> None:
-        """Until the script's value is true: an element is, once it is there. What is not there yet is no error."""
+        """Wait until the script's value is truthy. A missing element is no error."""
         try:
             async with asyncio.timeout(seconds):
                 while not await self._is_true(script):

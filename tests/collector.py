@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector for tests: it keeps what it is sent."""
+"""An OpenTelemetry collector that keeps what it receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings every test runs with. They must be in place before torch, triton or matplotlib are imported."""
+"""Settings and fixtures of all tests, applied before torch, triton or matplotlib are imported."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
-    """Sets how many the CPU kernels have, until the test is over."""
+    """Yield a setter of the CPU kernels' thread count, which is restored after the test."""
     from rlhfspec.kernels.cpu import build
 
     yield build.set_num_threads
@@ -72,14 +72,14 @@ def starting(job_file: Path) -> Iterator[Callable[..., Started]]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of two megabytes."""
+    """Yield a file system of two megabytes."""
     with mounted(tmp_path / "disk", "2m") as disk:
         yield disk
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """One that a run fits into."""
+    """Yield a file system with room for a run."""
     with mounted(tmp_path / "disk", "32m") as disk:
         yield disk
 
@@ -99,7 +99,7 @@ def mounted(disk: Path, size: str) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    """Its bucket is called bucket."""
+    """Yield an S3 server with the bucket "bucket"."""
     with ObjectServer(tmp_path_factory.mktemp("s3") / "buckets") as server:
         yield server
 
@@ -112,6 +112,6 @@ def object_credentials(object_server: ObjectServer, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]:
-    """Of a release, for processes as pods have them."""
+    """Yield the servers of a release."""
     with SharedServers(tmp_path_factory.mktemp("release")) as servers:
         yield servers

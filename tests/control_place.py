@@ -1,4 +1,4 @@
-"""A job's pods as processes of this machine: the servers of a release, an endpoint that records reports, a storage."""
+"""A job's pods as local processes, with a release's servers, a report endpoint and a storage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATIENCE_SECONDS = 150.0
 
 
 class Operator:
-    """Takes reports over TLS from whoever shows the token; `answer` may be changed."""
+    """Report endpoint over TLS with a token; `answer` may be changed."""
 
     def __init__(self, servers: SharedServers) -> None:
         secret = servers.release_credentials("operator-tls")
@@ -70,7 +70,7 @@ class Operator:
             return self.answer
 
     def until(self, holds: Callable[[Report], Any], what: str) -> Report:
-        """The first report from now on for which it does."""
+        """Wait for the first new report for which `holds` is true."""
         end = time.monotonic() + PATIENCE_SECONDS
         with self.news:
             seen = len(self.reports)
@@ -90,7 +90,7 @@ class Operator:
 
 
 class Job:
-    """In a block. Its processes are started as pods are, each with the credentials of its own role."""
+    """Context manager of a job whose processes start as pods do, each with its role's credentials."""
 
     def __init__(self, folder: Path, servers: SharedServers, job_file: Path) -> None:
         self.storage = job_file.parent
@@ -133,7 +133,7 @@ class Job:
         return place / "connections.json"
 
     def open(self) -> None:
-        """As the operator does, and again when a server lost what it had."""
+        """Open the run as the operator does, also after a server lost its data."""
         self._is_open = True
         stages = workers_of(RLHFJob.model_validate(self.job))
         self.servers.open_run(UID, job=self.job["metadata"]["name"], stages=stages)
@@ -151,7 +151,7 @@ class Job:
         return process
 
     def start_stages(self, *stages: str) -> subprocess.Popen[bytes]:
-        """One worker each. Its output says which ended, and with what code."""
+        """Start one worker per stage. The output names ended stages and their exit codes."""
         given = [f"{stage}={self.mounted(stage)}" for stage in stages]
         command = [sys.executable, str(Path(__file__).with_name("stage_forks.py")), *given]
         environment = os.environ | {"OMP_NUM_THREADS": "1", MARK: UID}
@@ -160,7 +160,7 @@ class Job:
         return self._processes[-1]
 
     def show(self, *how: str) -> subprocess.Popen[bytes]:
-        """As kubectl exec runs it in control's pod."""
+        """Start `show` as kubectl exec does in control's pod."""
         command = [sys.executable, "-m", "rlhfspec.control.show", "--connections", str(self.mounted("control")), *how]
         self._processes.append(subprocess.Popen(command, stdout=subprocess.PIPE))
         return self._processes[-1]

@@ -1,4 +1,4 @@
-"""Tests that are coroutines: each runs in an event loop of its own."""
+"""Coroutine tests, each run in its own event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What code does, counted: as good as a clock to see that something is cheap, and the same on every machine."""
+"""Counts of calls, a machine-independent measure of cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 @contextmanager
 def counting_calls() -> Iterator[Callable[[], float]]:
-    """How many functions this thread has called by now, Python's and those written in C.
+    """Yield a function that returns the number of calls, of Python and C functions, in this thread so far.
 
     >>> with counting_calls() as calls:
     ...     before = calls()

@@ -1,4 +1,4 @@
-"""What tests of the dashboard share: runs to look at, finished and live, and the dashboard served to a client."""
+"""Fixtures of dashboard tests: finished and live runs, and a served dashboard."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ HOSTILE = (
 
 
 def write_run(folder: Path, *, steps: int = 3, texts: Sequence[str] = ("4",), finished: bool = True) -> Path:
-    """Each step has a sample for each text."""
+    """Write a run folder with one sample per text in each step."""
     with RunFolder(folder) as run:
         run.begin(example_job(steps=steps), resume=False)
         run.go_on_after(0)
@@ -82,7 +82,7 @@ def write_trace(folder: Path, sample: str) -> None:
 
 @asynccontextmanager
 async def served(source: JobSource, access: Access | None = None) -> AsyncIterator[tuple[Dashboard, str]]:
-    """The dashboard, and where it is."""
+    """Yield the dashboard and its URL."""
     dashboard = Dashboard(source, access or LaptopAccess(TOKEN))
     server = TestServer(dashboard.app(), host="127.0.0.1")
     await server.start_server(access_log=None, shutdown_timeout=0.1)
@@ -104,7 +104,7 @@ class Told:
 
 
 class Stream:
-    """Events as a browser hears them."""
+    """Server-sent events as a browser receives them."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, last_id: str = "") -> None:
         headers = {"Last-Event-ID": last_id} if last_id else {}
@@ -121,7 +121,7 @@ class Stream:
         self._answer.close()
 
     async def next(self, *names: str) -> Told:
-        """The next of one of these names; none: of any."""
+        """Return the next event of these names, or of any."""
         async with asyncio.timeout(60.0):
             while (told := await self._next()).name not in (names or told.name):
                 pass
@@ -172,7 +172,7 @@ def beat(worker: int = 0, *, job: str = "sums") -> Heartbeat:
 
 
 def snapshot(worker: int = 0, *, owned: tuple[str, ...] = (), what: str = "64 samples") -> tuple[Record, ...]:
-    """All that a generator says of itself."""
+    """Return all records that a generator sends about itself."""
     ready = WorkerInfo(
         id="w", job="sums", stage="generator", worker=worker, host="node-a", pid=4711, grpc_address="", http_address=""
     )
@@ -181,7 +181,7 @@ def snapshot(worker: int = 0, *, owned: tuple[str, ...] = (), what: str = "64 sa
 
 
 class LiveRun:
-    """The servers of a run with processes, in its folder, and somebody who speaks for all of its stages."""
+    """Servers of a run with processes in its folder, with one speaker for all stages."""
 
     def __init__(self, folder: Path) -> None:
         self._place = (folder / "processes").absolute()
@@ -237,7 +237,7 @@ class LiveRun:
         self._sockets.cleanup()
 
     async def say(self, *records: Record) -> None:
-        """As its stage would; and what it tells of itself is written, as by the run's supervisor."""
+        """Publish a record as its stage, and write live state as the supervisor does."""
         speakers = {Load: 1, Moved: 1, StepReport: 2, Heartbeat: 3}
         for record in records:
             await self._buses[speakers[type(record)]].publish(record)
@@ -250,7 +250,7 @@ class LiveRun:
 
 
 def many_snapshots(count: int, owned: int) -> list[Record]:
-    """`owned` samples in all."""
+    """Return snapshots with `owned` samples in total."""
     each = owned // count
     return [
         record

@@ -1,4 +1,4 @@
-"""Disks that are full."""
+"""Full disks."""
 
 from __future__ import annotations
 

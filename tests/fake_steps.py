@@ -1,6 +1,6 @@
-"""The peak memory of a training step of any size: the trainer's own forward, backward and optimizer on FakeTensors of
-the second device, which have shapes and no memory. Attention keeps what a fused kernel keeps: queries, keys, values,
-the output, and a logarithm for each row.
+"""Peak memory of the real training step on FakeTensors of the second device, at any model size.
+
+Attention keeps what a fused kernel keeps: queries, keys, values, output, and a logarithm for each row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DEVICE = torch.device("second", 0)
 
 
 class Peak(TorchDispatchMode):
-    """Bytes of all storages of the device, now and at most. They are asked each time: FSDP2 empties and fills some."""
+    """Meter of storage bytes on the device, now and at peak, reread each time as FSDP2 resizes storages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Peak(TorchDispatchMode):
         return result
 
     def see(self, thing: Any) -> bool:
-        """Return whether it is new."""
+        """Return whether the storage is new."""
         if isinstance(thing, torch.Tensor) and thing.device.type == DEVICE.type:
             storage = (thing.to_local() if isinstance(thing, DTensor) else thing).untyped_storage()
             key = storage._cdata
@@ -87,7 +87,7 @@ def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any)
 
 
 def peak_of_step(config: Any, spec: Spec, num_tokens: int, *, again: bool) -> int:
-    """Of the second step, with two micro-batches: optimizer and gradients are there. Of several ranks, rank 0's."""
+    """Return the peak of the second step, with two micro-batches; of several ranks, rank 0's."""
     dtype, trainer = getattr(torch, spec.model.dtype), spec.roles.trainer
     ranks = Ranks(num_ranks=trainer.ranks)
     with ExitStack() as leaving:
@@ -126,7 +126,7 @@ def peak_of_step(config: Any, spec: Spec, num_tokens: int, *, again: bool) -> in
 
 @contextmanager
 def _others(ranks: Ranks, parts: int, patch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    """A group whose other ranks do not exist. Their mesh is made of numbers that can be read."""
+    """Yield a group whose other ranks do not exist, with a readable mesh."""
     dist.init_process_group("fake", rank=0, world_size=ranks.num_ranks, store=FakeStore())
     try:
         if parts == 1:
@@ -144,7 +144,7 @@ def _others(ranks: Ranks, parts: int, patch: pytest.MonkeyPatch) -> Iterator[Ran
 
 
 def _prepared(model: Any) -> Any:
-    """As `loading.prepared` leaves it, without the proof, which would read numbers."""
+    """Prepare the model as `loading.prepared` does, without the proof, which reads values."""
     text = model.config
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     paths = [name for name, module in model.named_modules() if hasattr(module, "q_proj")]

@@ -1,4 +1,4 @@
-"""torch's `varlen_attn` played by its mathematics: it runs on GPUs alone."""
+"""Mathematical stand-in for torch's GPU-only `varlen_attn`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def played(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor,
     max_q: int, max_k: int, *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """What torch documents of it: the last query of a sequence stands at its last key, and sees `window_size[0]`
-    keys before its own."""
+    """Compute `varlen_attn` as documented: the last query stands at the last key and sees `window_size[0]` keys before
+    it."""
     assert window_size[1] == 0
     starts, key_starts = cu_seq_q.tolist(), cu_seq_k.tolist()
     counts = [stop - start for start, stop in pairwise(starts)]
@@ -40,8 +40,7 @@ def played(
 
 
 def have_flash(patch: pytest.MonkeyPatch, attention: Any = played, *, least_rows: int | None = None) -> None:
-    """Every device has a FlashAttention that is `attention`, of float32 and of heads of any size; engines give it
-    chunks of `least_rows`."""
+    """Give every device a FlashAttention `attention` for float32 and any head size, with chunks of `least_rows`."""
     from rlhfspec.engine.forward import runner
 
     patch.setattr(flash, "has_flash", lambda device: True)
@@ -53,7 +52,7 @@ def have_flash(patch: pytest.MonkeyPatch, attention: Any = played, *, least_rows
 
 
 def played_there(second: ModuleType) -> Any:
-    """On the second device's memory, without a copy and without a wait, as a kernel would run."""
+    """Run attention on the second device's memory, without copy or wait, as a kernel does."""
 
     def attend(*row: Any, **how: Any) -> torch.Tensor:
         out = torch.empty_like(row[0], memory_format=torch.contiguous_format)

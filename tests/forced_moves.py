@@ -1,8 +1,6 @@
-"""Engines, and moves that are forced on their sequences at random: begun, given up, chained, in every way at once.
+"""Random forced moves between engines, compared bit for bit with unmoved sequences in a plain engine.
 
-`play(seed)` does it and compares every sequence with the same one, unmoved, in a plain engine. Weights change at one
-engine and later, or never, at another; then each token says by which of them it was chosen, and so it is in the plain
-engine, which changes its weights at that token.
+Weights change at different times per engine. A token records its version, and the plain engine swaps at that token.
 """
 
 from __future__ import annotations
@@ -47,13 +45,13 @@ def a_request(index: int) -> Request:
 
 @functools.cache
 def unmoving(make: Callable[..., Engine]) -> Engine:
-    """One engine for all sequences that know the first weights alone."""
+    """Return one engine, with the first weights, for all sequences."""
     return make(speculation="off", tokenizer=tokenizer())
 
 
 @functools.cache
 def unmoved(index: int, versions: tuple[int, ...], make: Callable[..., Engine] = make) -> tuple[Bits, str | None]:
-    """The same sequence in a plain engine whose weights change at the same tokens."""
+    """Run the sequence in a plain engine that swaps weights at the same tokens."""
     engine = make(speculation="off", tokenizer=tokenizer()) if any(versions) else unmoving(make)
     engine.submit(a_request(index))
     while True:
@@ -69,7 +67,7 @@ def unmoved(index: int, versions: tuple[int, ...], make: Callable[..., Engine] =
 
 @dataclass
 class Going:
-    """A move that has begun."""
+    """A move under way."""
 
     source: Engine
     destination: Engine
@@ -112,7 +110,7 @@ class Fleet:
         self.going[name] = Going(source, destination, mark, bool(self.rng.integers(2)))
 
     def advance(self) -> None:
-        """A range of a move that goes on, or its end."""
+        """Send one range of a move, or end it."""
         if not self.going:
             return
         name = self.some(list(self.going))
@@ -145,7 +143,7 @@ class Fleet:
         return from_bytes(to_bytes(record)) if move.through_bytes else record
 
     def tokens_only(self) -> None:
-        """Without a reservation, and so to newer weights too."""
+        """Move tokens only, without a reservation, possibly to newer weights."""
         source, destination = self.rng.permutation(np.array(self.engines, object))[:2]
         names = [name for name in source.state.sequences if name not in self.going]
         if not names:
@@ -179,7 +177,7 @@ class Fleet:
             engine.preempt(self.some(engine.scheduler.running).request.id)
 
     def change_weights(self) -> None:
-        """Of the one furthest behind, mostly: so that it does not stay so for long."""
+        """Swap weights, mostly of the engine furthest behind."""
         engine = self.some(self.engines)
         if self.rng.random() < 0.7:
             engine = min(self.engines, key=lambda each: each.weights_version)
@@ -205,7 +203,7 @@ ACTIONS = {
 def play(
     seed: int, *, num_sequences: int = 7, most_actions: int = 1500, make: Callable[..., Engine] = make
 ) -> Counter[str]:
-    """Returns what happened; AssertionError if any of it changed a bit."""
+    """Play random moves and return event counts. Raise AssertionError if any bit changed."""
     rng = np.random.default_rng(seed)
     options = {"tokenizer": tokenizer(), "prefill_chunk": int(rng.choice([24, 512])), "max_sequences": 5}
     tight = {"kv_cache_tokens": int(rng.choice([240, 400, 1024]))}

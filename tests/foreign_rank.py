@@ -1,4 +1,4 @@
-"""Run by test_ranks_meeting.py: takes rank 1's seat with torch alone. argv: the store's port, a folder."""
+"""Script of test_ranks_meeting.py: takes rank 1's seat with torch alone. argv: the store's port, a folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATIENCE = timedelta(seconds=5.0)
 
 
 class RunsCode:
-    """What whoever unpickles it does: make a folder."""
+    """Pickle that makes a folder when loaded."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""Run by test_weight_groups_killed.py: a generator's receiver, or a trainer's sender, each in a process of its own."""
+"""Script of test_weight_groups_killed.py: a generator's receiver, or a trainer's sender, in its own process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def state(version: int) -> Any:
 
 
 def receive(trainer: str = "") -> None:
-    """Says where it is, and for each number that it is told whether it has that version, whole. What else it is told
-    is where the trainer is."""
+    """Print the address; for each number read, print whether that version is complete. Other input is the trainer's
+    address."""
     trainers = [trainer]
     node = GroupNode(lambda: trainers[-1] or None)
     print(node.address, flush=True)
@@ -33,7 +33,7 @@ def receive(trainer: str = "") -> None:
 
 
 def send() -> None:
-    """Says where it is, and then that it has sent half of a version."""
+    """Print the address, then a line when half of a version is sent."""
     fill = shares.fill
 
     def filled(bucket: Any, *arguments: Any) -> Any:

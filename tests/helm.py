@@ -1,4 +1,4 @@
-"""`helm template` of the chart, as Python; for the tests in tests/processes/chart."""
+"""`helm template` of the chart as a Python function, for tests/processes/chart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MONITORING = "monitoring.coreos.com/v1"
 
 
 def found() -> str | None:
-    """$RLHFSPEC_HELM, the one on the PATH, or the one that the end-to-end tests built."""
+    """Return the helm binary: $RLHFSPEC_HELM, from the PATH, or built by the end-to-end tests."""
     sys.path.insert(0, str(ROOT / "e2e"))
     try:
         from cluster.build import binaries_folder
@@ -44,7 +44,7 @@ REGISTRY = "registry.example/ml"
 def template(
     values: dict[str, Any], *more: str, release: str = "rlhfspec", namespace: str = "ml", registry: str = REGISTRY
 ) -> tuple[int, str]:
-    """Exit code, and what it printed; what it complains of when it fails. `registry`: where the images are."""
+    """Return exit code and output, or errors on failure. `registry`: location of the images."""
     assert HELM is not None
     done = subprocess.run(
         [HELM, "template", release, str(CHART), "--namespace", namespace, "--set", f"images.registry={registry}",
@@ -75,7 +75,7 @@ def named(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]
 
 
 def pods(objects: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Kind and name of whatever makes pods, and the pod as it makes it (metadata and spec)."""
+    """Return kind, name and pod template (metadata and spec) of each workload."""
     found = []
     for each in objects:
         pod = each if each["kind"] == "Pod" else each.get("spec", {}).get("template")

@@ -1,4 +1,4 @@
-"""Run by test_host_peak.py: loads a model as a role does, and says the peak of this process. argv: role, folder."""
+"""Script of test_host_peak.py: loads a model as a role does and prints peak memory. argv: role, folder."""
 
 from __future__ import annotations
 

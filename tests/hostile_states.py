@@ -1,4 +1,4 @@
-"""States of sequences that a hostile source could send, and the engine that they are sent to."""
+"""Hostile sequence states, and the engine that receives them."""
 
 from __future__ import annotations
 

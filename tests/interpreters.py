@@ -12,7 +12,7 @@ from rlhfspec.worker.process import STARTED
 
 
 class Interpreters:
-    """Starts any program, where `Launcher` starts our modules only."""
+    """Starter of any program; `Launcher` starts only this project's modules."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = environment

@@ -1,5 +1,4 @@
-"""Jobs that are wrong in one place each, made from the schema and from what contradicts itself: an API server is asked
-about all of them (e2e/test_crd.py), and so are the checks that the first pod of a job runs (test_job_cluster.py)."""
+"""Jobs with one error each, from the schema and the rules, for e2e/test_crd.py and test_job_cluster.py."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ By = Literal["both", "server", "checks"]
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """`edits`: what is put where in spec (from the top, with a leading slash)."""
+    """A wrong job. `edits`: values by path in spec (from the top with a leading slash)."""
 
     edits: dict[str, Any]
     field: str
@@ -60,7 +59,7 @@ def edited(edits: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_the_schema() -> Iterator[Wrong]:
-    """Every field with a value of another type, beyond each of its bounds, and every block with an unknown key."""
+    """Yield each field with a wrong type and beyond each bound, and each block with an unknown key."""
     for path, node in _fields(json_schema()["properties"]["spec"], ""):
         options = node.get("anyOf", [node])
         kinds = {option.get("type") for option in options}
@@ -80,7 +79,7 @@ def by_the_schema() -> Iterator[Wrong]:
 
 
 def _around(path: str) -> dict[str, Any]:
-    """What must be there beside a field for nothing else to be wrong."""
+    """Return what the field needs beside it, so that nothing else is wrong."""
     if path.startswith("roles.generator.replicas"):
         return {"roles.generator.replicas": {"min": 1, "max": 1}}
     return {"observability.wandb": {"project": "p"}} if path.startswith("observability.wandb.") else {}

@@ -1,4 +1,4 @@
-"""Small policies, critics and rollouts that a learner trains on."""
+"""Small policies, critics and rollouts for a learner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALGORITHMS = ("ppo", "grpo", "dr-grpo", "rloo", "reinforce++", "dapo", "gspo")
 
 
 def spec(name: str = "grpo", *, algorithm: Any = None, model: Any = None, **training: Any) -> job.Spec:
-    """A job of which every device computes the same: in float32."""
+    """Return a float32 job, which every device computes alike."""
     return job.Spec.model_validate(
         {
             "model": {"path": "m", **(model or {})},
@@ -37,12 +37,12 @@ def spec(name: str = "grpo", *, algorithm: Any = None, model: Any = None, **trai
 
 
 def stored_spec(folder: Path, dtype: str) -> job.Spec:
-    """A job of the model that a test left in this folder, which trains a critic too."""
+    """Return a job of the model in this folder, with a critic."""
     return spec("ppo", model={"path": str(folder / "stored"), "dtype": dtype}, tokensPerMicroBatch=40, fuse="off")
 
 
 def policy(seed: int = 1) -> Any:
-    """Return a model of the test's own; what it is at first is proved once."""
+    """Return a model of the test's own, proved once."""
     return copy.deepcopy(_proved(seed))
 
 
@@ -63,7 +63,7 @@ def learner(settings: job.Spec) -> Learner:
 
 
 def rollouts(seed: int = 0, *, version: int = 0, num_samples: int = 8) -> Rollouts:
-    """Samples of two prompts. Log-probs are those of the policy before its first step."""
+    """Return samples of two prompts, with log-probs of the initial policy."""
     return copy.deepcopy(_rollouts(seed, version, num_samples))
 
 

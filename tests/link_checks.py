@@ -1,4 +1,4 @@
-"""What tests of links share: other processes, and what must not be left."""
+"""Helpers of link tests: other processes, and checks for leaks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ landing.close()
 
 
 class Other:
-    """Another process, spoken to line by line; killed at the end."""
+    """Another process, controlled line by line and killed at the end."""
 
     def __init__(self, code: str, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -84,7 +84,7 @@ def other(code: str, *arguments: str) -> Iterator[Other]:
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """No file, socket, thread, or memory of a link more than before."""
+    """Check that no link file, socket, thread or memory is left."""
     before = _held()
     yield
     patience = time.monotonic() + 60  # the kernel's list of threads is a moment behind the join
@@ -94,7 +94,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def _held() -> Counter[str]:
-    """Differences count what is more: what a test before this one left may end meanwhile."""
+    """Count resources. Only increases matter, as those of an earlier test may end meanwhile."""
     numbers = {
         "files": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
@@ -105,7 +105,7 @@ def _held() -> Counter[str]:
 
 
 def warm(kind: str) -> None:
-    """What is there once a process, after the first use of a library."""
+    """Create once what a library keeps after its first use."""
     landing = make_landing(kind)
     sending = open_sending(landing.offer)
     sending.room(1)

@@ -1,4 +1,4 @@
-"""What generators say of their load, and what the rebalancer knows of them."""
+"""Loads of generators, and the rebalancer's knowledge of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by test_rank_sets.py, once a rank. argv: a folder for what the first finds, and which rank is to be killed."""
+"""Script of test_rank_sets.py, once a rank. argv: a folder for results, and the rank to kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by test_ranks_meeting.py, once a rank. argv: a folder, and what happens: knock or impostor."""
+"""Script of test_ranks_meeting.py, once a rank. argv: a folder, and the case: knock or impostor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhfspec.errors import StageStalled
 
 
 def listening() -> list[tuple[str, int]]:
-    """Where this process listens, by IPv4 and IPv6."""
+    """Return this process's listening IPv4 and IPv6 addresses."""
     inodes = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
@@ -32,7 +32,7 @@ def listening() -> list[tuple[str, int]]:
 
 
 def knock(port: int) -> None:
-    """Take the seat of each pair, as gloo's initiators do: the number of the pair, and content behind it."""
+    """Take the seat of each pair as gloo's initiators do: the pair's number, then a payload."""
     for pair in range(8):
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5.0) as connection:
             connection.sendall(pair.to_bytes(8, "little") + bytes(range(256)))

@@ -1,4 +1,4 @@
-"""Generators in one process: real engines, each with its thread, a mover, and a custody that judges who has what."""
+"""Generators in one process: real engines with threads, movers and a custody that checks ownership."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def alone(seed: int) -> Bits:
 
 
 class Held:
-    """The custody of one generator, and what its engine finished."""
+    """Custody of one generator, and what its engine finished."""
 
     def __init__(self) -> None:
         self.prompts: dict[str, tuple[bytes, str]] = {}
@@ -70,7 +70,7 @@ class Held:
 
 
 class Generator:
-    """An engine's thread as the service has it: steps, and what is asked of the engine between two of them."""
+    """Engine thread as in the service: it steps and serves calls in between."""
 
     def __init__(self, name: str, engine: Engine, control: Any, *, kind: str = "memory", **parts: Any) -> None:
         self.name, self.engine = name, engine
@@ -102,7 +102,7 @@ class Generator:
         return await self.mover.move(move, peer, **options)
 
     def forget(self, name: str) -> None:
-        """Its prompt too; from the engine's thread."""
+        """Forget a sample with its prompt. Call it in the engine's thread."""
         self._loop.call_soon_threadsafe(self.custody.prompts.pop, name, None)
 
     async def until(self, holds: Callable[[], object]) -> None:
@@ -111,7 +111,7 @@ class Generator:
             await asyncio.wait_for(self.changed.wait(), 60)
 
     async def length(self, name: str) -> int:
-        """Tokens of a sequence that runs here; 0: it does not."""
+        """Return the tokens of a running sequence, or 0."""
         views = await self.calls.call(self.engine.sequences)
         return next((view.num_held for view in views if view.id == name), 0)
 
@@ -174,7 +174,7 @@ def assert_clean(generator: Generator) -> None:
 
 
 def all_bits(made: list[Generator]) -> dict[str, Bits]:
-    """Each sample, finished once."""
+    """Return each sample's bits; each must be finished once."""
     found: dict[str, Bits] = {}
     for each in made:
         assert not found.keys() & each.finished.keys(), "finished twice"

@@ -1,4 +1,4 @@
-"""Engines between which sequences move, and the ways in which they do; tests of moves share them."""
+"""Engines between which sequences move, and the kinds of moves."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def request(
 
 
 def bits(done: Completion) -> Bits:
-    """What the law fixes. On a device tokens alone: log-probs depend on the rows beside them there."""
+    """Return what the law fixes. On a device only tokens: log-probs depend on neighbouring rows there."""
     numbers = (done.log_probs, done.tempered_log_probs) if DEVICE == "cpu" else ((), ())
     return done.token_ids, *numbers, done.finish_reason
 
@@ -87,7 +87,7 @@ def reserved(here: Engine, there: Engine, name: str, rng: np.random.Generator) -
 
 
 def in_rounds(here: Engine, there: Engine, name: str, rng: np.random.Generator) -> list[Completion]:
-    """KV goes ahead while both decode on."""
+    """Move in rounds: KV is sent while both engines decode."""
     mark, done = there.reserve(here.manifest(name)), []
     for _ in range(int(rng.integers(1, 4))):
         for _ in range(int(rng.integers(1, 5))):

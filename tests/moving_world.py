@@ -1,7 +1,6 @@
-"""Three processes whose sequences move, on a network that loses, repeats, delays and reorders; and who runs what.
+"""Model of three processes that move sequences over a faulty network.
 
-The machines are those of `rlhfspec.moves.migration`; engines and the broker are sets. What is right is judged by the
-sets alone.
+The state machines are those of `rlhfspec.moves.migration`; engines and broker are sets, which judge correctness.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ NODES = 3
 
 @dataclass
 class Engine:
-    """Where each sample is."""
+    """The set of samples at an engine."""
 
     running: set[str] = field(default_factory=set)
     away: set[str] = field(default_factory=set)
@@ -156,7 +155,7 @@ class World:
         return None
 
     def deliver(self, at: int, *, keep: bool = False) -> None:
-        """One message of those under way; with `keep` a copy of it comes again."""
+        """Deliver one message in flight; with `keep` a copy stays."""
         if not self.told:
             return
         until, to, back, message = self.told[at % len(self.told)]
@@ -184,7 +183,7 @@ class World:
             node.engine.cancel(sample)
 
     def work(self, index: int) -> None:
-        """The engine of a node does one thing of those that it is asked."""
+        """Let the engine of a node handle one call."""
         node = self.nodes[index]
         if not node.work:
             return
@@ -228,7 +227,7 @@ class World:
                 way.pop(at % len(way))
 
     def silence(self, index: int) -> None:
-        """No reply comes in time, to any of those who wait for one here."""
+        """Time out all pending replies at one node."""
         for sample in list(self.nodes[index].moves):
             self.say(self.nodes[index], sample, ours.Silence())
 
@@ -282,7 +281,7 @@ class World:
             assert all(sample in node.keeps for node in runs), f"{sample} runs and nobody keeps its prompt"
 
     def settle(self) -> None:
-        """The network mends, and time goes by until nothing is under way."""
+        """Repair the network and run until nothing is in flight."""
         for second in range(300):
             for _ in range(200):
                 if not self.told and not self.replies and not any(node.work for node in self.nodes):
@@ -307,7 +306,7 @@ class World:
 
 
 def any_of(rng: Random, world: World) -> None:
-    """Something happens; what moves a sequence more often than what breaks it."""
+    """Do a random action; moves are more frequent than faults."""
     index, at = rng.randrange(NODES), rng.randrange(8)
     happenings: list[tuple[int, Callable[[], None]]] = [
         (8, lambda: world.move(index, rng.choice(world.samples), rng.randrange(NODES))),

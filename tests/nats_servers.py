@@ -1,4 +1,4 @@
-"""A real nats-server for a test, on a port of its own choice, and what can happen to it."""
+"""A real nats-server for a test on a free port, and faults of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BINARY = Path(sys.executable).with_name("nats-server")
 
 
 class NatsServer:
-    """Stopped at the end of the block. `config`: lines of a configuration file."""
+    """Server, stopped at the end of the block. `config`: configuration lines."""
 
     def __init__(self, folder: Path, config: str = "", *, jetstream: bool = True) -> None:
         self._folder = folder
@@ -42,7 +42,7 @@ class NatsServer:
         return self._port
 
     def start(self) -> None:
-        """Again on the same port, with what was stored."""
+        """Restart on the same port with the stored data."""
         self._folder.mkdir(parents=True, exist_ok=True)
         config, log = self._folder / "nats.conf", self._folder / "nats.log"
         config.write_text(self._config)
@@ -66,7 +66,7 @@ class NatsServer:
             self._process = None
 
     def stop(self) -> None:
-        """Until `go_on`."""
+        """Suspend the server until `go_on`."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -76,7 +76,7 @@ class NatsServer:
 
 
 class Proxy:
-    """Between a client and a server on this machine; it can fall silent: it reads no more, and closes nothing."""
+    """Proxy to a local server that can fall silent: it stops reading and closes nothing."""
 
     def __init__(self, port: int) -> None:
         self.sent = bytearray()  # by all clients
@@ -103,7 +103,7 @@ class Proxy:
         return f"nats://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def fall_silent(self) -> None:
-        """For the connections of now, for ever; later ones are let through."""
+        """Silence current connections for good; later ones pass."""
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()

@@ -1,4 +1,4 @@
-"""A real S3 server for tests: rclone's, over a folder of this machine."""
+"""A real S3 server for tests: rclone's, over a local folder."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ KEY, SECRET = "a-key", "a-secret"
 
 
 class ObjectServer:
-    """Buckets are folders of `folder`, in which others may look and nobody else may write. May be stopped and started
-    again, at the same port."""
+    """S3 server whose buckets are subfolders of `folder`. It may be restarted on the same port."""
 
     def __init__(self, folder: Path, *, host: str = "127.0.0.1") -> None:
         self.folder = folder

@@ -1,7 +1,6 @@
-"""Where models of tests run: on the CPU, or with RLHFSPEC_TEST_DEVICE=second on one whose memory no host can touch.
+"""Device of the tests' models: the CPU, or the second device with RLHFSPEC_TEST_DEVICE=second.
 
-It is said here for all suites: what takes a device and is given none takes this one. A test that cannot run there says
-`@pytest.mark.on_the_cpu("why")` and is skipped with its reason; one that names its devices is the same in both runs.
+It is the default device of everything. Tests that cannot run there say `@pytest.mark.on_the_cpu("why")`.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Have the second device before any test runs: torch starts a thread for each device at a process's first backward
-    pass, and a device that comes later has none."""
+    """Load the second device before any test, as torch starts device threads at the first backward pass only."""
     if DEVICE != "cpu" and not _why_no_second():
         _take(DEVICE)
     elif any("second" in getattr(item, "fixturenames", ()) for item in session.items):
@@ -48,7 +46,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @functools.cache
 def _why_no_second() -> str:
-    """Make torch know the second device; return why there is none, or nothing."""
+    """Load the second device; return the reason if there is none, else ""."""
     import second_device
 
     try:
@@ -59,7 +57,7 @@ def _why_no_second() -> str:
 
 
 def _take(device: str) -> None:
-    """For the rest of the process."""
+    """Make the device the default for the rest of the process."""
     import torch
     from second_device.attention import attend
 
@@ -82,7 +80,7 @@ def _take(device: str) -> None:
 
 @pytest.fixture
 def second() -> Iterator[ModuleType]:
-    """tests/second_device, loaded: torch has the devices second:0 and second:1."""
+    """Yield tests/second_device, loaded: torch has the devices second:0 and second:1."""
     import second_device
 
     if reason := _why_no_second():

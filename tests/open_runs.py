@@ -53,7 +53,7 @@ def runs_of(*open_runs: tuple[str, str], watched: Iterable[str] = ("team",), lea
 
 
 def operators(servers: SharedServers) -> tuple[Streams, RedisUsers | None]:
-    """As the operator makes them of its settings and the Secret it mounts."""
+    """Return the operator's clients, made from its settings and mounted Secret."""
     told = {
         "release": "rl", "namespace": "rlhf", "images": dict.fromkeys(("slim", "cpu", "cuda"), "x"),
         "nats_url": servers.nats_url, "redis_url": servers.redis_url, "report_url": "r",
@@ -79,14 +79,14 @@ async def asked_by_the_operator(servers: SharedServers, **keeping: Any) -> NatsT
 
 
 async def opened(servers: SharedServers, uid: str, metadata: dict[str, str]) -> NatsTransport:
-    """By another install too: it has the same account."""
+    """Open a run, possibly of another install on the same account."""
     transport = await asked_by_the_operator(servers, metadata=metadata)
     await Bus.open(transport, JOB, uid=uid, workers=dict.fromkeys(loop.BY_NAME, 1))
     return transport
 
 
 async def is_there(control: NatsTransport, uid: str) -> bool:
-    """All of its streams, or none."""
+    """Return whether all of the run's streams exist; assert that not only some do."""
     subjects = [loop.subject(JOB, uid, record) for record in loop.KINDS] + [loop.dead_letters(JOB, uid)]
     found = {await control._look(subject) is not None for subject in subjects}
     assert len(found) == 1, "some are gone and some are not"

@@ -1,4 +1,4 @@
-"""Objects as the API server tells them to the operator's cache."""
+"""Objects as the API server sends them to the operator's cache."""
 
 from __future__ import annotations
 

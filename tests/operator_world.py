@@ -1,6 +1,5 @@
-"""A job's world in memory, for tests of the operator: an API server, the nodes' kubelets, and a clock that is turned by
-hand. It knows nothing of the operator's own rules; what it does is what Kubernetes documents.
-"""
+"""In-memory world of a job for operator tests: API server, kubelets and a manual clock, by Kubernetes'
+documentation."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ SETTINGS = ChartSettings(
 
 
 def spec_of(**changes: Any) -> dict[str, Any]:
-    """The smallest job: no reference, one of each stage."""
+    """Return the smallest job: one worker of each stage, no reference."""
     return {
         "model": {"path": "tiny:llama"},
         "dataset": {"path": "sums.jsonl"},
@@ -76,7 +75,7 @@ def job_body(**changes: Any) -> dict[str, Any]:
 
 
 def view_of(body: dict[str, Any]) -> JobView:
-    """`views.job_view`, which reads each spec but once: that takes longer than all that is decided of it."""
+    """Return `views.job_view`, which parses each spec only once for speed."""
     key = json.dumps(body["spec"], sort_keys=True)
     if key not in _READ:
         _READ[key] = read(manifest_of(body))
@@ -93,7 +92,7 @@ def view_of(body: dict[str, Any]) -> JobView:
 
 @dataclass
 class World:
-    """`seen` is what the watch has of the pods; `look` lets the operator look, and does what it decides."""
+    """A job's world. `seen`: the watched pods; `look` reconciles once and applies the plan."""
 
     body: dict[str, Any] = field(default_factory=job_body)
     settings: ChartSettings = SETTINGS
@@ -141,7 +140,7 @@ class World:
         return plan
 
     def carry_out(self, plan: ReconcilePlan, *, rng: random.Random | None = None) -> None:
-        """`rng`: some of it fails."""
+        """Apply a plan; with `rng`, some writes fail."""
 
         def works() -> bool:
             return rng is None or rng.random() > 0.2
@@ -165,7 +164,7 @@ class World:
             self.write_workload(plan.workload)
 
     def settle(self, most: int = 60) -> ReconcilePlan:
-        """Looks until there is nothing more to do at this moment."""
+        """Reconcile until nothing changes."""
         for _ in range(most):
             before = json.dumps(self.body, sort_keys=True)
             plan = self.reconcile()
@@ -244,7 +243,7 @@ class World:
         self._workload_status(conditions=list(conditions.values()))
 
     def admit(self, **flavors: str) -> None:
-        """`flavors`: of a role; the others are of `spot`."""
+        """Admit the Workload. `flavors`: by role; others get `spot`."""
         assert self.workload is not None
         assigned = [
             {"name": each["name"], "count": each["count"], "flavors": {"cpu": flavors.get(each["name"], "spot")}}
@@ -265,7 +264,7 @@ class World:
         self.body["metadata"]["generation"] += 1
 
     def delete_job(self) -> None:
-        """Something holds it, such as a finalizer of somebody's."""
+        """Delete the job while a foreign finalizer holds it."""
         self.body["metadata"].setdefault("deletionTimestamp", text_of(self.now))
 
     # --- the nodes ---
@@ -300,7 +299,7 @@ class World:
         }
 
     def end_those_asked(self) -> None:
-        """What was asked to end does, and is gone."""
+        """End and remove the pods that were asked to end."""
         for name, pod in list(self.pods.items()):
             if pod["metadata"].get("deletionTimestamp") and pod["spec"].get("nodeName") not in self.lost_nodes:
                 del self.pods[name]

@@ -1,4 +1,4 @@
-"""What of this process's memory some work takes."""
+"""Peak memory of a piece of work in this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def peak_above(work: Callable[[], object]) -> int:
-    """Bytes of memory that this process had at most while it worked, above what it had before."""
+    """Return the peak bytes during `work` above those before."""
 
     def resident(which: str) -> int:
         status = Path("/proc/self/status").read_text()

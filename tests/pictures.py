@@ -1,8 +1,4 @@
-"""Runs of tests end without their picture, which takes matplotlib longer to draw than a small model to be trained.
-
-In its place stands an empty file. It is drawn where a test or a module says `@pytest.mark.draws` (as the examples do,
-which have among them every panel), and by processes that are started as a shell starts them (`warmed` tells which).
-"""
+"""Replacement of run pictures by empty files, as drawing is slow; `@pytest.mark.draws` draws them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where things lie, for tests of any folder."""
+"""Paths for tests of any folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's processes as their pods have them: an address and a folder of credentials each, and nobody who supervises."""
+"""A run's processes as pods: each with an address and credentials, without a supervisor."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Pod:
 
 @dataclass
 class Job:
-    """One run of it. `number`: of the run."""
+    """One run of a job. `number`: of the run."""
 
     job_file: Path
     servers: SharedServers

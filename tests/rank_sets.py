@@ -1,4 +1,4 @@
-"""A set of ranks: processes that find each other, told what torchrun tells its own."""
+"""A set of ranks with torchrun's environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhfspec.common.ranks import SECRET
 
 
 def run_ranks(module: str, num_ranks: int, *arguments: str, popen: Any = warmed.Popen) -> None:
-    """Run the module of tests/ once a rank, to its end; none of them may fail."""
+    """Run the module of tests/ once a rank; none may fail."""
     port = free_port()
     ranks = [
         popen(

@@ -1,4 +1,4 @@
-"""Run by test_shares.py, once a rank: goes on from a checkpoint and writes the next. argv: folder, step, fuse."""
+"""Script of test_shares.py, once a rank: resumes a checkpoint and writes the next. argv: folder, step, fuse."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make(ranks: Ranks, fuse: str) -> Learner:
 
 
 def gathered(state: dict[str, Any]) -> dict[str, Any]:
-    """The slow twin: every tensor whole. All ranks have to ask."""
+    """Return every tensor whole: the slow twin. It is collective."""
     whole = {name: gathered(value) if isinstance(value, dict) else value for name, value in state.items()}
     return _whole(whole)
 
@@ -52,7 +52,7 @@ def lead(leader: Leader, folder: Path, step: int) -> None:
 
 
 def write_step(leader: Leader, folder: Path, step: int) -> None:
-    """A checkpoint after training, where it is the first; else of what the one before it holds."""
+    """Write a checkpoint: after training for the first, else of the loaded state."""
     with CheckpointStore(folder / "checkpoints", keep=9) as store:
         if step == 1:
             leader.learn(rollouts(0))

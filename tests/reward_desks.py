@@ -1,4 +1,4 @@
-"""A desk at which reward functions are written and asked."""
+"""Sources made from reward functions in a folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sample(
 
 
 class Naps:
-    """Instead of waiting: the delays that were asked for."""
+    """Record of requested delays, in place of waiting."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -45,7 +45,7 @@ class Naps:
 
 
 class Desk:
-    """A folder for a job's own modules, and the sources that are made from them."""
+    """A folder for a job's own modules, and the sources made from them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,7 +60,7 @@ class Desk:
         return RewardSources(rewards, self.folder, sleep=self.naps)
 
     def score(self, code: str, samples: Sample | list[Sample] | None = None, **source: Any) -> list[Score]:
-        """All of `samples`, by `reward` of `code`."""
+        """Score all `samples` by `reward` of `code`."""
         self.write(code)
         return run(self.sources({"function": "rewards:reward", **source}), samples)
 

@@ -1,4 +1,4 @@
-"""What tests of whole runs share: a small job, and ways to run it."""
+"""A small job for tests of whole runs, and ways to run it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def group(prompts, completions):
 
 
 def write_models(folder: Path, model: Any) -> None:
-    """As policy, and as a drafter that agrees with it often enough: the policy itself."""
+    """Write the policy, and itself as a drafter."""
     from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
     for name in ("policy", "drafter"):
@@ -67,7 +67,7 @@ def lines_of(job_file: Path, out: str) -> list[str]:
 
 
 def train(job_file: Path, out: str, *overrides: str, resume: bool = False) -> list[dict[str, Any]]:
-    """The run's curve; by default without drafting."""
+    """Run a job and return its curve; by default without drafting."""
     given = overrides if any("speculation" in o for o in overrides) else ("generation.speculation.mode=off", *overrides)
     result = invoke(job_file, out, *given, resume=resume)
     assert result.exit_code == 0, result.output

@@ -1,7 +1,6 @@
-"""What a test, or what it imports, tells later imports by the environment is forgotten behind it.
+"""Restoration of environment variables that a test, or a library it imports, sets.
 
-A library that sets a variable at its first use would else make every process of all later tests in the same worker one
-that imports for itself (warmed.py), and their results depend on which tests came before.
+Otherwise they would make later processes import anew (warmed.py), and results depend on the order of tests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scorers of log-probs, and reward models, of small sizes."""
+"""Small log-prob scorers and reward models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_scorer(kind: str = "llama", temperature: float = 0.7, **options: Any) -
 
 
 def row_sensitive_scorer(context: int) -> LogProbScorer:
-    """In torch's own arithmetic, which is another one for few rows than for many."""
+    """Return a scorer in torch's own arithmetic, which differs with the number of rows."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=97, hidden_size=320, intermediate_size=640, num_hidden_layers=2, num_attention_heads=4,
@@ -28,7 +28,7 @@ def row_sensitive_scorer(context: int) -> LogProbScorer:
 
 
 def classifying_model(kind: str, *, num_labels: int = 1, **options: Any) -> Any:
-    """A sequence-classification model of random weights."""
+    """Return a random sequence-classification model."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Asks the processes of a run for their metrics, as Prometheus would: each is a target with its own labels."""
+"""Scraping of a run's processes as Prometheus does, each a target with its own labels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Scrape = dict[Labels, float]
 
 
 class Scraper:
-    """Of a run with processes; knows where they are from what they say on the bus."""
+    """Scraper of a run with processes, found by their records on the bus."""
 
     def __init__(self, connections: Path) -> None:
         self._file = connections
@@ -39,7 +39,7 @@ class Scraper:
         self.first: Scrape = {}  # what a process that is gone since had to say
 
     def look(self) -> dict[str, str]:
-        """Who is there now, and where."""
+        """Return present processes and their addresses."""
         connections = Connections.read(self._file)
         found = asyncio.run(_workers(connections))
         assert connections.supervisor_address is not None
@@ -47,12 +47,12 @@ class Scraper:
         return self._targets
 
     def scrape(self) -> Scrape:
-        """And keeps what was told."""
+        """Scrape all processes and keep the result."""
         self.scrapes.append(self.ask())
         return self.scrapes[-1]
 
     def ask(self, *only: str) -> Scrape:
-        """These, or all; who is gone or does not answer is left out, as Prometheus does."""
+        """Scrape these processes, or all; leave out those that do not answer."""
         found: Scrape = {}
         for name in only or self._targets:
             address = self._targets[name]
@@ -64,13 +64,13 @@ class Scraper:
 
 
 def values_of(scrape: Scrape, name: str, **wanted: str) -> list[float]:
-    """Of all series with these labels."""
+    """Return the values of all series with these labels."""
     told = [(dict(labels), value) for labels, value in scrape.items()]
     return [value for labels, value in told if {**wanted, "__name__": name}.items() <= labels.items()]
 
 
 def samples_of(text: str, target: Mapping[str, str]) -> Scrape:
-    """A label that the target itself has is the target's."""
+    """Parse metrics. A label that the target sets itself wins."""
     return {
         tuple(sorted({**sample.labels, **target, "__name__": sample.name}.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -79,13 +79,13 @@ def samples_of(text: str, target: Mapping[str, str]) -> Scrape:
 
 
 def names_of(scrapes: list[Scrape]) -> set[str]:
-    """Of what has a value; of a histogram both its own and those of its parts."""
+    """Return names of metrics with a value; for a histogram also those of its parts."""
     names = {dict(labels)["__name__"] for scrape in scrapes for labels in scrape}
     return names | {name.removesuffix("_bucket") for name in names if name.endswith("_bucket")}
 
 
 def named_anywhere() -> set[str]:
-    """Our metrics in the chart, its dashboards and rules, and the documents."""
+    """Return this project's metrics in chart, dashboards, rules and documents."""
     files = [path for path in CHART.rglob("*") if path.suffix in (".yaml", ".json", ".tpl", ".txt")]
     files += [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     return {name for path in files for name in re.findall(r"(?<!\w)rlhfspec_[a-z_]+", path.read_text())}

@@ -1,9 +1,8 @@
-"""A machine and a drafter made of numbers: what the selector is tested against, and a place to try ideas in.
+"""Simulated machine and drafter for selector tests. Time is simulated (`World.now`).
 
-Time is simulated (`World.now`), so nothing here depends on the machine it runs on. A drafted node's children carry
-gaps, the gaps carry the truth about acceptance, and every sequence agrees with its drafter more or less than others.
+Children of drafted nodes carry gaps, which determine the true acceptance; sequences agree with the drafter to differing
+degrees. Example:
 
-Example:
     >>> from rlhfspec.engine.drafting.outlook import default_plans
     >>> world = World(machine=FLAT_TO_16, agreement={"model": 0.5}, seed=1)
     >>> costs, acceptance = world.profiled(), AcceptanceModel(num_rows=8)
@@ -58,7 +57,7 @@ _SHARES = np.array([0.75, 0.45, 0.3])  # ranks 1, 2, 3: of what rank 0 leaves
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedMachine:
-    """Seconds of everything, as a function of rows."""
+    """Seconds of every operation, as a function of rows."""
 
     target: Callable[[float], float]
     draft_level: Callable[[float], float]
@@ -109,8 +108,9 @@ class SimulatedRun:
 
 
 class World:
-    """`agreement`: per drafter, a shift of the log-odds of acceptance (0 is middling, -8 useless, 2 excellent).
-    `spread`: how much sequences differ. `noise`: relative noise of times. `outliers`: share of steps that take 10x.
+    """World. `agreement`: per drafter, a shift of the log-odds of acceptance (0 middling, -8 useless, 2 excellent).
+
+    `spread`: difference between sequences. `noise`: relative noise of times. `outliers`: share of steps that take 10x.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class World:
         self._unseen = np.full(512, _PROMPT, np.int32)  # tokens of the row that a draft model has yet to run
 
     def profiled(self) -> CostModel:
-        """Cost tables as a start-up profile would give them: no host kinds, a little noise."""
+        """Return cost tables as after a start-up profile: no host kinds, a little noise."""
         return CostModel.profile(
             lambda kind, rows, kv_tokens: self._jittered(self.machine.seconds(kind, rows), outliers=0.0),
             drafters=tuple(name for name in self.agreement if DRAFTERS[name].runs_draft_model),
@@ -149,7 +149,7 @@ class World:
         num_steps: int,
         finish: bool = False,
     ) -> SimulatedRun:
-        """Steps at a constant batch. `finish`: afterwards the sequences leave and new ones take their rows."""
+        """Run steps at a constant batch. `finish`: afterwards new sequences take the rows."""
         run = SimulatedRun()
         for _ in range(num_steps):
             self.step(selector, acceptance, np.arange(num_sequences, dtype=np.int32), run)
@@ -161,7 +161,7 @@ class World:
     def drain(
         self, selector: Selector, acceptance: AcceptanceModel, *, num_sequences: int, num_tokens: int
     ) -> SimulatedRun:
-        """All sequences start together and generate `num_tokens` each; who is done leaves, and nobody follows."""
+        """Run sequences that start together to `num_tokens` each, without replacement."""
         run, room = SimulatedRun(), np.full(num_sequences, num_tokens, np.int32)
         while room.any():
             rows = np.flatnonzero(room).astype(np.int32)
@@ -174,7 +174,7 @@ class World:
         return run
 
     def renew(self, row: int, acceptance: AcceptanceModel) -> None:
-        """The row's sequence has finished; another one takes the row."""
+        """Give the row to another sequence."""
         acceptance.forget(row)
         self._unseen[row] = _PROMPT
         self._shift[row] = self._random.normal(0.0, self._spread)
@@ -188,7 +188,7 @@ class World:
         *,
         room: IntArray | None = None,
     ) -> DraftOutcome:
-        """`room`: tokens that each sequence may still generate; None = as many as it likes."""
+        """Run a step. `room`: tokens that each sequence may still generate; None: no limit."""
         room = np.full(len(rows), 10_000, np.int32) if room is None else room
         state = BatchState(
             rows=rows, room=room, num_prefill_rows=0, kv_tokens=_PROMPT * len(rows), unseen=self._unseen[rows]
@@ -228,7 +228,7 @@ class World:
     def _propose(
         self, plan: DraftPlan, state: BatchState, acceptance: AcceptanceModel, rule: LevelRule
     ) -> tuple[Forest, npt.NDArray[np.int64]]:
-        """A forest; and, for each sequence and then each node, the rank that the target chooses below it (9: none)."""
+        """Return a forest, and for each sequence and node the rank of the target's choice below it (9: none)."""
         name, table_rows = str(plan.drafter), state.rows[: plan.num_sequences]
         num_sequences = len(table_rows)
         winner, gaps = self._children(name, table_rows, plan.branch)
@@ -261,7 +261,7 @@ class World:
         return forest, np.concatenate(winners)
 
     def _children(self, name: str, rows: IntArray, branch: int) -> tuple[npt.NDArray[np.int64], FloatArray]:
-        """For n parents: the rank that the target chooses, [n], and the candidates' gaps, [n, branch]."""
+        """Return for n parents the rank of the target's choice, [n], and the candidates' gaps, [n, branch]."""
         n = len(rows)
         lead = self._random.exponential(3.0, n)
         behind = lead[:, None] + np.cumsum(self._random.exponential(1.0, (n, 3)), axis=1)
@@ -285,7 +285,7 @@ class World:
         path: FloatArray,
         gaps: FloatArray,
     ) -> Forest:
-        """`plan.branch` children of each of n parents with these sequences and path acceptances, [n]."""
+        """Return `plan.branch` children for each of n parents, given sequences and path acceptances, [n]."""
         n, branch = len(parents), plan.branch
         sequence = np.repeat(sequences, branch).astype(np.int32)
         rank = np.tile(np.arange(branch, dtype=np.int32), n)
@@ -314,7 +314,7 @@ class World:
 def _walk(
     forest: Forest, winner: npt.NDArray[np.int64], keep: IntArray, num_sequences: int
 ) -> tuple[BoolArray, BoolArray]:
-    """reached, accepted [N]; `winner` is indexed by sequence, then by node of the forest as proposed."""
+    """Return reached, accepted [N]. `winner` is indexed by sequence, then by node of the forest as proposed."""
     reached, accepted = np.zeros(forest.size, np.bool_), np.zeros(forest.size, np.bool_)
     for level in range(1, int(forest.depth.max()) + 1 if forest.size else 1):
         nodes = np.flatnonzero(forest.depth == level)

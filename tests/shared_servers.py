@@ -1,4 +1,4 @@
-"""The servers that many jobs of a release share, as their pods run them, on ports of this machine."""
+"""A release's shared servers on local ports, configured as in their pods."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_REDIS = "needs a redis-server with TLS in the PATH (apt-get install redis-ser
 
 
 class _Opening(Runs):
-    """One that opens, of which alone this operator knows."""
+    """Opener of runs that only this operator knows."""
 
     def __init__(self, run: OpenRun) -> None:
         super().__init__(Cache(), set, lambda: True)
@@ -43,7 +43,7 @@ class _Opening(Runs):
 
 
 class SharedServers:
-    """Of one release, in a block. `nats_url`, `redis_url`: the latter is None where no such server is installed."""
+    """Context manager of one release's servers. `redis_url`: None where no Redis is installed."""
 
     def __init__(self, folder: Path, keys: Keys | None = None) -> None:
         self.folder = folder
@@ -69,7 +69,7 @@ class SharedServers:
         self._nats.wait()
 
     def start_nats(self) -> None:
-        """Again, at the same port."""
+        """Restart NATS at the same port."""
         command = [BINARY, "-c", self.folder / "nats" / "nats.conf", "-a", "127.0.0.1", "-p", str(self._port)]
         command += ["-m", str(self._http_port), "-l", self.folder / "nats.log"]
         self._nats = self._program([str(part) for part in command], self._port)
@@ -79,14 +79,14 @@ class SharedServers:
         self._redis.wait()
 
     def start_redis(self) -> None:
-        """Again, at the same port; it has forgotten everything."""
+        """Restart Redis, empty, at the same port."""
         assert REDIS is not None
         self._redis = self._program([REDIS, str(self.folder / "redis" / "redis.conf")], self._redis_port)
 
     def open_run(
         self, run: str, *, job: str = "sums", namespace: str = "rl", stages: Collection[str] = loop.BY_NAME
     ) -> None:
-        """Makes its streams in NATS and its user in Redis, as the operator does."""
+        """Make the run's streams in NATS and its user in Redis, as the operator does."""
         asyncio.run(self.make_streams(run, job=job, namespace=namespace, stages=stages))
         if self.redis_url is None:
             return
@@ -107,7 +107,7 @@ class SharedServers:
     def credentials(
         self, role: str, *, job: str = "sums", job_uid: str = "6f1c", run: str = "3f2a", namespace: str = "rl"
     ) -> Path:
-        """A folder as a pod has it mounted."""
+        """Return a credentials folder as mounted in a pod."""
         secret = credentials_of(
             self.keys, namespace=namespace, job=job, job_uid=job_uid, run=run, role=role, created=CREATED
         )

@@ -9,7 +9,7 @@ from rlhfspec.messages.transport.memory import MemoryTransport
 
 
 class ShuffledTransport(MemoryTransport):
-    """What is pulled together arrives in any order, and what could come at once comes in parts."""
+    """Transport that shuffles pulled messages and splits batches."""
 
     async def subscribe(self, subject: str, consumer: Consumer) -> Subscription:
         return _Shuffled(await super().subscribe(subject, consumer), random.Random(subject + consumer.name))

@@ -1,4 +1,4 @@
-"""How many tests did not run, by the reason that each gives: a summary of green that leaves nothing out."""
+"""Counts of skipped tests by reason, for the summary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def by_reason(reports: Iterable[pytest.TestReport]) -> list[str]:
-    """The most frequent first."""
+    """Return lines, the most frequent first."""
     reasons = Counter(
         report.longrepr[2].removeprefix("Skipped: ") for report in reports if isinstance(report.longrepr, tuple)
     )

@@ -1,4 +1,4 @@
-"""The job of the tests of stages, which imports no torch."""
+"""The small job of stage tests, which imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ JOB = "sums"
 
 
 def a_job(**spec: Any) -> RLHFJob:
-    """GRPO without a reference: two prompts a step, two samples each, three steps."""
+    """Return a GRPO job without a reference: two prompts a step, two samples each, three steps."""
     blocks: dict[str, dict[str, Any]] = {
         "model": {"path": "m"},
         "dataset": {"path": "data.jsonl", "shuffle": False},

@@ -1,4 +1,4 @@
-"""What a generator shows of itself."""
+"""Snapshots of a generator's state."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Stages' processes, forked from one that has imported what they need: python stage_forks.py STAGE=CONNECTIONS ...
+"""Fork server of stages' processes: python stage_forks.py STAGE=CONNECTIONS ...
 
-It says which ended with what code, and ends after the last. Killed, it takes them along.
+It prints each exit code and ends after the last stage. Killed, it takes them along.
 """
 
 from __future__ import annotations

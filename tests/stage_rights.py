@@ -1,4 +1,4 @@
-"""What each role may publish and subscribe to, derived from the loop."""
+"""Subjects that each role may publish and subscribe to, derived from the loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def subject(record: type) -> str:
 
 
 def looked_at_by(role: str) -> set[type]:
-    """By the map: what is no work of its own."""
+    """Return the record types that the role only observes, by the map."""
     if role == CONTROL:
         return set(loop.KINDS)
     stage = loop.BY_NAME[role]
@@ -30,7 +30,7 @@ def looked_at_by(role: str) -> set[type]:
 
 
 def may_publish(*, in_a_cluster: bool = False) -> dict[str, set[str]]:
-    """Every subject that something could be sent to, and by the map, the roles that may."""
+    """Return every subject with the roles that may publish to it, by the map."""
     everybody = {*STAGES}
     opening = set() if in_a_cluster else {CONTROL}
     may: dict[str, set[str]] = {}

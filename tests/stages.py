@@ -1,7 +1,4 @@
-"""What tests of the stages share: a loop without a model, on a clock that stands still.
-
-Whatever happens without `advance` happens because of a record or a stop, never because a wait ran out.
-"""
+"""Stage tests without a model, on a fake clock: without `advance` no timeout ever fires."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ def prompts_for(job: RLHFJob) -> Prompts:
 
 
 class FakeEngine:
-    """Every response is two tokens of the sample's seed; which sequence ends next is drawn."""
+    """Engine whose responses are two tokens of the sample's seed; the next sequence to end is random."""
 
     def __init__(self, draw: random.Random) -> None:
         self.rows = 1024
@@ -128,7 +125,7 @@ class FakeEngine:
 
 
 class FakeSources:
-    """A response's reward is its length in characters, or what `reward` says of its id."""
+    """Sources whose reward is the response's length in characters, or `reward` of its id."""
 
     concurrency = 4
 
@@ -165,7 +162,7 @@ def reward_of(sample_id: str, value: float, *, error: str = "") -> Score:
 
 
 class FakeLearner:
-    """Its one weight is its version, and its log-probs are the generator's."""
+    """Learner whose one weight is its version, with the generator's log-probs."""
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
@@ -279,17 +276,17 @@ class Stages:
             await self.bus.of(stage).publish(record)
 
     async def redeliver(self, record_type: type[Prompt] | type[Sample], stage: str) -> None:
-        """As if the stage's worker had died with all it holds."""
+        """Redeliver all messages that the stage's worker holds, as after its death."""
         await self.transport.release(self.bus.subject(record_type), stage)
 
     def has_read(self, stage: str) -> bool:
-        """Whether its workers acknowledged all that was published."""
+        """Return whether the stage's workers acknowledged all published records."""
         subjects = self.transport._subjects.values()
         stored = [message for s in subjects if isinstance(s, WorkSubject) for message in s.stored.values()]
         return not any(stage in message.owed for message in stored)
 
     def stored(self) -> dict[str, list[str]]:
-        """What somebody has yet to acknowledge, by subject."""
+        """Return unacknowledged messages by subject."""
         subjects = self.transport._subjects
         return {
             name.rpartition(".")[2]: [m.id for m in s.stored.values()]
@@ -303,7 +300,7 @@ def policy_weights(version: int) -> Weights:
 
 
 async def until(condition: Callable[[], Any], what: str) -> None:
-    """Lets threads and tasks run until it is so. The fake clock stands still meanwhile."""
+    """Run threads and tasks until the condition. The fake clock stands still."""
     loop = asyncio.get_running_loop()
     end = loop.time() + THREAD_SECONDS
     while True:
@@ -315,7 +312,7 @@ async def until(condition: Callable[[], Any], what: str) -> None:
 
 
 async def ends(task: asyncio.Task[None], service: Service) -> None:
-    """Asked to stop, it does, though no time passes."""
+    """Assert that the service ends when asked to, without a clock advance."""
     await service.stop()
     await asyncio.wait([task], timeout=THREAD_SECONDS)
     assert task.done(), f"{service.stage} goes on after it was asked to stop"
@@ -324,7 +321,7 @@ async def ends(task: asyncio.Task[None], service: Service) -> None:
 
 
 async def killed(task: asyncio.Task[None], service: Service) -> None:
-    """As far as that goes in one process: what its thread was at is waited for, and nobody hears of it."""
+    """Kill the service as far as possible in one process: its thread finishes its call unheard."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     service.close()

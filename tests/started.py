@@ -1,4 +1,4 @@
-"""A run of processes, started by the command that a user gives, and a reward that holds it."""
+"""A run of processes, started by the user's command, and a reward that holds it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ TWO = ("roles.generator.workers=2", "roles.reward.workers=2")
 
 
 class Started:
-    """A run in a folder beside the job. `before`: code that the interpreter executes first. `fresh`: the interpreter is
-    new, as a shell starts it; else it has imported torch before (`warmed`)."""
+    """A run in a folder beside the job. `before`: code executed first. `fresh`: use a new interpreter, not a warmed
+    one."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Started:
         self.lines: list[str] = []
 
     def until(self, said: str) -> str:
-        """The line that says it; the run must not end before."""
+        """Return the line with this text; the run must not end first."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
@@ -71,7 +71,7 @@ class Started:
         raise AssertionError(f"it ended and never said {said}: {''.join(self.lines)}")
 
     def until_step(self, step: int) -> None:
-        """Wait for the step's line in the folder; the run must not end before."""
+        """Wait for the step's line in the folder; the run must not end first."""
         path = self.folder / "steps.jsonl"
 
         def is_there() -> bool:
@@ -92,11 +92,11 @@ class Started:
         return content
 
     def pid_of(self, stage: str, worker: int = 0) -> int:
-        """Of a worker's process, as the system has it."""
+        """Return the pid of a worker."""
         return named(self.connections["uid"], f"{stage}-{worker}")[0]
 
     def kill_unguarded(self) -> None:
-        """The supervisor together with its guardians, which neither clean up meanwhile nor are replaced."""
+        """Kill the supervisor and its guardians, so that nothing cleans up."""
         guardians = named(self.connections["uid"], "guardian")
         assert len(guardians) == NUM_GUARDIANS
         for pid in guardians:
@@ -114,7 +114,7 @@ class Started:
 
 
 def eventually(condition: Callable[[], Any], what: str) -> Any:
-    """What it found."""
+    """Poll until the condition holds and return its value."""
     end = time.monotonic() + PATIENCE_SECONDS
     while not (found := condition()):
         assert time.monotonic() < end, f"never: {what}"
@@ -130,8 +130,9 @@ def caught(
     moment_seconds: float = MOMENT_SECONDS,
     still_seconds: float = 0.0,
 ) -> Any:
-    """What it found, while these processes stand still, as they go on to do. Between two looks they run for a moment
-    only, so that nothing is over before it is met: however quick a machine is, and however slow who looks."""
+    """Return the condition's value, with these processes stopped.
+
+    They run only briefly between two polls, so a fast machine does not pass the state unnoticed."""
 
     def look() -> Any:
         for pid in pids:
@@ -166,9 +167,10 @@ def letters(completion):
 
 
 def hold_rewards(job_file: Path, after: str = "") -> Path:
-    """While the file that is returned is there nothing is scored, so that no step ends. `after`, which stands in it:
-    `2 many` holds the run in the folder `many` alone, and there what comes after its second step (after the third at
-    the latest: weights are published before their step is written down)."""
+    """Hold all scoring while the returned file exists, so that no step ends.
+
+    `after`: the file's contents. `2 many` holds only the run in the folder `many`, after its second or third step, as
+    weights are published before their step is written."""
     (job_file.parent / "rewards.py").write_text(HOLD)
     job = yaml.safe_load(job_file.read_text())
     job["spec"]["rewards"]["sources"][0]["timeoutSeconds"] = PATIENCE_SECONDS
@@ -191,5 +193,5 @@ StatusLine.__call__ = say_and_stop
 
 
 def stopping_at(said: str) -> str:
-    """What a run does before it starts (`before`), to stand still once it has said this, until it is sent SIGCONT."""
+    """Return `before` code that stops the run once it prints this, until SIGCONT."""
     return f"exec({STOP!r}, {{'SAID': {said!r}}})"

@@ -1,4 +1,4 @@
-"""Samples that stay at several generators, as their stages tell it to a tracer."""
+"""Samples with stays at several generators, as stages report them to a tracer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def place(worker: int) -> WorkerPlace:
 
 
 class Watched:
-    """Generators, each with a tracer of its own, and one clock."""
+    """Generators, each with its own tracer, and one clock."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -71,7 +71,7 @@ class Watched:
         pause: float = 0.5,
         reason: str = "",
     ) -> None:
-        """It stood still before: the other has it already, and says so now."""
+        """Hand a sample over. It stood still before; the destination reports at once."""
         self._tracers[worker].ended(place(worker), Prompt, PROMPT.id, "moved", left._replace(at=self.now - pause))
         self.tells(worker, to, "kept", id="sums/move/late", pause=0.0, reason="it is not here")
         self.tells(worker, to, how, pause=pause, reason=reason)
@@ -90,7 +90,7 @@ class Watched:
         self._tracers[worker].published(place(worker), LOAD, self.now, True)
 
     def finishes(self, worker: int, *, is_new: bool = True) -> str:
-        """The span that scores will hang on."""
+        """Finish a sample; return the span that scores attach to."""
         sample = replace(SAMPLE, generator=f"generator-{worker}")
         headers = self._tracers[worker].publishing(place(worker), sample)
         self._tracers[worker].published(place(worker), sample, self.now, is_new)
@@ -100,7 +100,7 @@ class Watched:
         return found[1]
 
     def scored(self) -> None:
-        """It had waited for half a second."""
+        """Score a sample that waited for half a second."""
         times = {"began": self.now, "ended": self.now, "sent": self.now - 0.5}
         self.spans.append(Span(run=UID, sample=PROMPT.id, name="reward", stage="reward", worker=0, step=3, **times))
 
@@ -111,7 +111,7 @@ class Watched:
         return life
 
     def told(self, life: Life) -> list[tuple[Any, ...]]:
-        """Name, worker, and from when to when."""
+        """Return name, worker, begin and end of each span."""
         times = [(span.name, span.worker, span.began - 100.0, span.ended - 100.0) for span in life.spans]
         return [(name, worker, round(began, 6), round(ended, 6)) for name, worker, began, ended in times[1:]]
 

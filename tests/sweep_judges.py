@@ -1,4 +1,4 @@
-"""What a sweep's processes run in tests: verdicts that are made up, a crash, a hang."""
+"""Verdicts for sweep tests: invented ones, a crash, a hang."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""What a run leaves to `make test-whole`: values of sweeps, and tests that are slow by construction.
+"""Selection of slow tests: `make test-whole` runs everything, a usual run a part.
 
-A test that is marked `sweep(parts=3)` is run with a third of its values. Which third follows from the commit alone, so
-that a commit is tested in the same way on any day, and some commits in succession have seen all values. Every such test
-is run with some of its values. A test that is marked `whole("why")` is left out, and counted in the summary with its
-reason. `--whole` takes all values and all tests; a test that was named (`test_it[value]`, `file.py::test_it`) is run.
-Random examples are as many as `examples` says: few by default, many with `make test-whole`.
+`sweep(parts=3)` runs a third of a test's values, chosen by the commit, so that a commit is tested alike on any day and
+some commits in succession cover all. `whole("why")` leaves the test out, counted in the summary. `--whole` or naming a
+test (`test_it[value]`, `file.py::test_it`) runs it. `examples` sets the number of random examples.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ _LEFT = pytest.StashKey[Counter[str]]()
 
 
 def part_of(num_values: int, parts: int, seed: int) -> set[int]:
-    """Return the places of the values that are taken: never none, and those of successive seeds are all.
+    """Return the chosen places: at least one, and all over successive seeds.
 
     >>> part_of(7, 3, 0), part_of(7, 3, 1), part_of(2, 3, 2)
     ({0, 3, 6}, {1, 4}, {0})
@@ -34,7 +32,7 @@ def part_of(num_values: int, parts: int, seed: int) -> set[int]:
 
 
 def seed_of_commit() -> int:
-    """Return a number that follows from the commit; without git it is 0."""
+    """Return a number derived from the commit, or 0 without git."""
     try:
         command = ["git", "rev-parse", "HEAD"]
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
@@ -44,7 +42,7 @@ def seed_of_commit() -> int:
 
 
 def examples(few: int, *, whole: int) -> settings:
-    """Return what decorates a test of hypothesis: so many examples, and in `make test-whole` so many more."""
+    """Return hypothesis settings with `few` examples, or `whole` in `make test-whole`."""
     return settings(max_examples=whole if settings.get_current_profile_name() == "whole" else few)
 
 
@@ -91,7 +89,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take what a worker of xdist left: each has collected all tests."""
+    """Take an xdist worker's counts; each has collected all tests."""
     node.config.stash[_LEFT] = Counter(getattr(node, "workeroutput", {}).get("left", {}))
 
 

@@ -1,4 +1,4 @@
-"""Run by test_tensor_parallel.py, once a rank. argv: a folder, what to do, ranks that cut a layer, more of its own."""
+"""Script of test_tensor_parallel.py, once a rank. argv: a folder, the task, ranks per layer, further arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_STEPS = 3
 
 
 def learner_of(kind: str, ranks: Ranks | None = None) -> Learner:
-    """A critic beside the first of them, and layers that are computed again in the second."""
+    """Return a learner: the first kind has a critic, the second recomputes layers."""
     with_critic = kind == KINDS[0]
     again = {"activationCheckpointing": "on"} if kind == KINDS[1] else {}
     settings = spec("ppo" if with_critic else "grpo", tokensPerMicroBatch=40, **again)
@@ -34,7 +34,7 @@ def learner_of(kind: str, ranks: Ranks | None = None) -> Learner:
 
 
 def own_share(learner: Learner) -> float:
-    """Of all parameters of the policy."""
+    """Return this rank's share of the policy's parameters."""
     whole = sum(parameter.numel() for parameter in random_model("llama", seed=1).parameters())
     own = [
         parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -44,7 +44,7 @@ def own_share(learner: Learner) -> float:
 
 
 def trained(ranks: Ranks, folder: Path) -> None:
-    """What three steps make of each kind; the first one's weights are digested by every rank for itself."""
+    """Write the results of three steps of each kind; each rank digests the first one's weights."""
     for kind in KINDS:
         learner = learner_of(kind, ranks)
         if kind == KINDS[0]:
@@ -61,7 +61,7 @@ def trained(ranks: Ranks, folder: Path) -> None:
 
 
 def replicas(learner: Learner) -> str:
-    """Of what ranks of one layer have alike."""
+    """Return a digest of what ranks of one layer share."""
     weights = learner._networks["policy"].own_weights()
     return digest({
         name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -70,7 +70,7 @@ def replicas(learner: Learner) -> str:
 
 
 def resumed(ranks: Ranks, folder: Path) -> None:
-    """Go on from the checkpoint before this step's; write it again, train a step, and say what came of it."""
+    """Resume the checkpoint before this step, write it again, train a step and report."""
     step = int(sys.argv[4])
     learner = learner_of(KINDS[0], ranks)
     if ranks.rank > 0:

@@ -1,7 +1,7 @@
-"""A test's folder is its tier: what it may need, and so what it costs. tests/TIER/ROOM/, where the room is the package
-that is tested; each test has its tier as a marker too (`pytest -m "unit or torch"`).
+"""Tiers of tests: the folder tests/TIER/ROOM/ says what a test may need; ROOM is the package under test.
 
-A unit test that imports torch, and a unit or torch test that starts a process, fails and is told where it belongs.
+The tier is also a marker (`pytest -m "unit or torch"`). A unit test that imports torch, or a unit or torch test that
+starts a process, fails with a hint to the right tier.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _running = ""  # the tier of the test that runs
 
 
 def tier_of(path: Path) -> str:
-    """Empty: of none, as the tests of e2e/.
+    """Return the tier of a path, or "" for tests of e2e/.
 
     >>> tier_of(TESTS / "unit" / "drafting" / "test_tree.py")
     'unit'

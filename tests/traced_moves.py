@@ -1,4 +1,4 @@
-"""What the traces of a run must tell of samples that moved, compared with what the run itself wrote of them."""
+"""Comparison of the traces of moved samples with what the run wrote."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WENT_ON = ("kv", "tokens")
 
 
 def check_traces(run: Path) -> tuple[int, int]:
-    """How many moves there were, and the most of one sample."""
+    """Check all traces; return the number of moves, and the most of one sample."""
     samples = {sample["id"]: sample for sample in RunFolder(run).samples()}
     found = {life.sample: life for life in lives(read_spans(run)) if life.sample in samples}
     assert found.keys() == samples.keys()
@@ -42,8 +42,7 @@ def _moved(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def check_a_life(life: Life, told: list[dict[str, Any]], *, num_tokens: int) -> set[int]:
-    """`told`: the lines of moves.jsonl by which it went on elsewhere. Returned: how many of the tokens that these count
-    were there before any was generated."""
+    """Check a life against its lines of moves.jsonl (`told`). Return the token counts at its moves."""
     stays = [span for span in life.spans if span.name == "generation"]
     moves = [span for span in life.spans if span.name == "move" and span.attributes["how"] in WENT_ON]
     by_id = {span.attributes["move"]: span for span in moves}
@@ -65,8 +64,9 @@ def check_a_life(life: Life, told: list[dict[str, Any]], *, num_tokens: int) -> 
 
 
 def check_steps(stay: Span, *, has_kv: bool) -> None:
-    """Each is a step of this generator's engine, for a token and for what was accepted with it. What comes without its
-    KV is read first, and that gives a token too, unless siblings have all of it."""
+    """Check that each step of this generator adds a token and accepted ones. Without KV it prefills first, which also
+    gives
+    a token unless siblings have the whole KV."""
     made = {name: stay.attributes[name] for name in ("tokens", "engine_steps", "accepted", "verifications")}
     parts = [part.rpartition(" x ") for part in str(stay.attributes["strategies"]).split(", ") if part]
     may_be_read = made["tokens"] > 0 and not has_kv
@@ -83,7 +83,7 @@ def check_a_move(span: Span, line: dict[str, Any]) -> None:
 
 
 def check_times(life: Life, stays: list[Span], moves: list[Span]) -> None:
-    """Nothing of its time until it was published is missing, and nothing is counted twice."""
+    """Check that a life's times neither overlap nor leave gaps until it was published."""
     [prompt] = [span for span in life.spans if span.name == "prompt"]
     assert all(stay.sent is None for stay in stays[1:]), "only the first was in a queue"
     parts = sorted([*stays, *moves], key=lambda span: (span.began, span.ended))
@@ -95,13 +95,13 @@ def check_times(life: Life, stays: list[Span], moves: list[Span]) -> None:
 
 
 def _sums(stays: list[Span], name: str) -> list[int]:
-    """Of those before each."""
+    """Return the sums before each stay."""
     made = [int(stay.attributes[name]) for stay in stays]
     return [sum(made[:place]) for place in range(len(made))]
 
 
 def told_by_trace(output: str) -> list[dict[str, Any]]:
-    """The spans that `rlhfspec trace --json` printed of one sample."""
+    """Return the spans printed by `rlhfspec trace --json` for one sample."""
     [life] = json.loads(output)
     spans: list[dict[str, Any]] = life["spans"]
     return spans

@@ -1,4 +1,4 @@
-"""Run by test_distributed.py, once a rank, each on a device of its own. argv: a folder for what is found."""
+"""Script of test_distributed.py, once a rank, each on its own device. argv: a folder for results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhfspec.training.modeling.loading import prepared
 
 
 def only_the_device(rank: int) -> None:
-    """The default group refuses what NCCL would: tensors of the host, and with them all objects."""
+    """Make the default group refuse host tensors and objects, as NCCL does."""
     refused = group.SecondGroup
 
     def checked(name: str) -> None:
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def share(ranks: Ranks, device: str) -> float:
-    """The most that is on a device while a model of many layers is made, of all of its weights."""
+    """Return the peak share of the weights on a device while a large model is made."""
     config = LlamaConfig(
         vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=16, num_attention_heads=4,
         num_key_value_heads=2, tie_word_embeddings=False,
@@ -74,7 +74,7 @@ def share(ranks: Ranks, device: str) -> float:
 
 
 def gathered_in_bfloat16(ranks: Ranks, device: str) -> dict[str, object]:
-    """A step of a job that says nothing about precision: types of what blocks run with, and of what is kept."""
+    """Return the types of block inputs and kept tensors in a step with default precision."""
     learner = Learner(spec(autocast="auto"), model := policy(), ranks=ranks, num_threads=1, device=device)
     seen = set()
     for block in model.model.layers:

@@ -1,5 +1,6 @@
-"""Run by test_moves_between_groups.py, once a rank: two processes hold the parts of several engines, each by groups of
-its own, and sequences move between them. argv: a folder with the model, for what is found; how many random examples.
+"""Script of test_moves_between_groups.py, once a rank: moves between engines of two processes.
+
+argv: a folder with the model, for results; the number of random examples.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def config_of(told: dict[str, Any]) -> EngineConfig:
 
 
 class Groups:
-    """Makes engines whose models two processes hold together: `make` in the first, `follow` in the second."""
+    """Maker of engines of two processes: `make` in the first, `follow` in the second."""
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
         self._folder, self._ranks, self._num_made = folder, ranks, 0
@@ -87,7 +88,7 @@ class Groups:
 
 
 def a_move(make: Callable[..., Engine]) -> Found:
-    """Of one sequence, in rounds; the KV of its positions is read at both ends."""
+    """Move one sequence in rounds; read its KV at both ends."""
     here, there = make(), make()
     here.submit(moving.request("x", max_tokens=60))
     for _ in range(4):
@@ -115,7 +116,7 @@ def a_move(make: Callable[..., Engine]) -> Found:
 
 
 def refused(make: Callable[..., Engine]) -> Found:
-    """What fits nowhere else: between a whole model and its parts, and of weights that differ in the second part."""
+    """Check refusals: between whole and split models, and for weights that differ in the second part."""
     whole, here, there = moving.make(), make(), make()
     found: Found = {}
     for name, source, destination in (("a whole", whole, here), ("parts", here, whole)):

@@ -1,7 +1,4 @@
-"""Run by test_engine_in_parts.py, once a rank: generates with parts of models what that generates with whole ones.
-
-argv: a folder with the models, for what is found.
-"""
+"""Script of test_engine_in_parts.py, once a rank: generates with split and whole models. argv: a folder."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ def config(**options: Any) -> EngineConfig:
 
 
 def requests() -> list[Request]:
-    """Of a few prompts several samples each, of odd lengths."""
+    """Return several samples of few prompts, of odd lengths."""
     rng = np.random.default_rng(5)
     stems = [tuple(rng.integers(3, 97, length).tolist()) for length in (3, 21, 37)]
     return [
@@ -54,7 +51,7 @@ def requests() -> list[Request]:
 
 
 def run(engine: Engine, some: list[Request], *, disturbed: bool = False) -> Found:
-    """disturbed: one is preempted now and then, and one cancelled."""
+    """Run requests. disturbed: with preemptions and a cancellation."""
     for request in some:
         engine.submit(request)
     found: Found = {}
@@ -72,7 +69,7 @@ def run(engine: Engine, some: list[Request], *, disturbed: bool = False) -> Foun
 
 
 def driven(engine: Engine) -> Iterator[tuple[str, Found]]:
-    """What an engine makes of all that can happen to it."""
+    """Yield results of an engine under each kind of event."""
     alone: Found = {}
     for request in requests():
         alone |= run(engine, [request])

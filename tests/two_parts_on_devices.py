@@ -1,4 +1,4 @@
-"""Run by test_engine_in_parts.py, once a rank, each part on a device of its own. argv: a folder with the models."""
+"""Script of test_engine_in_parts.py, once a rank, each part on its own device. argv: a folder of models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by test_distributed.py, once a rank: trains what that trains alone. argv: a folder for what is found."""
+"""Script of test_distributed.py, once a rank: trains the same as one process. argv: a folder for results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def new_learner(name: str, ranks: Ranks, *, fuse: str = "auto") -> Learner:
 
 
 def lead(leader: Leader, folder: Path, fuse: str) -> None:
-    """Two steps, the second once more from the state after the first, and one with fewer samples than ranks."""
+    """Train two steps, the second again from the state after the first, and one with fewer samples than ranks."""
     reports = [leader.learn(rollouts(0))]
     with CheckpointStore(folder / f"checkpoints-{fuse}", keep=1) as store:
         store.save(1, {LEARNER: leader.state()})
@@ -55,7 +55,7 @@ def lead(leader: Leader, folder: Path, fuse: str) -> None:
 
 
 def mixed(ranks: Ranks, folder: Path, recompute: str) -> None:
-    """Routers and sinks in float32 in a model in bfloat16."""
+    """Train a bfloat16 model with float32 routers and sinks."""
     policy = prepared(tiny_model(tiny_config("flint")), dtype="bfloat16", max_context=64)
     learner = Learner(spec(activationCheckpointing=recompute), policy, ranks=ranks, num_threads=1)
     log_probs, state = learner.learn(rollouts(0)).log_probs, learner.policy_state()
@@ -64,7 +64,7 @@ def mixed(ranks: Ranks, folder: Path, recompute: str) -> None:
 
 
 def stored(ranks: Ranks, folder: Path, dtype: str) -> None:
-    """A model whose file is in bfloat16, with a critic of it: who asks for the right answers, and what is trained."""
+    """Train a model and critic stored in bfloat16, and record which rank proves it."""
     asked = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "ask", lambda *given, **options: asked.append(1) or ask(*given, **options))
@@ -78,7 +78,7 @@ def stored(ranks: Ranks, folder: Path, dtype: str) -> None:
 
 
 def refused(ranks: Ranks, folder: Path) -> None:
-    """What the first rank refuses no rank waits for."""
+    """Check that no rank waits for a model that the first one refuses."""
     with pytest.MonkeyPatch.context() as patch:
         if ranks.rank == 0:
             patch.setattr(loading, "TOLERANCES", dict.fromkeys(loading.TOLERANCES, -1.0))
@@ -98,7 +98,7 @@ def overflow(learner: Learner, ranks: Ranks, folder: Path) -> None:
 
 
 def silence(learner: Learner, ranks: Ranks, folder: Path) -> None:
-    """Rank 0 leaves without a word."""
+    """Let rank 0 leave without a word."""
     if ranks.rank > 0:
         try:
             follow(learner, ranks)

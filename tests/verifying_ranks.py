@@ -1,4 +1,4 @@
-"""Run by test_shares.py, once a rank: looks for the newest sound checkpoint. argv: its folder, one for what it says."""
+"""Script of test_shares.py, once a rank: finds the newest sound checkpoint. argv: its folder, a folder for results."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from rlhfspec.runs.view.view import View
 
 
 class Hand:
-    """A clock that moves when told."""
+    """Manual clock."""
 
     def __init__(self) -> None:
         self.seconds = 100.0
@@ -60,7 +60,7 @@ def load(generator: str = "g0", speed: float = 1834.2, strategy: str = "suffix 1
 
 
 def tell(view: View, *loads: Load) -> None:
-    """Tell loads after those that it was told before."""
+    """Report loads newer than all before."""
     newest = {each.worker: each for each in (*view.progress.loads, *loads)}
     view.progress.take_loads([newest[worker] for worker in sorted(newest)])
 

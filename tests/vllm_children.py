@@ -1,4 +1,4 @@
-"""vLLM's child processes for tests: one for each way of drafting, with other weights for each engine."""
+"""vLLM child processes shared by tests: one per drafting mode, with new weights per engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def python_with_vllm() -> Path:
 
 
 class Children:
-    """By way of drafting: `off`, `ngram`, `draft_model`."""
+    """Children by drafting mode: `off`, `ngram`, `draft_model`."""
 
     def __init__(
         self, model: Any, drafter: Any, *, max_context: int, max_sequences: int,
@@ -76,7 +76,7 @@ class Children:
         return child, opened
 
     def engine(self, mode: str, model: Any, tokenizer: Any = None, *, ahead_seconds: float = 0.0) -> VllmEngine:
-        """As if it had been opened with this model. The last one of a mode has its child."""
+        """Return an engine as if opened with this model. The last engine of a mode has the child."""
         child, opened = self.child(mode)
         opened = opened | {"eos_token_ids": eos_token_ids(model)}
         engine = VllmEngine(

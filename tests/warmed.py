@@ -1,15 +1,12 @@
-"""Processes of ours that need not import torch first: forked from one that has imported what runs and stages need.
+"""Warm processes, forked from one that has imported torch and what runs and stages need.
 
-`Popen(command)` is subprocess.Popen. Where the command is this interpreter with -m or -c, the process comes from a
-nursery (this file, run as a script once in a process of tests), and to itself and to others it is what the command
-would have started: arguments and environment, also in /proc, working folder, handles, and the caller's child. It has a
-session of its own. A command that such a process starts in the same way, as a supervisor does its launcher, comes from
-a nursery beside it.
+`Popen(command)` is subprocess.Popen. If the command is this interpreter with -m or -c, the process comes from a nursery
+(this file as a script) and looks like the command's: arguments and environment, also in /proc, working folder, handles
+and parent. It has its own session, and its own such commands come from a nursery beside it.
 
-What differs is what was imported before, that its hashes of strings are those of all others, and that a run ends with
-an empty file in place of its picture (pictures.py; `DRAWS`). So a process that is
-told a variable which is read by an import (`READ_BY_IMPORTS`) is a process as usual; and so are those of the tests of
-the command itself: exit codes, signals, help, locales.
+It differs in its imports, in its string hashes, which all share, and in an empty run picture (pictures.py; `DRAWS`).
+So a process with a variable of `READ_BY_IMPORTS` starts normally, and so do tests of the command itself: exit codes,
+signals, help, locales.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ READ_BY_IMPORTS = (
 
 
 class Nursery:
-    """`channel`: to its process. `imported`: what it had in its environment when it imported."""
+    """Nursery. `channel`: to its process. `imported`: its environment at import."""
 
     def __init__(self, channel: socket.socket, imported: Mapping[str, str], *, nests: bool) -> None:
         self._channel = channel
@@ -66,7 +63,7 @@ class Nursery:
         return fits and read_by_imports(environment) == self._imported
 
     def start(self, words: list[str], environment: Mapping[str, str], folder: str, handles: Mapping[int, int]) -> int:
-        """`handles`: those of ours, by the number that each is to have. The process is this one's child."""
+        """Start a child of this process. `handles`: own handles by their number in the child."""
         told = {"words": words, "pairs": _pairs(environment), "folder": folder, "numbers": list(handles)}
         told |= {"parent": os.getpid(), "nests": self._nests}
         libc = ctypes.CDLL(None)
@@ -109,7 +106,7 @@ class Popen(subprocess.Popen[Any]):
 def run(
     words: list[str], *, capture_output: bool = False, timeout: float | None = None, **options: Any
 ) -> subprocess.CompletedProcess[Any]:
-    """As subprocess.run does; the caller looks at its exit code."""
+    """Run as subprocess.run does; the caller checks the exit code."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} if capture_output else {}
     with Popen(words, **pipes, **options) as process:
         try:
@@ -122,7 +119,7 @@ def run(
 
 @cache
 def own_nursery() -> Nursery:
-    """This process's; it ends with it."""
+    """Return this process's nursery, which ends with it."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     atexit.register(ours.close)
     ours.settimeout(PATIENCE_SECONDS)
@@ -141,7 +138,7 @@ def _pairs(environment: Mapping[str, str]) -> list[str]:
 
 
 def _area(words: list[str]) -> bytes:
-    """As the system shows them in /proc."""
+    """Return the words as in /proc."""
     return b"".join(os.fsencode(word) + b"\0" for word in words)
 
 
@@ -167,7 +164,7 @@ def main() -> None:
 
 
 def leave_empty(_steps: object, path: Path, **_how: object) -> None:
-    """Write a file in place of the picture of a run."""
+    """Write an empty file in place of the run's picture."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
 
@@ -177,7 +174,7 @@ def _ends_with_its_parent() -> None:
 
 
 def serve(channel: socket.socket) -> None:
-    """Returns in what is started, when that has run."""
+    """Serve start requests. It returns in each started process when that has run."""
     while True:
         request, handles, _, _ = socket.recv_fds(channel, REQUEST_BYTES, 64)
         if not request:
@@ -192,7 +189,7 @@ def serve(channel: socket.socket) -> None:
 
 
 def _become(told: dict[str, Any], handles: list[int], channel: socket.socket) -> None:
-    """The process that was asked for."""
+    """Become the requested process."""
     os.setsid()
     end = time.monotonic() + PATIENCE_SECONDS
     while os.getppid() != told["parent"]:
@@ -234,7 +231,7 @@ def _have_a_nursery(environment: Mapping[str, str], handles: list[int]) -> None:
 
 
 def _out_of_the_way(channel: socket.socket) -> socket.socket:
-    """Of the handles that a process is given by number."""
+    """Move the channel off the handles that a process is given by number."""
     with channel:
         return socket.socket(fileno=fcntl.fcntl(channel.fileno(), fcntl.F_DUPFD_CLOEXEC, HIGH))
 
@@ -249,7 +246,7 @@ def _take_handles(numbers: list[int], handles: list[int]) -> None:
 
 
 def _write_over(words: list[str], pairs: list[str]) -> None:
-    """The process's arguments and environment, where the system reads them; the C library's environment too."""
+    """Overwrite arguments and environment where the system reads them, and the C library's environment."""
     with open("/proc/self/stat") as file:
         begin, end, environment, last = map(int, file.read().rpartition(")")[2].split()[45:49])
     libc = ctypes.CDLL(None)

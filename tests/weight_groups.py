@@ -1,4 +1,4 @@
-"""What tests of weights by process groups share: a trainer's sender and generators' receivers within one process."""
+"""A trainer's sender and generators' receivers of a weight group in one process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class GroupTrainer:
 
 
 class GroupNode:
-    """A generator's receiver, which keeps an address to itself as a generator's server does."""
+    """A generator's receiver, which reserves an address as a server does."""
 
     def __init__(self, trainer: Callable[[], str | None], *, dtype: Any = "") -> None:
         self.trainer = trainer
@@ -61,7 +61,7 @@ class GroupNode:
         )
 
     def has(self, version: int, state: dict[str, Tensor]) -> bool:
-        """Nothing, or every bit."""
+        """Return whether the version is here with every bit; fail if only some are."""
         found = self.receiver.take(record_of(version, state))
         assert found is None or digest(found) == digest(state)
         return found is not None
@@ -89,7 +89,7 @@ class GroupOfNodes:
         eventually(lambda: len(self.sender.members) == count)
 
     def sent(self, version: int, state: dict[str, Tensor], ranks: SendingRanks = ONE_RANK) -> str:
-        """What went wrong."""
+        """Send a version and return the error."""
         sending = self.sender.begin("policy", version, state, ranks)
         assert sending is not None, "nobody wants it"
         return sending.end(digest(state))

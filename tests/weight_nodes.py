@@ -1,4 +1,4 @@
-"""What tests of weights over gRPC share: processes' stores, each with its server, within one process."""
+"""Stores of several nodes, each with its server, in one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Node:
-    """A store and the server that gives away what it has."""
+    """A store and the server of its weights."""
 
     def __init__(self, *, server_credentials: grpc.ServerCredentials | None = None, **settings: Any) -> None:
         self.store = GrpcWeightStore(**{"keep": 2, "fetch_seconds": 20.0} | settings)
@@ -40,7 +40,7 @@ class Node:
 
 
 class Cluster:
-    """A trainer and receivers that know where it is."""
+    """A trainer and receivers that know its address."""
 
     def __init__(self, leaving: ExitStack, **settings: Any) -> None:
         self._leaving = leaving
@@ -63,7 +63,7 @@ def cluster(**settings: Any) -> Iterator[Cluster]:
 
 
 class FromTheTrainer:
-    """A WeightStore whose put is the trainer's and whose get is a receiver's."""
+    """WeightStore that puts as the trainer and gets as a receiver."""
 
     def __init__(self, cluster: Cluster, keep: int) -> None:
         self._trainer = cluster.node(keep=keep)

@@ -1,4 +1,4 @@
-"""Records of every kind, drawn by hypothesis from the types of their fields."""
+"""Records of every kind, drawn by hypothesis from their fields' types."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = dict.fromkeys(
 
 
 def of_type(hint: Any, plain: Mapping[Any, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
-    """Return what draws values of a type; `plain` has those of which all others are made."""
+    """Draw values of a type; `plain` maps the basic types."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint in plain:
         return plain[hint]
@@ -49,7 +49,7 @@ def of_type(hint: Any, plain: Mapping[Any, st.SearchStrategy[Any]]) -> st.Search
 
 
 def of_class(kind: Any, plain: Mapping[Any, st.SearchStrategy[Any]] = PLAIN, **given: Any) -> st.SearchStrategy[Any]:
-    """Return what draws such dataclasses, with these strategies for some of their fields."""
+    """Draw dataclasses, with given strategies for some fields."""
     hints = get_type_hints(kind)
     drawn = {
         field.name: of_type(hints[field.name], {**plain, int: halves} if field.name in HALVES else plain)
@@ -63,14 +63,14 @@ def lists(values: st.SearchStrategy[Any], number: int) -> st.SearchStrategy[Any]
 
 
 def samples_of(number: int) -> st.SearchStrategy[Sample]:
-    """Draw samples of so many tokens."""
+    """Draw samples of `number` tokens."""
     floats = {name: lists(st.floats(), number) for name in ("log_probs", "tempered_log_probs")}
     tokens = {"token_ids": lists(halves, number), "weights_versions": lists(counts, number)}
     return of_class(Sample, **floats, **tokens, finish_reason=st.sampled_from(["stop", "length"]))
 
 
 def loads_of(number: int) -> st.SearchStrategy[Load]:
-    """Draw loads with so many sequences."""
+    """Draw loads of `number` sequences."""
     tokens = {name: lists(halves, number) for name in ("num_generated", "num_held")}
     return of_class(Load, **SECONDS, **tokens, sample_ids=lists(texts, number))
 
@@ -95,7 +95,7 @@ SCORE = Score(id="sums/3/7/1/reward", sample_id="sums/3/7/1", job="sums", step=3
 
 
 def bits(value: Any) -> Any:
-    """Like the value, but floats are compared by their bits: NaN equals itself, and 0.0 is not -0.0."""
+    """Return the value with floats by bits: NaN equals itself, and 0.0 is not -0.0."""
     if is_dataclass(value):
         return type(value), tuple(bits(getattr(value, f.name)) for f in fields(value))
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""The worst drafter there can be: it has other random weights in every step. No token may know of it."""
+"""The worst drafter: random weights in every step, without effect on tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhfspec.engine import Engine
 
 
 def noisy(engine: Engine, rng: np.random.Generator) -> Engine:
-    """The engine, whose drafter, made of its policy, is another one in every step."""
+    """Return the engine with a drafter of its policy that is noise in every step."""
     genuine, draft = engine.step, engine.state.draft
     assert draft is not None
     assert engine.state.student is not None

@@ -1,10 +1,8 @@
-"""Write learning_numbers.json: what TRL 1.16 and verl 0.9.1 compute on small random ragged batches, in float64.
+"""Generator of learning_numbers.json: what TRL 1.16 and verl 0.9.1 compute on small random batches, in float64.
 
-Run with a Python that has both (they are no dependency of this project):
-    python tests/data/make_learning_numbers.py
-
-TRL computes advantages in the middle of long methods; those lines are taken from its source as they are and run.
-A case says its batch, the reference's function, its parameters and what came out; flat numbers, sample after sample.
+Run it in an environment with both: python tests/data/make_learning_numbers.py
+TRL computes advantages inside long methods, so those lines are extracted and executed. A case is its batch, the
+reference function, its parameters and flat results by sample.
 """
 
 from __future__ import annotations
@@ -40,7 +38,8 @@ Case = dict[str, Any]
 
 
 def make_batch(seed: int, sizes: list[int]) -> Batch:
-    """The first group's rewards are all equal; the first response has one token; every length is at most MAX_TOKENS."""
+    """Return a batch: the first group's rewards are equal, the first response has one token, lengths are at most
+    MAX_TOKENS."""
     rng = np.random.default_rng(seed)
     n = sum(sizes)
     lengths = rng.integers(1, MAX_TOKENS + 1, n)
@@ -90,7 +89,7 @@ class Padded:
 
 
 def lines_between(function: Any, first: str, last: str) -> str:
-    """The source from the line that contains `first` up to, not including, the next one that contains `last`."""
+    """Return the source from the line with `first` up to, without, the next line with `last`."""
     lines = inspect.getsource(function).splitlines()
     start = next(i for i, line in enumerate(lines) if first in line)
     end = next(i for i, line in enumerate(lines) if i > start and last in line)
@@ -182,7 +181,7 @@ def advantage_cases(data: Padded, equal_groups: bool) -> Iterator[Case]:
 
 
 class OneProcess:
-    """Accelerator, as far as TRL's loss asks."""
+    """Stand-in for Accelerator in TRL's loss."""
 
     num_processes = 1
     sync_gradients = True
@@ -313,7 +312,7 @@ def cases_of(number: int, batch: Batch, sizes: list[int]) -> Iterator[Case]:
 
 
 def rounded(value: Any) -> Any:
-    """12 digits: far beyond what is compared, and a small file."""
+    """Return the value with 12 digits, to keep the file small."""
     if isinstance(value, dict):
         return {name: rounded(part) for name, part in value.items()}
     if isinstance(value, list):

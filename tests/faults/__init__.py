@@ -1,6 +1,4 @@
-"""Faults on a seeded schedule against a whole run of real processes, which must end as if nothing had happened.
+"""Seeded faults against whole runs of real processes (`make faults`).
 
-`make faults` runs more of it. A failing run prints its seed:
-
-    PYTHONPATH=tests python -m faults --seed 7 --faults 40
+A failing run prints its seed: PYTHONPATH=tests python -m faults --seed 7 --faults 40
 """

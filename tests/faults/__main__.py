@@ -42,7 +42,7 @@ def _trials(arguments: argparse.Namespace) -> None:
 
 
 def _lives(seed: int, num_kills: int) -> None:
-    """Trials of one run each, until so many processes were killed."""
+    """Run trials of one run each until `num_kills` processes were killed."""
     struck: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="rlhfspec-faults-") as folder:
         work_seconds = lives.work_seconds(Path(folder))

@@ -1,4 +1,4 @@
-"""One run under faults: started as a user does, struck by a schedule, started again when its supervisor dies."""
+"""A run under faults: started by command, struck by a schedule, restarted when its supervisor dies."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ QUIET_SECONDS = 240.0  # without a step, and without a fault: it hangs
 
 
 class Disturbed(Exception):
-    """What a run under faults did that it must not."""
+    """Raised when a run under faults misbehaves."""
 
 
 class FaultyRun:
-    """`overrides`: as of `rlhfspec run --set`. `say`: told of every fault."""
+    """A run under faults. `overrides`: as of `rlhfspec run --set`; `say` receives every fault."""
 
     def __init__(self, job: Path, out: Path, overrides: Sequence[str], say: Callable[[str], None]) -> None:
         self._command = [sys.executable, "-m", "rlhfspec.cli.start", "run", "--processes", str(job), "--out", str(out)]
@@ -55,8 +55,7 @@ class FaultyRun:
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Completed, or interrupted, and gone at the end of the block. Raises `Disturbed` when it fails, hangs, or
-        leaves something behind."""
+        """Run until completed or interrupted. Raise `Disturbed` if it fails, hangs or leaves anything behind."""
         try:
             self._start()
             yield
@@ -68,13 +67,13 @@ class FaultyRun:
             self.clean_up()
 
     def interrupt(self) -> None:
-        """Ctrl-C: it ends where it is, in good order."""
+        """Interrupt the run by Ctrl-C and wait for its orderly end."""
         assert self._supervisor is not None
         self._right_code = STOPPED
         self._supervisor.send_signal(signal.SIGINT)
 
     def connections(self) -> Connections:
-        """Of the run as it is now."""
+        """Return the current connections of the run."""
         uid = self._uid()
         assert uid is not None, "it runs"
         return self._known[uid]
@@ -100,7 +99,7 @@ class FaultyRun:
         return 0
 
     def _uid(self) -> str | None:
-        """Of the run as it is now; None while it starts."""
+        """Return the current uid of the run, or None while it starts."""
         file = self.out / "processes" / "connections.json"
         with suppress(OSError, ValueError):
             connections = Connections.model_validate_json(file.read_bytes())
@@ -116,13 +115,13 @@ class FaultyRun:
         return self.said[-3000:]
 
     def until(self, holds: Callable[[], object], what: str) -> None:
-        """Raises `Disturbed` when the run ends before it is so."""
+        """Wait for a condition. Raise `Disturbed` if the run ends first."""
         self._until(lambda: holds() or self._ended() is not None, what)
         if self._ended() is not None:
             raise Disturbed(f"it ended with exit code {self._ended()} before {what}:\n{self._last_words()}")
 
     def _until(self, holds: Callable[[], object], what: str) -> None:
-        """Looks; lets go on who was held long enough. Time counts from the last step."""
+        """Poll the condition and release held processes in time. Time counts from the last step."""
         steps, since = self.num_steps, time.monotonic()
         while not holds():
             self._uid()
@@ -165,13 +164,13 @@ class FaultyRun:
                 heapq.heappush(self._held, (time.monotonic() + fault.seconds, pid))
 
     def _found(self, uid: str, target: str) -> list[int]:
-        """Or a colleague, where it is being started again or has left for good."""
+        """Return the target's pids, or a colleague's if it is restarting or gone."""
         stage = target.rpartition("-")[0]
         colleagues = [f"{stage}-{number}" for number in range(MOST_WORKERS)] if stage else []
         return next((found for name in (target, *colleagues) if (found := processes.named(uid, name))), [])
 
     def _kill_supervisor(self, fault: Fault) -> None:
-        """With the guardian, nothing else is left; started again, the run goes on."""
+        """Kill the supervisor and restart the run; the guardian cleans up."""
         self.until(lambda: self._uid() is not None, "it has begun")
         # Without any guardian the next start cleans up: faults/lives.py kills them together.
         self.until(lambda: processes.named(self._uid() or "", "guardian"), "there is a guardian")
@@ -202,7 +201,7 @@ class FaultyRun:
         self.gone_seconds.append(time.monotonic() - began)
 
     def left(self) -> list[str]:
-        """Processes, ports and memory of every start of this run."""
+        """Return remaining processes, ports and memory of all starts of this run."""
         found = []
         for uid, connections in self._known.items():
             found += [f"process {pid}" for pid in processes.of_run(uid)]
@@ -212,7 +211,7 @@ class FaultyRun:
         return found + [str(path) for path in [self.out / "processes"] if path.exists()]
 
     def clean_up(self) -> None:
-        """Whatever happened: by the run's guardian, and where it does not, by force."""
+        """Clean up after a failure, by the run's guardian or else by force."""
         self._let_go(float("inf"))
         if self._supervisor is not None and self._supervisor.poll() is None:
             self._supervisor.kill()

@@ -1,4 +1,4 @@
-"""A generator that is started by hand in mid-run, behind a proxy: takes work, is cut off, comes back, and leaves."""
+"""A generator that joins a run by hand, through a proxy: works, is cut off, returns and leaves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CUT_SECONDS = 5.0  # longer than it takes to notice, shorter than what it holds 
 
 
 class Joined:
-    """`run`: under way. `say` is told how long each thing took."""
+    """Joined generator of a running `run`. `say` receives the duration of each phase."""
 
     def __init__(self, run: FaultyRun, say: Callable[[str], None]) -> None:
         self._run = run
@@ -70,7 +70,7 @@ class Joined:
         return self._run.out.with_suffix(".by-hand.log")
 
     def _num_made(self) -> int:
-        """Samples, by what it writes of each into the run's folder."""
+        """Return the number of its samples, from the run's folder."""
         file = self._run.out / "traces" / f"generator-{NUMBER}.jsonl"
         return file.read_bytes().count(b'"generation"') if file.exists() else 0
 

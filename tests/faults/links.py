@@ -1,4 +1,4 @@
-"""A way for KV between generators: cut, slow, broken off, or changing bits. `sitecustomize` here leads through it."""
+"""Proxy of KV transfers that cuts, slows, breaks or corrupts them; `sitecustomize` routes through it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLOW_BYTES_A_SECOND = 30_000.0
 
 
 class LinkProxy(Proxy):
-    """The first line of a connection says where to."""
+    """Proxy whose connections name their target in the first line."""
 
     def __init__(self) -> None:
         super().__init__("", 0)
@@ -26,7 +26,7 @@ class LinkProxy(Proxy):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of processes whose links go through here."""
+        """Return environment variables that route a process's links through this proxy."""
         folder = str(Path(__file__).with_name("led"))
         path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH", "")]))
         return {"PYTHONPATH": path, "FAULTS_LINK_PORT": str(self.port)}

@@ -1,9 +1,6 @@
-"""Short runs that are struck where a run begins and ends: while it starts, at a checkpoint, in an evaluation, at the
-last step and behind it, while Ctrl-C is obeyed, and while it is resumed. Guardians, launchers and the supervisor are
-struck as often as workers, and in pairs.
+"""Short runs struck at start, checkpoint, evaluation, last step, Ctrl-C and resume.
 
-However a life of the run ends: completed, stopped, failed with a name, or killed with its supervisor; it is soon over,
-nothing of it is left, and the next one goes on. In the end the curve is that of the run without faults.
+Every life ends soon, leaves nothing behind, and the next one continues; the final curve is that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ class Strike:
 
 
 def lives(seed: int) -> list[list[Strike]]:
-    """Of one run: the strikes of each of its lives. A pure function of the seed.
+    """Return the strikes of each life of one run, a pure function of the seed.
 
     >>> lives(3)[0][0]
     Strike(moment='start', delay_seconds=2.15, targets=('redis',))
@@ -77,7 +74,7 @@ def _strike(draw: random.Random) -> Strike:
 
 
 class StruckRun(FaultyRun):
-    """`limit_seconds`: so long one life may last; `leave_seconds`: until nothing of it is left."""
+    """A struck run. `limit_seconds`: longest life; `leave_seconds`: until nothing of it is left."""
 
     limit_seconds = 600.0
     leave_seconds = 60.0
@@ -92,7 +89,7 @@ class StruckRun(FaultyRun):
         self.environment = {"TMPDIR": str(self.out.parent / "tmp"), warmed.DRAWS: "1"}  # its end is struck too
 
     def live(self, strikes: Sequence[Strike]) -> bool:
-        """One life. True: the run is completed. Nothing is scored until all strikes at its start are done."""
+        """Run one life and return whether the run completed. Scoring waits for the strikes at its start."""
         hold = self.out.parent / "hold"
         self._start()
         began = time.monotonic()
@@ -110,7 +107,7 @@ class StruckRun(FaultyRun):
         return self._ended() == 0
 
     def _await_moment(self, strike: Strike, began: float) -> bool:
-        """False: its life ended before."""
+        """Wait for the moment; return False if the life ended first."""
         come = {
             "start": lambda: True,
             "step": lambda: self.num_steps >= 1,
@@ -141,7 +138,7 @@ class StruckRun(FaultyRun):
         return self.num_steps >= max(done) + EVALUATE_EVERY
 
     def _hit(self, strike: Strike) -> bool:
-        """All at once. False: it hit the supervisor, or nobody."""
+        """Strike all targets at once; return False if it hit the supervisor, or no process."""
         uid = self._uid()
         found = [pid for target in strike.targets if uid and target != SUPERVISOR for pid in self._pids(uid, target)]
         if SUPERVISOR in strike.targets:
@@ -164,7 +161,7 @@ class StruckRun(FaultyRun):
             raise Disturbed(f"it has not ended after {self.limit_seconds:.0f} s:\n{self._last_words()}")
 
     def _judge(self) -> None:
-        """How it ended, and that nothing is left."""
+        """Check how the life ended and that nothing is left."""
         code, words = self._ended(), self._last_words()
         named = bool(NAMED_END.search(words)) and "Traceback" not in words
         right = code in (0, -signal.SIGKILL) or (code == FAILED and named) or (code == STOPPED and self._interrupted)
@@ -188,7 +185,7 @@ def trial(
     slack_seconds: float,
     leave_seconds: float,
 ) -> StruckRun:
-    """Raises `Disturbed`, with the seed."""
+    """Run a trial. Raise `Disturbed` with the seed."""
     job = a_job(folder)
     overrides = [*OVERRIDES, f"training.steps={NUM_STEPS}", f"checkpoint.everySteps={CHECKPOINT_EVERY}"]
     undisturbed = train(job, "undisturbed", *overrides)
@@ -205,7 +202,7 @@ def trial(
 
 
 def work_seconds(folder: Path) -> float:
-    """How long the run takes that nobody strikes."""
+    """Return the duration of the undisturbed run."""
     job = a_job(folder)
     run = StruckRun(job, folder / "faults", [*OVERRIDES, f"training.steps={NUM_STEPS}"], print)
     try:

@@ -1,8 +1,7 @@
-"""A trial of moves: three generators, a move advised every 50 ms, and faults that fall into them.
+"""Trial of moves: three generators, a move every 50 ms, and faults during moves.
 
-Half of the kills strike the source or the destination of a move that was advised a moment before; the rest anybody
-else. Generators are held in mid-move, one is asked to leave, and where the KV goes over TCP that way is cut for a
-while, slow, broken off, or changes bits.
+Half of the kills strike the source or destination of a recent move. Generators are held or leave; TCP links are cut,
+slowed, broken or corrupted.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def link_of(seed: int) -> str:
 
 
 def schedule(seed: int, num_kills: int, *, most_held_seconds: float) -> list[Fault]:
-    """A pure function of the seed."""
+    """Return the schedule, a pure function of the seed."""
     draw = random.Random(f"moves {seed}")
     faults: list[Fault] = []
     step, left = 1, num_kills
@@ -104,7 +103,7 @@ class MovingRun(FaultyRun):
         end, fresh = time.monotonic() + NO_MOVE_SECONDS, None
 
         def is_advised() -> bool:
-            """Looked at once: a moment later it may be told of, and over."""
+            """Return at once whether a move is advised, as it may be over a moment later."""
             nonlocal fresh
             fresh = self._fresh_move()
             return fresh is not None or time.monotonic() > end
@@ -150,14 +149,14 @@ class MovingRun(FaultyRun):
 
 
 def trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], *, held_seconds: float) -> MovingRun:
-    """Raises `Disturbed`, with the seed and how to do it again."""
+    """Run a trial. Raise `Disturbed` with the seed and the command to repeat it."""
     faults = schedule(seed, num_kills, most_held_seconds=held_seconds)
     with again(seed, f"--moves --kills {num_kills} --held-seconds {held_seconds:g}"):
         return _trial(folder, seed, faults, say)
 
 
 def _trial(folder: Path, seed: int, faults: Sequence[Fault], say: Callable[[str], None]) -> MovingRun:
-    """It goes on as long as there are faults, then it is interrupted in mid-step: all generators leave at once."""
+    """Run until all faults struck, then interrupt in mid-step, so that all generators leave at once."""
     job = written(folder, name="grpo")
     overrides = [*OVERRIDES, *LONG, f"roles.generator.link={link_of(seed)}"]
     out = folder / "faults"
@@ -182,7 +181,7 @@ def _trial(folder: Path, seed: int, faults: Sequence[Fault], say: Callable[[str]
 
 
 def _check_logs(out: Path, say: Callable[[str], None]) -> None:
-    """A generator that left has looked for what moves may have left behind in it: it ends with an error if so."""
+    """Check the logs: a leaving generator reports leftovers of moves as an error."""
     texts = [file.read_text(errors="replace") for file in sorted((out / "logs").glob("generator-*.jsonl*"))]
     left = sum(text.count('"left: of') for text in texts)
     say(f"  generators that left, and nothing of moves in their engines: {left}")

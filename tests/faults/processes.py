@@ -1,4 +1,4 @@
-"""The processes of a run, as the system has them: found by what stands in their environment."""
+"""Processes of a run, found by their environment."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from rlhfspec.worker.process import STARTED as WORKER_MARK
 
 
 def of_run(uid: str) -> list[int]:
-    """Everything that carries the run's mark; its supervisor does not."""
+    """Return all processes with the run's mark; the supervisor has none."""
     return [pid for pid in _pids() if environment_of(pid).get(MARK) == uid]
 
 
 def named(uid: str, name: str) -> list[int]:
-    """A worker such as generator-0, a server, the launchers or the guardian. Of several that are one worker the first
-    rank comes first."""
+    """Return the pids of a worker, server, launcher or guardian, first rank first."""
     found = [pid for pid in of_run(uid) if _mark(pid) == name or _is(pid, name)]
     return sorted(found, key=lambda pid: int(environment_of(pid).get("RANK", "0")))
 
 
 def is_alive(pid: int) -> bool:
-    """One that has ended and that its parent has not asked for is dead: the first process of a container may never."""
+    """Return whether the process runs. An unreaped zombie counts as dead."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -44,7 +43,7 @@ def send(pid: int, number: signal.Signals) -> bool:
 
 @contextmanager
 def slowed(*pids: int, stopped_seconds: float = 0.05, running_seconds: float = 0.01) -> Iterator[None]:
-    """Processes that run a part of the time only, so that a quick machine does not end what a test wants to meet."""
+    """Run the processes only part of the time, so that a fast machine does not end what a test waits for."""
     done = threading.Event()
 
     def stop_and_go() -> None:

@@ -1,4 +1,4 @@
-"""A partition: a TCP proxy on the loopback that stops reading, with every connection left open and silent."""
+"""A network partition: a TCP proxy that stops reading, with connections open and silent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PIECE = 1 << 16
 
 
 class Proxy:
-    """Stands between one process and a server. `cut` is silent: nothing is closed, nothing is refused.
+    """Proxy between a process and a server. `cut` is silent: it closes and refuses nothing.
 
     >>> with Proxy("127.0.0.1", 4222) as proxy:
     ...     proxy.cut()
@@ -60,11 +60,11 @@ class Proxy:
                 threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
 
     def _reach(self, near: socket.socket) -> socket.socket:
-        """The other end for one who comes."""
+        """Return the other end for a new connection."""
         return socket.create_connection(self._server)
 
     def _passed(self, piece: bytes) -> bytes:
-        """What goes on, when it goes on."""
+        """Return the bytes to pass on, once they pass."""
         return piece
 
     def _pass_on(self, one: socket.socket, other: socket.socket) -> None:

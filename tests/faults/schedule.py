@@ -1,8 +1,7 @@
-"""Which fault strikes whom, and when: a pure function of the seed.
+"""Fault schedules, a pure function of the seed. Example:
 
-Example:
-    >>> schedule(7, 2, ["generator-0", "trainer-0"])[0]
-    Fault(after_step=4, delay_seconds=0.76, kind='kill', target='supervisor', seconds=0.0)
+>>> schedule(7, 2, ["generator-0", "trainer-0"])[0]
+Fault(after_step=4, delay_seconds=0.76, kind='kill', target='supervisor', seconds=0.0)
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MOST_IN_A_WAVE = 5
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Strikes once so many steps are trained, and a moment later. hold: SIGSTOP for so many seconds; leave: SIGTERM."""
+    """Fault after a number of trained steps and a delay. hold: SIGSTOP for some seconds; leave: SIGTERM."""
 
     after_step: int
     delay_seconds: float
@@ -34,7 +33,7 @@ class Fault:
 
 
 def schedule(seed: int, num_kills: int, workers: Sequence[str], *, most_held_seconds: float = 3.0) -> list[Fault]:
-    """Return so many kills, and holds and leaves between them, in waves: one strikes while another is still felt."""
+    """Return kills, with holds and leaves between them, in waves that overlap."""
     draw = random.Random(seed)
     faults: list[Fault] = []
     step = STEPS_A_WAVE[0]

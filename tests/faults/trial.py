@@ -1,4 +1,4 @@
-"""A whole trial: the run without faults in one process, the same under a schedule, and whether both are equal."""
+"""Comparison of an undisturbed run in one process with the same run under a schedule."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS_HELD, STEPS_AFTER = 10, 20  # the last wave begins: so many are trained un
 
 
 def trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], *, held_seconds: float) -> FaultyRun:
-    """Raises `Disturbed`, with the seed and how to do it again."""
+    """Run a trial. Raise `Disturbed` with the seed and the command to repeat it."""
     faults = schedule(seed, num_kills, WORKERS, most_held_seconds=held_seconds)
     with again(seed, f"--kills {num_kills} --held-seconds {held_seconds:g}"):
         return _trial(folder, faults, say)
@@ -38,7 +38,7 @@ def trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], *
 
 @contextmanager
 def again(seed: int, options: str) -> Iterator[None]:
-    """What fails says its seed and how to do it again."""
+    """Add the seed and the command to repeat it to any failure."""
     try:
         yield
     except Disturbed as error:
@@ -47,8 +47,7 @@ def again(seed: int, options: str) -> Iterator[None]:
 
 
 def join_and_leave(folder: Path, say: Callable[[str], None]) -> None:
-    """Each generator runs a few of a step's samples at a time, so that there is always something to take. It goes on as
-    long as the visit takes, and then no further."""
+    """Run while a generator joins and leaves. Small batches leave it work; the run lasts as long as the visit."""
     job = written(folder, name="grpo")
     overrides = [*OVERRIDES, "training.promptsPerStep=16", "generation.maxTokens=64", "generation.maxSequences=4"]
     run = FaultyRun(job, folder / "faults", [*overrides, "training.steps=100000"], say)
@@ -61,7 +60,7 @@ def join_and_leave(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def _trial(folder: Path, faults: Sequence[Fault], say: Callable[[str], None]) -> FaultyRun:
-    """PPO: every stage runs."""
+    """Run PPO, which has every stage."""
     job = written(folder, name="ppo", samplesPerPrompt=2)
     overrides = [*OVERRIDES, f"training.steps={faults[-1].after_step + STEPS_AFTER}"]
     hold = hold_rewards(job, f"{faults[-1].after_step + STEPS_HELD} faults")

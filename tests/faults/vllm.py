@@ -1,8 +1,6 @@
-"""A trial of the engine vLLM: two generators, whose samples move, and faults that strike them and their children.
+"""Trial of the engine vLLM: two generators that move samples, and faults on them and their children.
 
-What is killed is a generator, whose child must end with it, or a child alone, or whoever else of the run; generators
-are held, and asked to leave. The run without faults is of our own engine, in one process: by the law its samples are
-the same.
+The undisturbed run uses our own engine in one process, whose samples are the same by the law.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ LONG = ("generation.maxTokens=96", "generation.ignoreEos=true", "generation.maxS
 
 class VllmRun(FaultyRun):
     def _found(self, uid: str, target: str) -> list[int]:
-        """A generator without its child, and its child without it."""
+        """Return a generator without its child, or the child alone."""
         found = {pid: _is_child(pid) for pid in processes.of_run(uid)}
         if target == CHILD:
             return [pid for pid, is_child in found.items() if is_child][:1]
@@ -45,13 +43,13 @@ def _is_child(pid: int) -> bool:
 
 
 def trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], *, held_seconds: float) -> VllmRun:
-    """Raises `Disturbed`, with how to do it again."""
+    """Run a trial. Raise `Disturbed` with the command to repeat it."""
     with again(seed, f"--vllm --kills {num_kills}"):
         return _trial(folder, seed, num_kills, say, held_seconds)
 
 
 def _trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], held_seconds: float) -> VllmRun:
-    """It goes on as long as there are faults, then it is interrupted in mid-step."""
+    """Run until all faults struck, then interrupt in mid-step."""
     write_models(folder, random_model("llama", seed=0, vocab_size=VOCAB_SIZE, head_dim=32))
     write_data(folder)
     job, overrides = write_job(folder, folder, name="grpo"), [*OVERRIDES, *LONG]

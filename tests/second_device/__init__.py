@@ -1,14 +1,15 @@
-"""A second device without a GPU: `load()` gives torch two of them, `second:0` and `second:1`.
+"""A second device without a GPU: `load()` gives torch the devices `second:0` and `second:1`.
 
-Their memory is main memory that the host cannot touch: `data_ptr()` points to pages without access, and a host that
-reads them is ended by SIGSEGV. Operators are the CPU's, on a second mapping of the same pages: bits are the CPU's, and
-nothing is copied. Tensors of two devices in one operator raise, as on a GPU.
+Its memory is main memory that the host cannot touch: `data_ptr()` points to pages without access, so a read by the host
+raises SIGSEGV. Operators are the CPU's on a second mapping of the pages, with the CPU's bits. Tensors of two devices in
+one operator raise, as on a GPU.
 
-    with second_device.counted() as seen: ...   # then seen.h2d, seen.d2h (copies up and down), seen.waits, seen.names
-    with second_device.capturing(): ...         # as within a CUDA graph: what waits for the device or copies raises
-    with second_device.limited(1 << 20): ...    # so many bytes in all; beyond them it is out of memory
+    with second_device.counted() as seen: ...      # then seen.h2d, seen.d2h (copies up and down), seen.waits,
+    seen.names
+    with second_device.capturing(): ...            # as within a CUDA graph: waits and copies raise
+    with second_device.limited(1 << 20): ...       # a limit in bytes, beyond which it is out of memory
 
-What it cannot show: missing synchronisation of streams (all is in order), pinned memory, Triton kernels, times.
+It cannot show missing stream synchronisation (all is in order), pinned memory, Triton kernels or times.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _COUNTS = (
 
 @functools.cache
 def load() -> None:
-    """Make torch know the device; for the rest of the process. Raises Unavailable."""
+    """Load the device for the rest of the process. Raise Unavailable if there is none."""
     path = str(build.library())
     torch.ops.load_library(path)
     library = _library()
@@ -54,7 +55,7 @@ def _library() -> Any:
 
 
 def seen() -> SimpleNamespace:
-    """What was counted since the last `counted()` began."""
+    """Return the counts since the last `counted()` began."""
     room = ctypes.create_string_buffer(1 << 16)
     _library().second_names(room, len(room))
     pairs = [line.rsplit(" ", 1) for line in room.value.decode().splitlines()]
@@ -76,7 +77,8 @@ def is_capturing() -> bool:
 
 @contextmanager
 def capturing(on: bool = True) -> Iterator[None]:
-    """Of this thread. Not on: within a capture, what is run by a twin of a kernel that would not wait."""
+    """Forbid waits in this thread, as in a capture. Not on: exempt a kernel's twin that waits where the kernel does
+    not."""
     before = is_capturing()
     _library().second_capturing(int(on))
     try:
@@ -87,7 +89,7 @@ def capturing(on: bool = True) -> Iterator[None]:
 
 @contextmanager
 def limited(num_bytes: int) -> Iterator[None]:
-    """Beside what is allocated already. Allocations are rounded up, to powers of two or to mebibytes."""
+    """Limit the memory beyond what is allocated. Allocations are rounded to powers of two or mebibytes."""
     gc.collect()
     _library().second_set_limit(seen().allocated + num_bytes)
     try:
@@ -98,7 +100,7 @@ def limited(num_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def swapping() -> Iterator[None]:
-    """`Module.to` keeps the module's parameters: to CUDA torch moves them in place, to other devices only so."""
+    """Make `Module.to` keep parameters: torch moves them in place for CUDA, for other devices only with this."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -109,7 +111,7 @@ def swapping() -> Iterator[None]:
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """The CPU runs the kernels' torch twins too, as the device does: then both give the same bits."""
+    """Disable the CPU kernels, so that CPU and device run the same twins and give the same bits."""
     from rlhfspec.kernels import gumbel, kv_pack
     from rlhfspec.kernels.cpu import build as kernels
 
@@ -123,7 +125,7 @@ def without_kernels() -> Iterator[None]:
 
 
 def _ask_anew() -> None:
-    """What modules of kernels found in the library, or did not, they keep for the rest of the process."""
+    """Reset what kernel modules cached about the library."""
     names = [name for name in sys.modules if name.startswith("rlhfspec.kernels.") and not name.endswith(".build")]
     for each in (each for name in names for each in vars(sys.modules[name]).values()):
         if hasattr(each, "cache_clear"):
@@ -136,7 +138,7 @@ def _memory_of(size: int) -> Any:
 
 
 def opened(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a CPU tensor, which keeps it: for a test that plays the device."""
+    """Return the memory as a CPU tensor, for a test that plays the device."""
     flat = tensor.detach()
     assert flat.is_contiguous()
     size = flat.numel() * flat.element_size()

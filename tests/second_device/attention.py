@@ -1,7 +1,6 @@
-"""Attention as a device's own kernel has it: one call, of which no operator of torch is seen.
+"""Attention as one device kernel, without torch operators.
 
-It is played by the CPU's kernel (its twin where there is none, or none for the type) on the same memory. The twin runs
-on the second device too, but each of its operators is a call there, for every row.
+The CPU's kernel (or its twin) computes it on the same memory; the twin on the device itself would be many calls.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, meta: AttentionMeta,
     **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """`tree_attention`, wherever its tensors are."""
+    """Compute `tree_attention` on tensors of any device."""
     if query.is_cpu:
         return tree_attention(query, key, value, kv, layer, meta, **options)
     here = AttentionMeta(**{name: _here(getattr(meta, name)) for name in INDICES})

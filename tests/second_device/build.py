@@ -1,4 +1,4 @@
-"""Builds the second device: once for these sources, this compiler and this torch, under `$RLHFSPEC_CACHE`."""
+"""Build of the second device, cached under `$RLHFSPEC_CACHE` by sources, compiler and torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _FLAGS = ("-std=c++20", "-O0", "-shared", "-fPIC", "-w")
 
 
 class Unavailable(Exception):
-    """There is no second device on this machine; the message says why."""
+    """Raised if this machine has no second device; the message is the reason."""
 
 
 @functools.cache
 def library() -> Path:
-    """Return the library of the present sources; the first time it is built, in some 20 seconds."""
+    """Return the library of the present sources; the first build takes some 20 seconds."""
     compiler = next((path for name in ("g++", "c++") if (path := shutil.which(name))), None)
     if compiler is None:
         raise Unavailable("no C++ compiler, which the second device is built with")

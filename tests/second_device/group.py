@@ -1,4 +1,4 @@
-"""torch.distributed for the second device: a backend of that name over gloo, on the opened memory.
+"""torch.distributed for the second device: a backend of that name over gloo on the opened memory.
 
 second_device.load(); second_device.group.register(); dist.init_process_group("cpu:gloo,second:second")
 """
@@ -16,7 +16,7 @@ import second_device
 
 
 class SecondGroup(dist.ProcessGroup):
-    """Takes CPU tensors too: torch takes it for the whole group."""
+    """Process group that also takes CPU tensors, as torch uses it for the whole group."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
@@ -121,7 +121,7 @@ def _wait(given: Tensor) -> Tensor:
 
 @functools.cache
 def register() -> torch.library.Library:
-    """Make torch.distributed know the backend; for the rest of the process."""
+    """Register the backend for the rest of the process."""
     dist.Backend.register_backend("second", SecondGroup, devices=["second"])
     library = torch.library.Library("_c10d_functional", "IMPL")
     functions = {

@@ -1,4 +1,4 @@
-"""What torch looks for under `torch.second`: streams, events, the current device, memory."""
+"""The module `torch.second`: streams, events, the current device, memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 def register(library: Any) -> None:
-    """library: the loaded second.so."""
+    """Register the module. library: the loaded second.so."""
     torch.utils.rename_privateuse1_backend("second")
     torch._register_device_module("second", _module(library))
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_packed_sequence=True)
 
 
 class Event:
-    """Recorded at once: everything is in order."""
+    """Event that is recorded at once, as everything is in order."""
 
     def __init__(self, library: Any, *args: Any, **keywords: Any) -> None:
         self._library = library
@@ -36,7 +36,7 @@ class Event:
 
 
 class Stream:
-    """The only one there is."""
+    """The only stream."""
 
     def __init__(self, library: Any, device: torch.device) -> None:
         self._library = library
@@ -117,6 +117,6 @@ _ALLOCATED, _PEAK = 9, 10  # of the counts of second.cpp
 
 
 def _memory(library: Any) -> tuple[int, int]:
-    """Free and all, in bytes."""
+    """Return free and total bytes."""
     limit = library.second_limit()
     return limit - library.second_count(_ALLOCATED), limit

@@ -1,1 +1,1 @@
-"""Slow, obvious twins of fast paths that only tests run. A twin that a command runs too lies beside the fast path."""
+"""Slow twins that only tests run; a twin that a command runs lies beside its fast path."""

@@ -1,7 +1,4 @@
-"""The slow, obvious planner: one sequence, one pair at a time. `plan` makes the same moves.
-
-It is told which engines close, as `hosts` found it.
-"""
+"""The slow planner, one pair at a time, with the moves of `plan`. `hosts` says which engines close."""
 
 from __future__ import annotations
 
@@ -43,12 +40,12 @@ class _OracleGenerator:
     sequences: list[_OracleSequence] = field(default_factory=list)
 
     def end(self, *more: float) -> float:
-        """With sequences of so many tokens more."""
+        """Return the end time with additional sequences."""
         lengths = [*(sequence.remaining for sequence in self.sequences), *more]
         return self.step * max(lengths, default=0.0) + self.per_sequence * sum(lengths) + self.owed
 
     def earliness(self) -> tuple[float, float, int]:
-        """Ties: the faster engine, then who has more room."""
+        """Return the order of ties: the faster engine, then more room."""
         return self.end(), self.per_sequence, -self.tokens
 
     @property
@@ -65,7 +62,7 @@ class _OracleGenerator:
 
 
 def plan_slowly(fleet: Fleet, now: float, settings: PlannerSettings = STANDARD) -> list[tuple[int, int, int]]:
-    """(sequence, source, destination) of each move, in order."""
+    """Return (sequence, source, destination) of each move, in order."""
     generators = _generators(fleet, now, settings)
     leaving = [generator for generator in generators if generator.is_leaving]
     moves = _hand_over(leaving, generators, settings, lambda one, other: one.version == other.version)

@@ -1,11 +1,10 @@
-"""The simulator's slow twin: every generator, one step at a time, by the rules and nothing else. For tests.
+"""The simulator's slow twin: every generator, step by step. Example:
 
-Example:
-    >>> from rlhfspec.simulator.simulator import PRESETS, Scenario, simulate, workload
-    >>> scenario = Scenario(num_generators=2, curve=PRESETS["adaptive"], engines_per_host=2, prefill_seconds=1e-4)
-    >>> work = workload("groups", num_generators=2, per_generator=8, seed=1)
-    >>> simulate_slowly(scenario, work).seconds == simulate(scenario, work).seconds
-    True
+>>> from rlhfspec.simulator.simulator import PRESETS, Scenario, simulate, workload
+>>> scenario = Scenario(num_generators=2, curve=PRESETS["adaptive"], engines_per_host=2, prefill_seconds=1e-4)
+>>> work = workload("groups", num_generators=2, per_generator=8, seed=1)
+>>> simulate_slowly(scenario, work).seconds == simulate(scenario, work).seconds
+True
 """
 
 from __future__ import annotations

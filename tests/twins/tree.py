@@ -1,4 +1,4 @@
-"""The walk down the trees of drafted tokens, one sequence and one node at a time."""
+"""The walk down drafted trees, one sequence and one node at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rlhfspec.engine.drafting.base import Forest
 
 
 def accept_slow(forest: Forest, num_sequences: int, root_choice: IntArray, node_choice: IntArray) -> list[list[int]]:
-    """The accepted node indices of every sequence, as one would say it aloud."""
+    """Return the accepted node indices of every sequence, by the definition."""
     paths: list[list[int]] = []
     for sequence in range(num_sequences):
         path: list[int] = []

@@ -1,4 +1,4 @@
-"""Imported by every interpreter of a run under faults: leads TCP links of moves through `faults.links.LinkProxy`."""
+"""Hook of every interpreter of a run under faults: routes TCP links through `faults.links.LinkProxy`."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Benchmarks of moves between generators, each a process."""
+"""Benchmarks of moves between generators in separate processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shown(renderable: Any) -> str:
 
 
 class Hasty:
-    """A run's rebalancer, which moves the longest sequences at the first news besides."""
+    """Rebalancer that also moves the longest sequences at the first news."""
 
     def __init__(self, now: float, limit: int, earlier: Sequence[int], longest: Sequence[int]) -> None:
         self._real = RunsRebalancer(now, limit, earlier)

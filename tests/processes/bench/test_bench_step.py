@@ -1,4 +1,4 @@
-"""Our side of the benchmark of a step: a whole run in a process."""
+"""Our side of the step benchmark: a whole run in a process."""
 
 from __future__ import annotations
 

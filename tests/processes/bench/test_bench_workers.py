@@ -1,4 +1,4 @@
-"""Workers of the benchmark: processes that answer, hang, fail and are compared."""
+"""Benchmark workers that answer, hang, fail and are compared."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_worker_that_hangs_is_ended() -> None:
 
 @pytest.fixture
 def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Replace the engine and Hugging Face by the script; returns a function that runs the benchmark."""
+    """Replace the engine and Hugging Face by the script; return a function that runs the benchmark."""
     monkeypatch.chdir(tmp_path)  # where there is no .venv-vllm
 
     def start(*, cheat: str = "nobody", **options: Any) -> tuple[Results, list[str], list[str]]:

@@ -1,4 +1,4 @@
-"""The script of a GPU day runs through where there is no GPU, so that it works on the day there is one."""
+"""The GPU day script runs to its end without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chart: what it takes from the code is as the code says, what it renders is safe, and wrong values are refused."""
+"""The chart agrees with the code, renders safely and refuses wrong values."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_dockerfile_copies_what_exists_and_ends_as_a_user_that_is_not_root()
 
 
 def _users_of_stages() -> dict[str, str]:
-    """The last USER of each stage, which it has from the stage it begins with."""
+    """Return the last USER of each stage, inherited from its base stage."""
     users: dict[str, str] = {}
     for stage in re.split(r"^(?=FROM )", _dockerfile(), flags=re.MULTILINE)[1:]:
         words = stage.split()
@@ -172,7 +172,7 @@ def test_a_namespaced_operator_has_rights_in_the_job_namespaces_alone() -> None:
 
 @needs_helm
 def test_with_a_label_the_operator_makes_what_the_chart_makes_for_named_namespaces() -> None:
-    """And has no right on pods or Secrets but by the binding that it makes itself."""
+    """It has no right on pods or Secrets but through the binding that it makes."""
     kinds = ("ServiceAccount", "PersistentVolumeClaim", "NetworkPolicy")
     team = rendered({"operator": {"jobNamespaces": ["team"]}})
     wanted = {(each["kind"], each["metadata"]["name"]): each.get("spec") for each in of_kind(team, *kinds)
@@ -256,7 +256,7 @@ def test_alerts_and_monitors_are_made_where_their_api_exists() -> None:
 
 @needs_helm
 def test_what_the_operator_counts_of_a_job_keeps_the_jobs_namespace() -> None:
-    """Prometheus would put the operator's own in its place, and no dashboard would find it."""
+    """Prometheus would otherwise replace it by the operator's own."""
     objects = rendered({}, "--api-versions", MONITORING)
     [endpoint] = named(objects, "PodMonitor", "rlhfspec-operator")["spec"]["podMetricsEndpoints"]
     assert endpoint["honorLabels"] is True

@@ -1,4 +1,4 @@
-"""Who may reach whom by the chart's NetworkPolicies, as Kubernetes reads them: exactly the edges of the map."""
+"""The chart's NetworkPolicies allow exactly the edges of the map."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def is_peer(peer: dict[str, Any], pod: Pod, policy_namespace: str) -> bool:
 
 
 def allows(policies: list[Policy], at: Pod, other: Pod, port: int, way: str) -> bool:
-    """`way`: Ingress to `at`, or Egress from it. Who is selected by no policy is free."""
+    """Return whether policies allow a connection. `way`: Ingress or Egress. Unselected pods are free."""
     of_pod = [
         policy for policy in policies
         if policy["metadata"].get("namespace", "ml") == at.namespace
@@ -139,12 +139,12 @@ ALL_OWN: dict[str, Any] = {"trainer": {"nodes": 2}, "generator": {"workers": 2, 
 
 
 def of_job(name: str, roles: dict[str, Any]) -> tuple[list[Policy], dict[str, Pod]]:
-    """The policies that the operator makes for a job, and the job's pods by role."""
+    """Return the operator's policies for a job, and its pods by role."""
     world = World(job_body(roles=roles), settings=SETTINGS.model_copy(update={"network_policies": True}))
     world.to_running()
 
     def named(thing: dict[str, Any]) -> Any:
-        """As the operator would make it for a job of this name."""
+        """Return the object as the operator names it for this job."""
         return json.loads(json.dumps(thing).replace("sums", name))
 
     policies = [
@@ -200,7 +200,7 @@ def test_a_job_opens_its_own_ports_where_it_needs_them_and_no_pod_of_another_job
 
 
 def test_the_map_has_the_edges_that_a_run_needs() -> None:
-    """By hand, so that an edge that is lost there is missed here."""
+    """Written by hand, so that an edge missing in the map is found."""
     found = {(edge.source, edge.to, edge.port) for edge in edges.edges()}
     assert {
         ("generator", "trainer", GRPC_PORT), ("critic", "trainer", GRPC_PORT), ("generator", "critic", GRPC_PORT),

@@ -1,4 +1,4 @@
-"""A process that dies while it saves a checkpoint, or whose disk is full."""
+"""Saving a checkpoint survives kills and a full disk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def save_for_ever(folder: Path, pipe: int) -> None:
-    """What a run does, as a process of its own: each step is announced once it is saved."""
+    """Save checkpoints in a loop, announcing each after its save."""
     try:
         with CheckpointStore(folder, keep=2) as store:
             step = store.latest() or 0
@@ -48,7 +48,7 @@ def save_for_ever(folder: Path, pipe: int) -> None:
 
 
 def write_learnt_for_ever(folder: Path, pipe: int) -> None:
-    """The same of what a drafter learns."""
+    """Save learnt drafters in a loop, announcing each after its save."""
     try:
         version = (read_learnt(folder) or (0,))[0]
         while True:
@@ -60,7 +60,7 @@ def write_learnt_for_ever(folder: Path, pipe: int) -> None:
 
 
 def killed_at_some_moments(draw: random.Random, save: Callable[[Path, int], None], folder: Path) -> Iterator[int]:
-    """After each kill, what the process had announced last."""
+    """Yield, after each kill, the last announced step."""
     announced = 0
     for _ in range(20):
         reading, writing = os.pipe()
@@ -80,7 +80,7 @@ def killed_at_some_moments(draw: random.Random, save: Callable[[Path, int], None
 
 
 def test_a_kill_at_any_moment_loses_nothing(folder: Path) -> None:
-    """The process dies somewhere within a save; what it had announced is there, whole, for the next one."""
+    """A kill during a save leaves every announced checkpoint complete."""
     for announced in killed_at_some_moments(random.Random(7), save_for_ever, folder):
         with CheckpointStore(folder, keep=2) as store:
             assert store.latest() in (announced, announced + 1)
@@ -96,7 +96,7 @@ def test_a_kill_while_it_is_written_leaves_what_was_learnt_whole(folder: Path) -
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
-    """A file may grow to 8 KiB only, as the kernel enforces it: the tensors' file cannot be written to its end."""
+    """The kernel limits files to 8 KiB, so the tensors' file cannot be completed."""
     code = """
 import pathlib, resource, sys, torch
 from rlhfspec.training.checkpoint import CheckpointStore

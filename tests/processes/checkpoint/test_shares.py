@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: written a share each, gone on from on any number of ranks, to the bit."""
+"""Checkpoints of several ranks resume on any number of ranks, to the bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETS = ((4, "auto"), (2, "auto"), (1, "off"), (2, "off"))  # of two ranks, a mod
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where 4, 2, 1 and again 2 ranks left theirs, each set gone on from what the one before had written."""
+    """Return results of 4, 2, 1 and again 2 ranks, each resumed from the set before."""
     folder = tmp_path_factory.mktemp("shares")
     for step, (num_ranks, fuse) in enumerate(SETS, start=1):
         run_ranks("resuming_ranks", num_ranks, str(folder), str(step), fuse)
@@ -83,7 +83,6 @@ def test_a_rank_writes_its_share_and_no_more(found: Path) -> None:
 
 
 def test_what_follows_is_what_one_rank_does(found: Path) -> None:
-    """The one rank of the third set, and a learner of this process that loaded the same."""
     learner = Learner(spec("ppo", tokensPerMicroBatch=40, fuse="off"), policy(), critic(), num_threads=1)
     learner.load_state(loaded(found, 1))
     report = learner.learn(rollouts(1))

@@ -1,4 +1,4 @@
-"""What a job can choose by name: one table a choice, and everything else about it derived."""
+"""Choices of a job by name come from one table each."""
 
 from __future__ import annotations
 

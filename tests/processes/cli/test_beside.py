@@ -1,4 +1,4 @@
-"""The wheel holds no benchmark: its commands are found where rlhfspec-bench is installed, and missed in one line."""
+"""Commands of rlhfspec-bench are found if installed; otherwise one line says so."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OUTSIDE = {"bench", "simulator", "sweep"}
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as it is published, unpacked."""
+    """Return the wheel as published, unpacked."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is installed here, but ours."""
+    """Return the installed packages without this project's."""
     folder = tmp_path_factory.mktemp("others")
     for path in Path(sysconfig.get_path("purelib")).iterdir():
         if not path.name.startswith(("rlhfspec", "_rlhfspec")):
@@ -57,7 +57,7 @@ def test_the_wheel_has_no_benchmark_and_works_without(wheel: Path, others: Path,
     assert not packages & OUTSIDE
 
     def rlhfspec(*words: str) -> subprocess.CompletedProcess[str]:
-        """-S: without site-packages, whose .pth files lead to this checkout."""
+        """Run rlhfspec with -S: site-packages' .pth files would lead to this checkout."""
         command = [sys.executable, "-S", "-m", "rlhfspec.cli.start", *words]
         environment = os.environ | {"PYTHONPATH": f"{wheel}{os.pathsep}{others}"}
         return subprocess.run(

@@ -1,4 +1,4 @@
-"""`rlhfspec models check`: a verdict a line, the reasons, and an exit code that a script can go by."""
+"""`rlhfspec models check` prints a verdict a line with reasons, and sets the exit code."""
 
 from __future__ import annotations
 

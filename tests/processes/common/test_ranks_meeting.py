@@ -1,4 +1,4 @@
-"""Processes without the ranks' secret: they read nothing in the store, take no seat, and run no code."""
+"""Processes without the ranks' secret read nothing, take no seat and run no code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A view in a pod, where the client that read it vanished."""
+"""A view in a pod ends when its client vanished."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def test_a_view_whose_reader_went_ends() -> None:
-    """What fills the pipe blocks, as a terminal does that a vanished client left behind."""
+    """A full pipe blocks like an abandoned terminal."""
     code = """
 import asyncio, sys, threading
 from rlhfspec.control import show

@@ -1,4 +1,4 @@
-"""A model in two processes generates the tokens of the whole one, whatever happens."""
+"""A model in two processes generates the tokens of the whole one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def save_models(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two processes left what they found."""
+    """Return the results of two processes."""
     folder = tmp_path_factory.mktemp("parts")
     save_models(folder)
     run_ranks("two_parts", 2, str(folder))
@@ -44,7 +44,7 @@ def found(folder: Path) -> dict[str, dict[str, two_parts.Found]]:
 
 
 def the_same(ours: two_parts.Found, theirs: two_parts.Found) -> None:
-    """Tokens are equal, and log-probs but for the order of sums."""
+    """Assert equal tokens, and log-probs up to summation order."""
     assert theirs.keys() == ours.keys()
     for name, (tokens, log_probs) in theirs.items():
         assert ours[name][0] == tokens, name
@@ -66,7 +66,7 @@ def test_all_that_an_engine_does_gives_the_tokens_of_the_whole_model(
 
 
 def test_every_row_has_its_own_bits(folder: Path, found: dict[str, dict[str, two_parts.Found]]) -> None:
-    """Alone, among others, in trees and after a preemption: the log-probs are the same numbers."""
+    """The log-probs are equal alone, among others, in trees and after a preemption."""
     theirs = found[two_parts.DRIVEN]
     for name, run in theirs.items():
         if name != "newer":
@@ -95,7 +95,7 @@ def test_what_cannot_be_cut_is_refused_by_name(name: str, why: str, folder: Path
 
 
 def test_parts_on_devices_of_their_own_hold_as_many_blocks_as_the_smaller_one(folder: Path) -> None:
-    """And nothing of the host is exchanged in the devices' group: `two_devices.py` refuses it there."""
+    """`two_devices.py` checks that no host tensor goes through the devices' group."""
     import second_device
 
     try:

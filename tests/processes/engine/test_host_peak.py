@@ -1,4 +1,4 @@
-"""What of its host's memory a process takes to load a model in bfloat16 and to prove it."""
+"""Peak host memory of loading and proving a bfloat16 model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST = {"engine": 3.2, "policy": 2.5, "policy of a GPU": 2.5, "reference of a GP
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of some 190 MB in bfloat16."""
+    """Return a model of about 190 MB in bfloat16."""
     folder = tmp_path_factory.mktemp("large")
     config = LlamaConfig(
         vocab_size=256, hidden_size=768, intermediate_size=3072, num_hidden_layers=10, num_attention_heads=12,
@@ -33,7 +33,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells a process its peak")
 @pytest.mark.parametrize("role", MOST)
 def test_no_more_than_one_layer_is_in_float32(role: str, large: Path) -> None:
-    """With the whole model in float32 an engine took 4.7 times the file, and a trainer 4.3."""
     command = [sys.executable, "-m", "host_peak", role, str(large)]
     done = warmed.run(command, capture_output=True, text=True, timeout=240, cwd=TESTS)
     assert done.returncode == 0, done.stderr[-3000:]

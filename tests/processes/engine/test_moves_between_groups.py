@@ -1,4 +1,4 @@
-"""Sequences move between engines whose models two processes hold together, and keep their tokens and log-probs."""
+"""Sequences move between engines of two-process models and keep tokens and log-probs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Found = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What two processes found, in which no bit of any sequence that was forced to move at random was another one."""
+    """Return the results of two processes that forced random moves."""
     folder = tmp_path_factory.mktemp("groups")
     moving.model().save_pretrained(folder)
     num_examples = 4 if settings.get_current_profile_name() == "whole" else 1

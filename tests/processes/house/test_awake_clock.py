@@ -1,4 +1,4 @@
-"""A process that was stopped: nobody worked in that time, and nobody is late for it."""
+"""The time in which a process was stopped counts for no deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every module can be imported, and the examples in its docstrings are true."""
+"""Every module imports, and docstring examples are true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must not import torch, transformers or matplotlib: each is asked in a process of its own."""
+"""Modules that must not import torch, transformers or matplotlib, each checked in a new process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of pytest is the same for the same commit, says which tests did not run, and of a test in the wrong tier so."""
+"""Pytest runs are reproducible by commit, report skipped tests, and report tests in the wrong tier."""
 
 from __future__ import annotations
 

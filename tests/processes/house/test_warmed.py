@@ -1,4 +1,4 @@
-"""A process from a nursery is what the command would have started."""
+"""A process from a nursery equals what the command would have started."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_it_is_told_what_the_command_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("given", "warm"), [("os.environ | {'A': 'b'}", True), ("{'A': 'b'}", False)])
 def test_what_it_starts_is_its_child(given: str, warm: bool) -> None:
-    """And is warm too, where imports would read what they read in the nursery."""
+    """A process that it starts is warm too, unless its imports would read other variables."""
     command = [sys.executable, "-c", STARTS.replace("ENVIRONMENT", given)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = warmed.run(command, capture_output=True, env=environment, text=True)

@@ -1,4 +1,4 @@
-"""`rlhfspec validate` as a user calls it, on files that are no job."""
+"""`rlhfspec validate` as a user calls it, on invalid files."""
 
 from __future__ import annotations
 

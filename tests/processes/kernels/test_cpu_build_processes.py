@@ -1,4 +1,4 @@
-"""How the CPU kernels are built, found and switched off, in processes of their own."""
+"""Build, lookup and switch-off of the CPU kernels, in new processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_missing_prebuilt_library_is_an_error() -> None:
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A source folder with one tiny kernel, and an empty cache."""
+    """Return a source folder with one tiny kernel, and an empty cache."""
     if build._compiler() is None or build.best_isa() is None:
         pytest.skip("no C++ compiler, or not an x86 CPU")
     folder = tmp_path / "csrc"
@@ -113,7 +113,7 @@ main()
 
 @pytest.mark.skipif(not tune_malloc(), reason="the C library is not glibc: its allocator has no such settings")
 def test_a_command_has_one_arena_for_all_threads() -> None:
-    """From its first line on: before torch, and before the threads that would each get one."""
+    """The setting takes effect before torch, and before any thread gets its own arena."""
     done = run_python(ARENAS)
     assert done.stdout.count("<heap nr=") == 1, done.stdout + done.stderr
 

@@ -1,4 +1,4 @@
-"""Triton's kernels of the law compile for a GPU that is not there."""
+"""Triton's kernels of the law compile for an absent GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print("compiled")
 
 
 def test_triton_kernels_compile_for_a_gpu() -> None:
-    """The interpreter accepts what the compiler does not; compiling needs no GPU."""
+    """The interpreter accepts what the compiler does not."""
     pytest.importorskip("triton", reason="no triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)

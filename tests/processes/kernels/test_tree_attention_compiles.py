@@ -1,4 +1,4 @@
-"""Triton's attention kernels compile for a GPU that is not there."""
+"""Triton's attention kernels compile for an absent GPU."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_attention_uses_tensor_cores_and_spills_nothing(
 
 
 def test_triton_kernels_compile_for_a_gpu() -> None:
-    """The interpreter accepts more than the compiler does; compiling needs no GPU."""
+    """The interpreter accepts more than the compiler does."""
     pytest.importorskip("triton", reason="triton is not installed")
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Two ranks over gloo train what one rank trains; nobody waits for ever."""
+"""Two gloo ranks train what one rank trains, and none waits for ever."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rlhfspec.training.modeling.loading import prepared
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two ranks left what they found."""
+    """Return the results of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     random_model("llama", seed=1).bfloat16().save_pretrained(folder / "stored")
     run_ranks("two_ranks", 2, str(folder))
@@ -37,7 +37,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_devices(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two ranks left what they found, each on a device of its own."""
+    """Return the results of two ranks, each on its own device."""
     import second_device
 
     try:
@@ -111,7 +111,7 @@ def test_two_ranks_that_compute_layers_again_train_the_same_bits(found: Path) ->
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_first_rank_alone_proves_the_model_and_all_have_what_one_has(found: Path, dtype: str) -> None:
-    """Of a file in bfloat16, of which each rank takes its shares as they are and has them in its own type."""
+    """Ranks read their shares of a bfloat16 file and convert them to their own type."""
     theirs = [torch.load(found / f"stored-{dtype}-{rank}.pt", weights_only=True) for rank in (0, 1)]
     assert [each["asked"] for each in theirs] == [2, 0], "policy and critic"
     assert theirs[0]["types"] == theirs[1]["types"] == [f"torch.{dtype}"]
@@ -124,13 +124,13 @@ def test_the_first_rank_alone_proves_the_model_and_all_have_what_one_has(found: 
 
 
 def test_no_rank_waits_for_a_model_that_the_first_one_refuses(found: Path) -> None:
-    """And each says why: whose error is told first is anyone's guess."""
+    """Each rank raises; which error comes first is not fixed."""
     for rank in (0, 1):
         assert "logits differ from Hugging Face's" in (found / f"refused-{rank}").read_text()
 
 
 def test_every_rank_trains_on_its_own_device_what_one_trains(on_devices: Path) -> None:
-    """And nothing of the host is exchanged in the devices' group: `two_devices.py` refuses it there."""
+    """`two_devices.py` checks that no host tensor goes through the devices' group."""
     theirs = torch.load(on_devices / "devices.pt", weights_only=True)
     for rank in (0, 1):
         assert (on_devices / f"devices-{rank}").read_text() == f"second:{rank}"

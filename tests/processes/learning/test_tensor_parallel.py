@@ -1,4 +1,4 @@
-"""Ranks that cut every layer, and share what is cut, train what one process trains."""
+"""Tensor-parallel ranks with sharding train what one process trains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BIASES_OF_KEYS = ("k_proj.bias", "query_key_value.bias")  # gradients are nothin
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where four ranks, two by two, left what they found."""
+    """Return the results of four ranks, two by two."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks("tensor_ranks", 4, str(folder), "trained", "2")
     return folder
@@ -27,7 +27,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where sets of ranks left theirs, each gone on from what the one before had written."""
+    """Return results of rank sets, each resumed from the set before."""
     folder = tmp_path_factory.mktemp("resumed")
     for step, (num_ranks, parts) in enumerate(SETS, start=1):
         run_ranks("tensor_ranks", num_ranks, str(folder), "resumed", str(parts), str(step))

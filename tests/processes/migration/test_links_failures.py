@@ -1,4 +1,4 @@
-"""Ends that are killed, stopped, slow or hostile: a LinkError by its deadline, and nothing left."""
+"""Links to killed, stopped, slow or hostile ends raise LinkError by the deadline and leave nothing."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_nobody_there_any_more(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["shm", *NIXL])
 def test_an_end_that_is_killed_leaves_no_file(kind: str) -> None:
-    """Memory between processes has no name that anybody would have to remove."""
+    """Shared memory is anonymous, so nothing has to be unlinked."""
     before = shared_names()
     with other(DESTINATION, kind) as destination, other(SOURCE) as source:
         source.say(destination.hear())
@@ -135,7 +135,7 @@ def test_an_end_that_is_killed_leaves_no_file(kind: str) -> None:
 
 
 def test_a_process_may_end_while_gloo_waits() -> None:
-    """Else the interpreter's end under a thread that is within gloo aborts the process."""
+    """Otherwise the interpreter aborts while a thread is inside gloo."""
     code = """
 import sys
 from rlhfspec.moves.migration.links.torch_link import TorchSending
@@ -157,7 +157,7 @@ sys.stdin.readline()
 
 
 def let_in(landing: Landing) -> socket.socket:
-    """A connection that knows the token, and then says what it wants."""
+    """Connect with the token."""
     offer = json.loads(landing.offer)
     (way,) = offer["ways"]
     if way["kind"] == "shm":
@@ -290,7 +290,7 @@ def test_a_false_proof_is_answered_with_nothing(kind: str) -> None:
 
 
 def test_a_source_tells_its_secret_to_nobody() -> None:
-    """Another program may have the port by now: it learns nothing, and is believed nothing."""
+    """Another program may have the port by now; it learns nothing and is not believed."""
     landing = make_landing("tcp")
     offer = json.loads(landing.offer)
     landing.close()
@@ -401,7 +401,7 @@ def test_a_place_that_was_never_handed_over_is_refused() -> None:
 
 
 class Relay:
-    """Between source and destination: `passes(bytes so far)` decides whether the next piece goes on."""
+    """Relay from source to destination. `passes(num_bytes)` decides whether the next piece passes."""
 
     def __init__(self, offer: str, passes: Callable[[int], bool], piece: int = 1 << 16) -> None:
         self._passes = passes
@@ -468,7 +468,7 @@ def test_a_cable_that_is_cut_in_mid_range() -> None:
 
 
 def test_a_range_that_trickles_is_given_up_at_its_deadline() -> None:
-    """However steadily: else a hostile source could hold memory for ever."""
+    """A hostile source must not hold memory for ever by sending slowly."""
     landing = make_landing("tcp", seconds=0.3)
     stop = threading.Event()
     relay = Relay(landing.offer, lambda total: not stop.wait(0.05) or total < 1000, piece=1000)
@@ -488,7 +488,7 @@ def test_a_range_that_trickles_is_given_up_at_its_deadline() -> None:
 
 @pytest.fixture(scope="module")
 def credentials(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Of this run, and of another one."""
+    """Return credentials of this run, and of another one."""
     folders = tmp_path_factory.mktemp("ours"), tmp_path_factory.mktemp("theirs")
     for folder in folders:
         create_credentials(folder, ["generator"])

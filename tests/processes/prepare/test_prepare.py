@@ -1,4 +1,4 @@
-"""`python -m rlhfspec.prepare` as a pod runs it: a job as the API server has it in, a run folder or one line out."""
+"""`python -m rlhfspec.prepare` as a pod runs it makes a run folder or prints one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlhfspec.worker import exits
 
 
 class Place:
-    """A job's pod: what it mounts, and the storage."""
+    """A job's pod with its mounts and storage."""
 
     def __init__(self, storage: Path, config: Path, job_file: Path) -> None:
         self.storage, self.folder = storage, storage / "runs" / "letters-6f1c"
@@ -54,7 +54,7 @@ class Place:
         return done.returncode
 
     def prepare(self) -> str:
-        """In this process: torch and the rest are loaded already."""
+        """Run prepare in this process, where torch is loaded already."""
         self.write()
         return str(prepare(self.connections, self.config / "job.json"))
 
@@ -134,7 +134,6 @@ def test_it_goes_on_in_a_folder_that_was_trained_in(place: Place) -> None:
 
 
 def test_killed_half_way_it_is_done_again(place: Place) -> None:
-    """Whatever of its files was not there yet."""
     place.prepare()
     whole = {path.name for path in place.folder.iterdir()}
     for name in ("manifest.json", "job.yaml", "processes"):
@@ -184,7 +183,7 @@ def test_models_and_data_of_this_house_are_made_in_the_cache_of_the_storage(
 def test_a_model_of_the_hub_is_fetched_to_the_storage_and_the_pods_read_its_folder(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hub's part is its own cache, filled before; nobody is asked."""
+    """The hub's cache is filled before, so no request is made."""
     cached = place.storage / "cache" / "huggingface" / "hub" / "models--owner--name"
     monkeypatch.setenv("HF_HOME", str(place.storage / "cache" / "huggingface"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

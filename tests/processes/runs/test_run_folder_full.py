@@ -1,4 +1,4 @@
-"""A run folder on a disk that is full."""
+"""A run folder on a full disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from run_folders import a_run
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
-    """The limit on file size stands for the disk: the write that does not fit is taken back and raises."""
+    """A file size limit stands for the disk: a write that does not fit is undone and raises."""
     a_run(tmp_path, 2)
     code = (
         "import resource, sys; from rlhfspec.runs.folder.run_folder import *\n"

@@ -1,4 +1,4 @@
-"""A reward function that hangs, and the process that called it."""
+"""A hanging reward function does not hold its caller."""
 
 from __future__ import annotations
 

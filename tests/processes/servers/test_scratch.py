@@ -1,4 +1,4 @@
-"""What a dead run left in memory and on the disk goes with the next start; what lives, or is another user's, stays."""
+"""A new start removes what a dead run left; live runs and other users' files stay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlhfspec.messages.servers.scratch import Scratch, end_dead_runs, end_run_in
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In the place of this machine's."""
+    """Return a folder in place of the machine's shared memory."""
     folders = [tmp_path / "memory", tmp_path / "temporary"]
     for folder in folders:
         folder.mkdir()
@@ -52,7 +52,7 @@ os.kill(os.getpid(), 9)
 
 
 def dead(memory: Path, uid: str, place: Path, *, guarded: bool = False) -> Path:
-    """The folder in memory of a run whose supervisor was killed; and its guardians before it, unless it is guarded."""
+    """Return the memory folder of a run whose supervisor was killed, with guardians if `guarded`."""
     subprocess.run([sys.executable, "-c", DIES, str(memory), uid, str(place), str(guarded)], check=False)
     assert (memory / f"rlhfspec-{uid}").is_dir()
     assert (place / UID).read_text() == uid
@@ -61,7 +61,7 @@ def dead(memory: Path, uid: str, place: Path, *, guarded: bool = False) -> Path:
 
 @pytest.fixture
 def worker() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of the run d1 that outlived its supervisor."""
+    """Yield a process of run d1 that outlived its supervisor."""
     command = [sys.executable, "-S", "-c", "import time; print(1, flush=True); time.sleep(120)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={MARK: "d1"}) as process:
         assert process.stdout is not None
@@ -82,7 +82,7 @@ def test_a_dead_runs_processes_memory_and_keys_go(memory: Path, place: Path, wor
 def test_its_place_has_its_uid_from_the_first_moment(
     memory: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a guardian of a run before, that comes late, leaves it alone."""
+    """Otherwise a late guardian of an earlier run would remove it."""
     seen: list[bool] = []
     write = Path.write_text
 
@@ -170,7 +170,7 @@ def test_what_was_never_made_is_not_removed_and_least_of_all_the_current_folder(
 
 
 def test_who_goes_on_in_a_run_folder_waits_for_the_guardians_of_the_run_before(memory: Path, place: Path) -> None:
-    """They would remove what the new run makes there."""
+    """Otherwise they would remove what the new run makes."""
     folder = dead(memory, "d6", place, guarded=True)
     end_run_in(place)
     assert guardians_of("d6") == []

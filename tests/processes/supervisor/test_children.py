@@ -1,5 +1,4 @@
-"""Who is in a run and who is started again: its state and the policy with a clock that stands still, and small real
-processes in the workers' place."""
+"""Restarts of workers, with a fake clock and small real processes."""
 
 from __future__ import annotations
 
@@ -145,7 +144,7 @@ LIVES = "import time\nwhile True: time.sleep(60)"
 
 
 class Run:
-    """Children over a memory transport: what their processes would say is said by the test."""
+    """Children over a memory transport; the test speaks for their processes."""
 
     def __init__(self, tmp_path: Path, programs: dict[tuple[str, int], str], **policy: object) -> None:
         self.tmp_path = tmp_path
@@ -188,7 +187,7 @@ class Run:
         await self.clock.settle()
 
     async def begun(self, children: Children) -> asyncio.Task[None]:
-        """All are started and ready; the task is `children.run`."""
+        """Return the task of `children.run` once all are ready."""
         starting = asyncio.create_task(children.start())
         await self.until(lambda: all(child.pid for child in self.children.values()))
         for stage, worker in self.children:
@@ -197,7 +196,7 @@ class Run:
         return asyncio.create_task(children.run())
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Time passes, and real processes start and end."""
+        """Advance the clock until the condition, while real processes start and end."""
         end = time.monotonic() + PATIENCE_SECONDS
         while not condition():
             assert time.monotonic() < end, self.said
@@ -244,7 +243,7 @@ async def test_a_worker_that_fails_is_started_again(
 
 
 async def test_a_killed_worker_comes_back_and_the_trainers_end_ends_the_run(tmp_path: Path) -> None:
-    """Of two generators one leaves on purpose; the only trainer, told to leave by somebody, comes back."""
+    """One generator leaves on purpose; the only trainer, asked to leave from outside, is restarted."""
     programs = {("generator", 0): LIVES, ("generator", 1): LIVES, ("trainer", 0): LEAVES}
     run = Run(tmp_path, programs)
     async with opened(run) as children:
@@ -324,7 +323,7 @@ async def test_a_trained_step_forgives_what_failed_before(tmp_path: Path) -> Non
 
 
 async def test_a_step_that_is_trained_again_forgives_nothing(tmp_path: Path) -> None:
-    """A trainer that fails at step 4 goes on at its checkpoint, and trains steps 1 to 3 again each time."""
+    """Steps 1 to 3, repeated after a failure at step 4, do not reset the failure count."""
     run = Run(tmp_path, {("trainer", 0): FAILS % (1, 1)}, maxRestarts=3)
     async with opened(run) as children:
         starting = asyncio.create_task(children.start())
@@ -383,7 +382,7 @@ async def test_a_process_that_ends_by_itself_is_a_failure_and_says_what_it_was_a
 async def test_a_worker_that_the_system_killed_for_memory_is_named_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the system's count of such kills, which went up while the worker lived."""
+    """The system's count of out-of-memory kills rose while the worker lived."""
     counters = tmp_path / "vmstat"
     counters.write_text("drop_slab 0\noom_kill 3\nnuma_hit 71\n")
     monkeypatch.setattr(exits, "num_killed_for_memory", partial(exits.num_killed_for_memory, counters))
@@ -409,7 +408,7 @@ async def test_last_words_that_the_log_had_no_room_for_are_told(tmp_path: Path) 
 
 
 async def test_who_says_nothing_is_killed_and_what_it_was_at_is_told(tmp_path: Path) -> None:
-    """As while a call keeps the interpreter's lock."""
+    """A call that holds the interpreter's lock looks like this."""
     run = Run(tmp_path, {("reward", 0): AT_WORK + LIVES}, maxRestarts=0)
     run.job = a_job(roles={"reward": {"deadlineSeconds": 5}}, failurePolicy={"maxRestarts": 0})
     async with opened(run) as children:
@@ -422,7 +421,7 @@ async def test_who_says_nothing_is_killed_and_what_it_was_at_is_told(tmp_path: P
 
 
 class Once(Interpreters):
-    """Starts one process; the next one is being started for ever."""
+    """Starter that starts one process and hangs at the next."""
 
     is_starting = False
 
@@ -438,7 +437,7 @@ class Once(Interpreters):
 async def test_who_is_to_be_started_again_when_the_run_ends_holds_nobody(
     tmp_path: Path, how: str, delay: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It waits for its turn, or is being started."""
+    """The run ends while a worker waits for its restart, or is being started."""
     run = Run(tmp_path, {("reward", 0): LIVES, ("trainer", 0): LEAVES}, backoffSeconds=delay, maxBackoffSeconds=delay)
     async with opened(run) as children:
         reward, trainer = run.children["reward", 0], run.children["trainer", 0]

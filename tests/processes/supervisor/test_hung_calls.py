@@ -1,4 +1,4 @@
-"""A call that hangs, and the process that it runs in."""
+"""A hanging call, and its process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launcher starts is a process like any other, and outlives the launcher."""
+"""Launched processes are like others and outlive the launcher."""
 
 from __future__ import annotations
 

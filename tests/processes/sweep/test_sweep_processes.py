@@ -1,4 +1,4 @@
-"""Processes of a sweep that die, hang, or are interrupted."""
+"""Sweep processes that die, hang or are interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suites need pytest and hypothesis, and nothing else of the package does."""
+"""Only the test suites need pytest and hypothesis."""
 
 from __future__ import annotations
 

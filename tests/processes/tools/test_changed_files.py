@@ -1,4 +1,4 @@
-"""What git says has changed: since the branch left the default one, committed, not committed, and not added."""
+"""Changed files by git: since the branch point, committed, uncommitted and untracked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples of vLLM in bfloat16, whose arithmetic is not ours: by chi-square, they are the model's distribution."""
+"""Samples of vLLM in bfloat16 follow the model's distribution, by chi-square."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine `vllm`, by the contract of every engine, plain and with a draft model; one child process for each."""
+"""The engine `vllm` keeps the engine contract, plain and with a draft model."""
 
 from __future__ import annotations
 

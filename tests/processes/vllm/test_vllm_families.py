@@ -1,4 +1,4 @@
-"""Tokens of vLLM under the law against our own engine's, over families of models, after a swap of all their weights."""
+"""Tokens of vLLM under the law equal our engine's over model families, after a full weight swap."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def first_other(ours: Completion, theirs: Completion) -> int | None:
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_our_engines(family: str) -> None:
-    """Near-ties apart, which the slow decoder knows."""
+    """Near-ties, found by the slow decoder, are excepted."""
     model = random_model(family, seed=5, head_dim=32)
     asked = requests(model.config.vocab_size)
     config = EngineConfig(max_sequences=16, max_context=160, profile=False, num_threads=1, speculation="off")

@@ -1,4 +1,4 @@
-"""What happens to the child of the engine `vllm`: killed, hung, refused; and that nothing of it is left."""
+"""The child of the engine `vllm` is killed, hung or refused, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_new_weights_forget_what_the_old_ones_computed_of_a_prompt(children: Children) -> None:
-    """Without a reset of its prefix cache vLLM takes the old weights' KV of a long prompt that comes again."""
+    """Without a reset of its prefix cache vLLM reuses the old weights' KV of a repeated prompt."""
     newer = perturbed(reference(), 0.3)
     engine = children.engine("off", reference())
     run(engine, request("before", LONG, max_tokens=8))
@@ -68,7 +68,7 @@ def test_new_weights_forget_what_the_old_ones_computed_of_a_prompt(children: Chi
 
 
 def test_a_killed_child_costs_no_token(engine: VllmEngine) -> None:
-    """Also under weights that came while it ran, and for text that a stop string ends."""
+    """This holds for weights that came meanwhile, and for text that a stop string ends."""
     undisturbed = run(engine, *some())
     word = hugging_face_tokenizer().decode(list(undisturbed["r0"].token_ids[8:10]), skip_special_tokens=True)
     for each in some():

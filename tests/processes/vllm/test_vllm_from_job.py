@@ -1,4 +1,4 @@
-"""The engine `vllm` as a job makes it: what its fields say reaches vLLM."""
+"""Fields of a job reach the engine `vllm`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def asked() -> list[Any]:
 
 
 def ranks_of(pid: int) -> list[str]:
-    """Names of vLLM's workers below its child, whose session they are of."""
+    """Return the names of vLLM's workers, found by the session of its child."""
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The law in vLLM's V2 runner, which GPUs run by default; here on a CPU, its Triton kernels interpreted."""
+"""The law in vLLM's V2 runner, the GPU default, with interpreted Triton kernels on a CPU."""
 
 from __future__ import annotations
 

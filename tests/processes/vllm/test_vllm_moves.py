@@ -1,5 +1,4 @@
-"""Sequences that leave vLLM and arrive there again, at any time: their tokens are all that goes, and all that is
-needed."""
+"""Sequences leave and rejoin vLLM at any time by their tokens alone."""
 
 from __future__ import annotations
 

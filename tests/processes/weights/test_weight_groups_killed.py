@@ -1,4 +1,4 @@
-"""Members of a group that die, stop and come while a version is half sent: nobody has half of it, nobody waits long."""
+"""Weight group members die, stop or join during a version: none keeps half of it or waits long."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def leaving() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def half_way(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """What happens, once each, when half of a version is sent."""
+    """Return callbacks, each run once when half of a version is sent."""
     events: list[Callable[[], None]] = []
     fill = shares.fill
     count = 0
@@ -79,7 +79,7 @@ def trainer_of(leaving: ExitStack) -> GroupTrainer:
 
 
 def sent(sender: GroupSender, version: int) -> str:
-    """What went wrong; within the written time."""
+    """Return the error of a send, which must come in time."""
     began = time.monotonic()
     sending = sender.begin("policy", version, state(version))
     assert sending is not None

@@ -1,4 +1,4 @@
-"""The generated code of the wire format is what its proto says."""
+"""The generated code of the wire format is up to date with its proto."""
 
 from __future__ import annotations
 

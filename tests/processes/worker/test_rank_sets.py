@@ -1,4 +1,4 @@
-"""Ranks as sets: on one machine, and on nodes that find each other by a name and a port."""
+"""Rank sets on one machine, and on nodes that meet by name and port."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def started(folder: Path, struck: int, *options: str, name: str = "words") -> An
 
 
 def ended(process: Any) -> tuple[int, dict[str, Any]]:
-    """Its exit code, and the last line of its log."""
+    """Return the exit code and the last log line."""
     try:
         _, said = process.communicate(timeout=120)
     finally:

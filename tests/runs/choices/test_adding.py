@@ -1,4 +1,4 @@
-"""What docs/adding.md shows is done: its files and entries, and nothing else, are put into place, and jobs run so."""
+"""The steps of docs/adding.md work: its files and entries alone, put into place, run jobs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_LINES_OF_AN_ENGINE = 60
 
 @dataclass(frozen=True)
 class Shown:
-    """A block of the document: a new file, or an entry of a table in one that is there."""
+    """A block of the document: a new file, or an entry of a table."""
 
     path: str
     table: str | None
@@ -28,7 +28,7 @@ class Shown:
 
 
 def shown(title: str) -> list[Shown]:
-    """The blocks under one title that become part of the package."""
+    """Return the blocks under a title that become part of the package."""
     return [block for block in blocks_of(title) if not block.path.startswith("tests/")]
 
 
@@ -45,7 +45,7 @@ def blocks_of(title: str) -> list[Shown]:
 
 
 def with_entry(module: str, table: str, entry: str) -> str:
-    """The entry stands behind the last one."""
+    """Return the module with the entry appended to the table."""
     begin = module.index(f"{table} = Registry(")
     end = module.index("\n)", begin)
     beside = module.find("\n    beside=", begin, end)
@@ -54,7 +54,7 @@ def with_entry(module: str, table: str, entry: str) -> str:
 
 
 class Overlay:
-    """The packages that the blocks touch, with what they add, before those of the repository."""
+    """The packages that the blocks extend, placed before the repository's."""
 
     def __init__(self, folder: Path, blocks: list[Shown]) -> None:
         self._folder = folder
@@ -70,7 +70,7 @@ class Overlay:
                 mirror.write_text(with_entry(original.read_text(), block.table, block.text))
 
     def _mirror(self, package: Path, mirror: Path) -> None:
-        """Make real folders of the package and of those that it lies in, up to the namespace `rlhfspec`."""
+        """Make real folders of the package and its parents, up to the namespace `rlhfspec`."""
         if mirror.is_dir() and not mirror.is_symlink():
             return
         if mirror.parent.name != "rlhfspec":
@@ -81,7 +81,7 @@ class Overlay:
             (mirror / file.name).symlink_to(file)
 
     def pytest(self, block: Shown) -> subprocess.CompletedProcess[str]:
-        """Run a block that is a test; the suites that it subclasses lie outside of the overlay."""
+        """Run a test block; the suites that it subclasses lie outside of the overlay."""
         path = self._folder / block.path
         path.parent.mkdir(parents=True)
         path.write_text(block.text)
@@ -115,7 +115,7 @@ def test_an_engine_is_short() -> None:
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("title", ["A drafter", "An engine"])
 def test_it_keeps_what_all_of_its_kind_promise(title: str, tmp_path: Path) -> None:
-    """The suites of `rlhfspec.testing`, subclassed as the document shows it, and in all modes that it names."""
+    """It runs the subclassed suites of `rlhfspec.testing`, in every mode that the document names."""
     ran = Overlay(tmp_path, shown(title)).pytest(shown_test(title))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert " passed" in ran.stdout
@@ -179,7 +179,7 @@ def test_a_drafter_is_added(models: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_an_engine_is_added(job_file: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Two workers of it have nothing to move, and give what one of our own gives."""
+    """Two workers move nothing and equal one of our own engine."""
     small = ("training.steps=2", "generation.speculation.mode=off")
     ours = invoke(job_file, "ours", *small)
     assert ours.exit_code == 0, ours.output

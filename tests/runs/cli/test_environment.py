@@ -1,4 +1,4 @@
-"""Commands in environments that are not as usual: they work as ever, or one line says what is wrong."""
+"""Commands in unusual environments work, or one line names the problem."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_interpreter_without_asserts_will_do(job_file: Path) -> None:
 
 
 def as_a_plain_user() -> tuple[str, ...]:
-    """Root reads everything, unless it has no capability left."""
+    """Return a command prefix that drops root's capabilities, as root reads everything."""
     if os.getuid():
         return ()
     if shutil.which("setpriv") is None:
@@ -93,7 +93,7 @@ def test_a_cache_that_cannot_be_made_is_named_with_what_to_set(job_file: Path, m
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container with a user's number that nobody has heard of."""
+    """A container may use an unknown user id."""
     from rlhfspec.kernels.cpu import build
 
     def unknown(uid: int) -> NoReturn:
@@ -130,7 +130,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
 def test_a_limit_of_the_machine_is_one_line(
     job_file: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
 ) -> None:
-    """Met before anything runs: nothing is left, and what was there stays."""
+    """It is found before anything runs: nothing is left, and existing files stay."""
 
     def refuse(self: Guardians) -> NoReturn:
         raise error

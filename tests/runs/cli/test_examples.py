@@ -1,4 +1,4 @@
-"""Every job that ships runs: two steps, made small, with a random model in place of one that is trained first."""
+"""Every shipped job runs two small steps with a random model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JOBS = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
 
 
 def small(job: Path) -> list[str]:
-    """--set arguments: few prompts, short responses."""
+    """Return --set arguments for few prompts and short responses."""
     spec = yaml.safe_load(job.read_text())["spec"]
     fields = {
         "training.steps": 2,
@@ -57,7 +57,7 @@ def test_an_example_trains(name: str, models: Path, tmp_path: Path) -> None:
 
 
 def test_own_data_can_earn_its_whole_reward() -> None:
-    """The stop string that ends a response is cut from the text that the reward sees."""
+    """The reward sees text without the final stop string."""
     job = read_job(EXAMPLES / "own-data.yaml")
     (source,) = job.spec.rewards.sources
     assert isinstance(source, FunctionSource)
@@ -76,7 +76,7 @@ def test_there_is_one_for_every_algorithm() -> None:
 def test_own_data_from_a_checkpoint_beside_the_job(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a user does: a folder with a model, a JSONL and a reward; run from wherever the user is."""
+    """A folder has a model, a JSONL and a reward; the working folder does not matter."""
     folder = tmp_path / "my project"
     folder.mkdir()
     for name in ("own_rewards.py", "own-data.yaml"):

@@ -1,4 +1,4 @@
-"""Ranks of a trainer, two nodes of two that hold layers together, are killed one after the other while they learn."""
+"""Ranks of a trainer, two nodes of two with tensor parallelism, are killed while they learn."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ QUICKLY = ("failurePolicy.backoffSeconds=0.05", "failurePolicy.maxBackoffSeconds
 
 
 def at_once(run: Started, ranks: dict[int, int], rank: int) -> None:
-    """While a step is written down, or the next one is generated."""
+    """Strike while a step is written or the next one generated."""
 
 
 def in_a_checkpoint(run: Started, ranks: dict[int, int], rank: int) -> None:
-    """Its folder is there, and is not whole."""
+    """Wait for an incomplete checkpoint folder."""
     end = time.monotonic() + PATIENCE_SECONDS
     while not list((run.folder / "checkpoints").glob(".writing-*")):  # it is there for a few milliseconds
         assert time.monotonic() < end, "no checkpoint was begun"
 
 
 def in_an_exchange(run: Started, ranks: dict[int, int], rank: int) -> None:
-    """All others wait for one that does not come: for the one that is killed, or with it."""
+    """Wait until all others wait for a rank: the one that is killed, or with it."""
     missing = rank or 1
     os.kill(ranks[missing], signal.SIGSTOP)
     before: list[str] = []
@@ -43,7 +43,7 @@ def in_an_exchange(run: Started, ranks: dict[int, int], rank: int) -> None:
 
 
 def seconds_of(pid: int) -> str:
-    """Of processor time, as the system counts it."""
+    """Return the processor time of a process."""
     return " ".join(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])
 
 
@@ -91,7 +91,7 @@ def whole_set(run: Started, before: set[int]) -> dict[int, int] | None:
 
 
 def left(run: Started) -> str:
-    """Asked to, unless it is done."""
+    """Return the output of a run asked to end, unless it is done."""
     run.process.send_signal(signal.SIGINT)
     code, output = run.ended()
     assert code in (0, 130), output

@@ -1,4 +1,4 @@
-"""A whole job in one process: the curve is a function of the job, however it is run."""
+"""The curve of a job in one process does not depend on the way it is run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole job on a mixture of experts: every stage, every way of drafting, and what the run folder says of it."""
+"""A whole job on a mixture of experts: all stages and drafters, and its run folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_EXPERTS, CHOSEN, NUM_LAYERS = 6, 2, 4
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Mixtral, and as drafter the same."""
+    """Return a Mixtral, and the same as drafter."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,5 +1,4 @@
-"""Ctrl-C, kill -9, a failing reward, a full disk, data that ends: nothing is lost, and the curve goes on as if nothing
-had happened."""
+"""Runs survive Ctrl-C, kill -9, a failing reward, a full disk and the end of data without changing the curve."""
 
 from __future__ import annotations
 
@@ -92,7 +91,7 @@ def test_ctrl_c_before_the_first_step_is_quiet(job_file: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_heard_while_compiled_code_runs(number: signal.Signals) -> None:
-    """As a tokenizer's with a large batch: Python's own handlers wait until it comes back."""
+    """Python's own handlers would wait for compiled code, such as a tokenizer's."""
     code = (
         "import hashlib; from rlhfspec.cli.signals import *\n"
         "with on_signals(lambda: leave_at_once('stopped')):\n"
@@ -125,7 +124,7 @@ def test_of_two_blocks_the_inner_hears_a_signal_and_then_the_outer() -> None:
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_the_summary_ends_it(job_file: Path, number: signal.Signals) -> None:
-    """It is written into a pipe that nobody reads, so it never ends by itself."""
+    """The summary is written to an unread pipe, so it never ends by itself."""
     folder = job_file.parent / "out"
     folder.mkdir()
     os.mkfifo(folder / ".summary.md.tmp")
@@ -204,8 +203,7 @@ def test_a_full_disk_loses_nothing(
 
 
 def test_a_disk_that_is_really_full_is_one_line(job_file: Path, whole: list[dict[str, Any]], small_disk: Path) -> None:
-    """Somebody else fills it while the second step is scored: neither its lines, nor the reason, nor the manifest find
-    room. With room again the run goes on."""
+    """Another process fills it while the second step is scored. With room again the run resumes."""
     filler = small_disk / "filler"
     rewards = (job_file.parent / "rewards.py").read_text()
     (job_file.parent / "rewards.py").write_text(

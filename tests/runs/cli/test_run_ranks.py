@@ -1,4 +1,4 @@
-"""A run launched by torchrun: rank 0 runs the stages, all ranks share the training."""
+"""A run by torchrun: rank 0 runs the stages, all ranks train."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOSSES = ("policy_loss", "kl", "grad_norm", "entropy")
 def run_in_a_group(
     command: list[str], environment: Mapping[str, str] = {}, folder: Path | None = None
 ) -> tuple[int, str]:
-    """Whatever happens, torchrun's ranks end with it."""
+    """Run a command; torchrun's ranks end with it in any case."""
     process = subprocess.Popen(
         command,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,

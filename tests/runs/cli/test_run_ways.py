@@ -1,4 +1,4 @@
-"""Ways to run a job that go together or do not: each ends well, or is refused before anything is written."""
+"""Combinations of ways to run a job work, or are refused before anything is written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def steps_of(job_file: Path, out: str, *overrides: str) -> list[dict[str, Any]]:
 
 
 def with_spec(job_file: Path, **blocks: Any) -> Path:
-    """The job with these entries of its blocks replaced."""
+    """Return the job with entries of its blocks replaced."""
     job = yaml.safe_load(job_file.read_text())
     for name, entries in blocks.items():
         job["spec"][name] = job["spec"].get(name, {}) | entries
@@ -182,7 +182,7 @@ def test_when_all_rewards_failed_the_first_is_told(job_file: Path) -> None:
 
 
 def test_a_run_tells_no_secret(job_file: Path) -> None:
-    """Neither the terminal nor any file of its folder, but job.yaml: and that is for its owner alone."""
+    """Neither terminal nor folder contain it, except job.yaml, which only the owner can read."""
     secret = "s3cr3t"
     http = {"type": "http", "url": f"http://me:{secret}@127.0.0.1:9/?key={secret}", "retries": 0}
     header = f"rewards.sources[0].headers.key={secret}"
@@ -228,7 +228,7 @@ def test_a_long_prompt_leaves_no_room(job_file: Path) -> None:
 
 
 def test_ctrl_c_twice_in_the_live_view_gives_the_terminal_back(job_file: Path) -> None:
-    """The first ends the step; a reward that hangs makes it take long, and the second leaves at once."""
+    """The first ends the step, which a hanging reward delays; the second leaves at once."""
     hangs = job_file.parent / "hangs"
     with_reward(job_file, f"import pathlib, time; pathlib.Path({str(hangs)!r}).touch(); time.sleep(1000)")
     arguments = ["run", str(job_file), "--out", str(job_file.parent / "out"), "--set", "observability.view=live"]
@@ -260,7 +260,7 @@ def _read_until(terminal: int, text: str, shown: bytes) -> bytes:
 
 
 def test_the_curve_of_a_run_without_a_job_file_nearby(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths of a job are relative to its file, not to where the user is."""
+    """Paths in a job are relative to its file."""
     here = train(job_file, "here", "training.steps=1")
     (elsewhere := job_file.parent / "else where").mkdir()
     monkeypatch.chdir(elsewhere)

@@ -1,4 +1,4 @@
-"""The stages' processes as pods run them: own addresses, fixed ports, tokens, no supervisor, and the laptop's curve."""
+"""Stages' processes as in pods, with fixed ports and tokens, have the laptop's curve."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ def steps_trained(job: Job) -> int:
 
 
 def test_a_run_in_pods_has_the_laptops_curve(job: Job) -> None:
-    """Who opens the run comes last, and a generator beyond the job's count joins; the trainer is asked to leave in the
-    midst of a step, and another goes on."""
+    """Control comes last, an extra generator joins, and the trainer is replaced in mid-step."""
     hold = hold_rewards(job.job_file, "0 storage/run")
     content = yaml.safe_load(job.job_file.read_text())
     content["spec"]["training"]["steps"] = STEPS

@@ -1,7 +1,8 @@
-"""Pods of a job in an object store: a folder of its own each, and the laptop's curve.
+"""Pods that share only an object store have the laptop's curve.
 
-In a cluster all mount theirs at one path, which the resolved job names; here each has another, so models and data are
-read where `prepare` has them. What a pod fetches of them: test_mirror.py, and e2e/test_object_store.py."""
+The pods' mount paths differ here, so models and data are read where `prepare` has them. Mirrors are tested in
+test_mirror.py and e2e/test_object_store.py.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectSe
 
 
 class StoredJob(Job):
-    """Each pod has a storage of its own, gone with it."""
+    """Job whose pods each have a temporary storage."""
 
     def base(self, number: int) -> Path:
         return self.job_file.parent / "storages" / str(number)
@@ -77,8 +78,7 @@ def repr_of(path: Path) -> str:
 
 @pytest.mark.whole("a run whose every process is a pod's")
 def test_a_run_whose_pods_share_nothing_but_an_object_store(job: StoredJob, server: ObjectServer) -> None:
-    """The trainer is killed in the midst of a step; another goes on elsewhere, and the store is away when it
-    sends its first."""
+    """The trainer is killed in mid-step and replaced, and the store is away at its first upload."""
     hold = job.job_file.parent / "hold"
     hold.unlink()
     train(job.job_file, "one")

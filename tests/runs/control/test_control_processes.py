@@ -1,4 +1,4 @@
-"""A job's processes as its pods run them: prepare, control and every stage, over the servers of a release."""
+"""A job's processes as in pods: prepare, control and all stages, over a release's servers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def job(tmp_path: Path, servers: SharedServers, job_file: Path) -> Iterator[Job]
 
 
 def shown_once(job: Job, holds: Callable[[set[str]], bool]) -> dict[str, Any]:
-    """What `show --json` says of the run when it holds for the names of its workers, each of which tells of itself."""
+    """Return `show --json` once it holds for the workers' names and all report."""
     end = time.monotonic() + PATIENCE_SECONDS
     while True:
         shown: dict[str, Any] = json.loads(job.show("--json").communicate(timeout=60)[0])
@@ -75,7 +75,7 @@ def until_said(job: Job, what: str) -> None:
 
 
 def test_a_run_is_told_of_from_beginning_to_end(job: Job, job_file: Path) -> None:
-    """Held after its first step, where control is killed and the broker stopped: neither leaves a trace."""
+    """After the first step control is killed and the broker stopped, without effect."""
     hold = hold_rewards(job_file, "1 run")
     changed = ("training.steps=12", "algorithm.klCoefficient=0", "generation.speculation.mode=off")
     whole = train(job_file, "one", *changed)
@@ -121,7 +121,7 @@ def test_a_run_is_told_of_from_beginning_to_end(job: Job, job_file: Path) -> Non
 
 
 def check_what_control_counts(job: Job) -> None:
-    """Prometheus asks it as it asks the stages."""
+    """Check control's metrics."""
     with urllib.request.urlopen(f"http://127.0.0.1:{job.control_port}/metrics", timeout=60) as answer:
         told = samples_of(answer.read().decode(), {})
     servers = {dict(labels).get("server") for labels in told if dict(labels)["__name__"] == "rlhfspec_reconnects_total"}

@@ -1,4 +1,4 @@
-"""Whole runs of real processes under faults: they end as if nothing had happened, and nothing of them is left."""
+"""Whole runs under faults end as undisturbed ones and leave nothing."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ def test_strikes_at_a_runs_ends_are_a_function_of_the_seed_and_spare_nobody() ->
 
 
 def killed(folder: Path) -> None:
-    """Fifteen kills, holds and leaves beside them; `make faults` does two hundred."""
+    """Run fifteen kills with holds and leaves; `make faults` does two hundred."""
     run = trial(folder, 6, 15, print, held_seconds=3.0)
     assert sum(number for what, number in run.struck.items() if what.startswith("kill")) == 15
 
 
 def killed_in_moves(folder: Path) -> None:
-    """Eight kills; `make faults` does three hundred, over shared memory and over TCP where bits change too."""
+    """Run eight kills; `make faults` does three hundred, over shared memory and over corrupting TCP."""
     run = moving.trial(folder, 1, 8, print, held_seconds=2.0)
     assert sum(number for what, number in run.struck.items() if what.startswith("kill")) == 8
     assert len(run.in_a_move) >= 2
 
 
 def joined(folder: Path) -> None:
-    """A generator joins by hand, is cut off, comes back and leaves, with a proxy between it and the server."""
+    """Run a generator that joins by hand through a proxy, is cut off, returns and leaves."""
     join_and_leave(folder, print)
 
 
 def struck_at_its_ends(folder: Path) -> None:
-    """Supervisor and NATS at once, a guardian at the start, ...; `make faults` does two hundred kills."""
+    """Strike several processes at once, such as supervisor and NATS; `make faults` does two hundred kills."""
     run = lives.trial(folder, 103, print, work_seconds=240.0, slack_seconds=60.0, leave_seconds=60.0)
     assert run.struck.total() >= 3
 

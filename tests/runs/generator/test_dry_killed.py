@@ -1,4 +1,4 @@
-"""A generator that scores for others is killed in a whole run."""
+"""A generator that scores for other stages is killed in a whole run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PPO = ("generation.speculation.mode=off", "roles.generator.workers=2")
 
 
 def ppo(job_file: Path) -> None:
-    """With a reference and a critic, and steps long enough to meet a worker in their middle."""
+    """Return a PPO job whose steps are long enough to strike a worker within one."""
     job = yaml.safe_load(job_file.read_text())
     job["spec"]["algorithm"] = {"name": "ppo", "samplesPerPrompt": 2, "klCoefficient": 0.05}
     job["spec"]["training"] |= {"steps": 8, "promptsPerStep": 8}
@@ -49,7 +49,7 @@ def samples_of(job_file: Path, out: str) -> bytes:
 
 
 class Control:
-    """Another process's way to the servers of a run: it looks as control, and plans as the rebalancer."""
+    """Client of a run's servers that observes as control and plans as the rebalancer."""
 
     def __init__(self, run: Started) -> None:
         self._url = run.connections["nats_url"]
@@ -84,7 +84,7 @@ class Control:
         self._do(bus.of("rebalancer").publish(Plan(id="letters/plan", job="letters", dry=dry)))
 
     def reference(self) -> dict[str, Any]:
-        """How the server has the reference's consumer."""
+        """Return the server's state of the reference's consumer."""
         stream = stream_name(subject("letters", self._uid, Sample))
         found: dict[str, Any] = self._do(self._control._connection.api(f"CONSUMER.INFO.{stream}.reference"))
         return found
@@ -102,8 +102,7 @@ def held(*pids: int) -> Iterator[None]:
 
 
 def stop_at_a_sample(control: Control, pid: int) -> None:
-    """Stop generator 1 while it has a sample of the reference's: more are out than the least that ever were, which are
-    those that the stopped reference holds."""
+    """Stop generator 1 while it has a reference sample: more are unacknowledged than the stopped reference holds."""
     least = control.reference()["num_ack_pending"]
 
     def is_at_a_sample() -> bool:
@@ -122,8 +121,8 @@ def stop_at_a_sample(control: Control, pid: int) -> None:
 def test_a_dry_generator_is_killed_in_the_middle_of_scoring_and_the_curve_is_that_of_one_process(
     job_file: Path, starting: Callable[..., Started]
 ) -> None:
-    """The reference itself is stopped: steps are scored by generator 1 alone, killed once while it scores. The first
-    step is held until that can be met, which is in the steps after it."""
+    """The reference is stopped, so generator 1 scores alone and is killed once. The first step is held until that is
+    set up."""
     ppo(job_file)
     hold = hold_rewards(job_file, "0 many")
     whole = train(job_file, "one", *PPO)

@@ -1,4 +1,4 @@
-"""Generators of two processes each, which hold a model together."""
+"""Generators of two processes each, which share a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out prompts: never trained on, answered by the very policy they judge, and without a trace in the curve."""
+"""Held-out prompts are never trained on, answered by the policy they judge, and leave the curve unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run with processes among strangers: whatever they send is refused with a reason, and the curve does not change."""
+"""A run with processes refuses hostile messages with a reason and keeps its curve."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ PRODUCERS = {record: next(s.name for s in loop.STAGES if record in s.produces) f
 
 
 def hostile(record_type: type[Record]) -> list[bytes]:
-    """Nothing of it is what its subject is for; all of it comes under an id that no record has."""
+    """Return messages that do not fit their subject, under unused ids."""
     example = EXAMPLES[record_type]
     valid = encode(example)
     other = next(each for kind, each in EXAMPLES.items() if kind is not record_type)
@@ -78,7 +78,7 @@ async def connected(connections: Connections, role: str) -> NatsTransport:
 
 
 async def attack(connections: Connections) -> tuple[int, int]:
-    """How many hostile messages were published, and how many of them are buried."""
+    """Return the numbers of hostile messages published and dead-lettered."""
     num_published = 0
     for record_type, role in PRODUCERS.items():
         transport = await connected(connections, role)
@@ -100,7 +100,7 @@ async def attack(connections: Connections) -> tuple[int, int]:
 
 
 async def strange_workers(connections: Connections) -> None:
-    """Well-formed, and lies: workers that are not there, and processes that are not theirs to name."""
+    """Publish well-formed lies: absent workers, and processes of others."""
     transport = await connected(connections, "reward")
     lies: list[Record] = [
         WorkerInfo(id="a", job=JOB, stage="reward", worker=9, host="h", pid=1, grpc_address="", http_address=""),

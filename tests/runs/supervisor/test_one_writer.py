@@ -1,4 +1,4 @@
-"""The live state of a real run with processes: one process writes it, viewers draw it, and no run needs it."""
+"""Live state of a real run: one process writes it, viewers read it, and no run needs it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def asking(run: Started) -> Iterator[redis.Redis]:
 
 
 def top(run: Started) -> dict[str, list[str]]:
-    """The cells of each worker."""
+    """Return the cells of each worker."""
     result = CliRunner().invoke(app, ["top", str(run.folder)])
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines()]
     return {cells[0]: cells for cells in rows if cells}

@@ -1,4 +1,4 @@
-"""`rlhfspec run --processes`: real servers and processes, and the same curve as in one process."""
+"""`rlhfspec run --processes` with real servers and processes has the curve of one process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from rlhfspec.messages.loop import STAGES
 def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_joins_by_hand(
     job_file: Path, starting: Callable[..., Started]
 ) -> None:
-    """Two generators, two rewards; a generator dies by kill -9, and a third one comes from another shell and goes. The
-    first step waits until both have happened."""
+    """Two generators, two rewards. The first step waits until one generator is killed and a third joined."""
     hold = hold_rewards(job_file, "0 many")
     steps = "training.steps=6"
     whole = train(job_file, "one", steps, *TWO)
@@ -81,7 +80,7 @@ def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_j
 def test_ppo_stopped_by_ctrl_c_and_resumed_has_the_curve_of_one_process(
     job_file: Path, starting: Callable[..., Started]
 ) -> None:
-    """Every stage there is. Steps are left when Ctrl-C comes: they are held until it is heard."""
+    """All stages run. Steps are held until Ctrl-C arrives."""
     hold = hold_rewards(job_file, "1 many")
     job = yaml.safe_load(job_file.read_text())
     job["spec"]["algorithm"] = {"name": "ppo", "samplesPerPrompt": 2}
@@ -184,7 +183,7 @@ def test_a_stage_that_fails_says_why_in_one_line(job_file: Path, starting: Calla
 
 
 def test_a_job_that_a_stage_refuses_leaves_no_folder(job_file: Path, starting: Callable[..., Started]) -> None:
-    """Only who loads the weights sees that some are missing."""
+    """Only the process that loads the weights sees that some are missing."""
     from safetensors.torch import load_file, save_file
 
     job = yaml.safe_load(job_file.read_text())
@@ -208,7 +207,7 @@ def test_a_job_that_a_stage_refuses_leaves_no_folder(job_file: Path, starting: C
     ],
 )
 def test_a_server_that_cannot_be_run_is_one_line(job_file: Path, program: str, mode: int, code: int, said: str) -> None:
-    """Beside an interpreter that is not there: a wrapper in its place."""
+    """A wrapper replaces it beside a missing interpreter."""
     beside = job_file.parent / "nats-server"
     beside.write_text(program)
     beside.chmod(mode)

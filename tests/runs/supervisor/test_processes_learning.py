@@ -1,4 +1,4 @@
-"""A drafter that learns while the run goes on: the same curve and samples, in one process and in many."""
+"""A learning drafter changes neither curve nor samples, in one process or many."""
 
 from __future__ import annotations
 

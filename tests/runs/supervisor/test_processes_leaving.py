@@ -1,4 +1,4 @@
-"""A generator that is asked to leave in mid-step: what runs there goes on elsewhere, and nothing is computed again."""
+"""The samples of a generator that leaves in mid-step continue elsewhere without recomputation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_what_runs_at_a_generator_that_leaves_goes_on_elsewhere(
     job_file: Path,
     starting: Callable[..., Started],
 ) -> None:
-    """It leaves in the second step; the first waits until it is looked at."""
+    """It leaves in the second step; the first waits for the test's setup."""
     hold = hold_rewards(job_file, "0 many")
     whole = train(job_file, "one", *LONG)
     run = starting("many", *LONG)
@@ -59,7 +59,7 @@ def test_what_runs_at_a_generator_that_leaves_goes_on_elsewhere(
 
 
 def in_the_middle(listener: Listener) -> list[int]:
-    """The generators that have samples in mid-answer, while there are others for these to go to."""
+    """Return generators in mid-answer that have another one to move to."""
     loads = list(listener.loads.values())
     begun = {load.worker: sum(number > 16 for number in load.num_generated) for load in loads}
     return [worker for worker, number in begun.items() if number >= 3 and len(loads) > 1]

@@ -1,4 +1,4 @@
-"""Samples that move between processes while they run: the curve stays that of one process."""
+"""Samples that move between processes keep the curve of one process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_random_moves_every_50_ms_change_no_bit_of_the_curve(
     job_file: Path,
     starting: Callable[..., Started],
 ) -> None:
-    """With drafts, over shared memory; with drafts of another kind, stop strings and a critic, over TCP."""
+    """Drafts and shared memory; other drafts, stop strings and a critic over TCP."""
     policy = yaml.safe_load(job_file.read_text())["spec"]["model"]["path"]
     write_job(job_file.parent, Path(policy).parent, **algorithm)
     hold = hold_rewards(job_file, "0 many")
@@ -62,7 +62,7 @@ def test_random_moves_every_50_ms_change_no_bit_of_the_curve(
 
 
 class Hostile(Listener):
-    """Ten thousand moves at a time that nobody could follow, and none that anybody should."""
+    """Listener that sends ten thousand invalid moves at a time."""
 
     num_floods = 0
 

@@ -1,5 +1,4 @@
-"""Every metric that chart, dashboards, rules and documents name is served by some process of a run, with a value; and
-a broker that is lost over and over is counted as the rule about it says."""
+"""Every metric in chart, dashboards, rules and documents is served with a value; broker losses are counted."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ def rule(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Watched:
-    """A run that is over, and what its processes served meanwhile: before a server was lost, after each loss of NATS,
-    and after Redis was lost too."""
+    """A completed run with the metrics served before and after each loss of NATS and of Redis."""
 
     folder: Path
     killed: int  # the generator that was
@@ -103,9 +101,9 @@ def watch(run: Started, job_file: Path) -> Watched:
 
 
 def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper, go_on: Path) -> int:
-    """While it has what it said in its traces: which. That is in the second step, for the first waits until they can
-    be met. All stand still but for moments, so that stays last long enough to be told of on a machine however quick,
-    and what was told of is there a moment later."""
+    """Kill a generator with traced work, in the second step, and return its number.
+
+    Processes run only in short intervals, so that stays last long enough to be traced on a fast machine."""
     before, pids = scraper.look(), {worker: run.pid_of("generator", worker) for worker in (0, 1)}
     scraper.first = scraper.ask()
     assert set(values_of(scraper.first, "rlhfspec_restarts_total", stage="generator")) == {0.0}, "said before the first"
@@ -115,7 +113,7 @@ def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper, go_on: Path
         return bool(values_of(scraper.first, "rlhfspec_move_bytes_total"))
 
     def one_has_what_it_told() -> list[int]:
-        """What was told of may be finished, or at the other, by now."""
+        """Return generators that still have a traced sample."""
         lasts = [last_of(life) for life in lives(read_spans(run.folder)) if life.stays]
         has = Counter(last.worker for last in lasts if last.is_open)
         return [worker for worker, number in has.items() if number >= MANY]
@@ -136,12 +134,12 @@ def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper, go_on: Path
 
 
 def last_of(life: Life) -> Span:
-    """Where the sample was last, of its first delivery."""
+    """Return the last stay of the first delivery."""
     return max((*life.stays, *life.moves), key=lambda span: (span.delivery == 1, span.began))
 
 
 def lose_the_servers(run: Started, scraper: Scraper) -> None:
-    """A scrape before, and one after each time that all have it again."""
+    """Lose each server, scraping before and after each recovery."""
     scraper.scrape()
 
     def reconnects(server: str) -> list[float]:
@@ -160,7 +158,7 @@ def lose_the_servers(run: Started, scraper: Scraper) -> None:
 
 
 def test_every_metric_that_is_named_is_served_with_a_value(watched: Watched) -> None:
-    """But what a drafter that learns tells: supervisor/test_processes_learning.py."""
+    """Metrics of learning drafters are in supervisor/test_processes_learning.py."""
     wanted = {name for name in named_anywhere() if not name.startswith("rlhfspec_operator_")} - OF_LEARNING
     assert len(wanted) > 25
     served = {name for name in names_of(watched.scrapes) if name.startswith("rlhfspec_")}
@@ -169,7 +167,7 @@ def test_every_metric_that_is_named_is_served_with_a_value(watched: Watched) -> 
 
 
 def test_a_server_that_is_lost_more_than_five_times_is_told(watched: Watched) -> None:
-    """Whichever process counts most, though each loses the server every time."""
+    """The maximum over processes counts, as each loses the server every time."""
     expression = rule(BROKER_AWAY)["expr"]
     metric, bound = "rlhfspec_reconnects_total", float(expression.rpartition(">")[2])
     assert expression == f"max by (namespace, rlhfjob, server) (increase({metric}[10m])) > {bound:g}"
@@ -179,7 +177,7 @@ def test_a_server_that_is_lost_more_than_five_times_is_told(watched: Watched) ->
 
 
 def test_what_a_killed_generator_had_was_in_vain_and_its_samples_traces_say_so(watched: Watched) -> None:
-    """It had told of some, and had got others only a moment before."""
+    """It had traced some samples, and got others only just before."""
     lost = [life for life in lives(read_spans(watched.folder)) if any(map(life.is_in_vain, life.stays))]
     lasts = [last_of(life) for life in lost]
     assert any(last.is_open for last in lasts)

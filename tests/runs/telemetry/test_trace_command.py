@@ -1,4 +1,4 @@
-"""`rlhfspec trace` on whole runs: every sample is there, and traces change no curve."""
+"""`rlhfspec trace` shows every sample of whole runs, and tracing changes no curve."""
 
 from __future__ import annotations
 

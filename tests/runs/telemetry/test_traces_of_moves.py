@@ -1,4 +1,4 @@
-"""Samples that move, in a run's traces: a span for each stay at a generator, one for each move, as moves.jsonl says."""
+"""Traces of moved samples have a span per stay and per move, as in moves.jsonl."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG = (
 
 @pytest.fixture
 def moved_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the rebalancer's place: a move of any sample to the other generator, whenever it hears anything."""
+    """Replace the rebalancer by random moves at every signal."""
     adviser = Adviser(Path("none"), seed=1, every_seconds=0.0)
     hear = FleetKnowledge.moved
 
@@ -67,7 +67,7 @@ def test_a_sample_that_moves_has_a_span_for_each_stay_and_each_move(
 
 
 def check_what_is_shown(run: Path) -> None:
-    """Of one that moved several times, but not so often that its row is broken."""
+    """Check a sample that moved several times and still fits its row."""
     ids = [f"letters/{step}/{prompt}/{replica}" for step in (2, 3) for prompt in range(3) for replica in range(3)]
     told = {id: told_by_trace(trace(str(run), id, "--json")) for id in ids}
     chains = {id: [span["worker"] for span in spans if span["name"] == "generation"] for id, spans in told.items()}

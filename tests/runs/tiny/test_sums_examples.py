@@ -22,7 +22,7 @@ JOBS = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
 
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In the place of the trained start, which takes most of a minute to make."""
+    """Return an untrained start, as training one takes most of a minute."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     random_model("llama", seed=0, vocab_size=VOCAB_SIZE).save_pretrained(folder)

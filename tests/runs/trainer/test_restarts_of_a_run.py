@@ -1,4 +1,4 @@
-"""A real run's trainer that is killed and comes back alone."""
+"""A real run's trainer is killed and restarted alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhfspec.trainer.build import build
 def test_a_real_trainer_killed_five_times_draws_the_same_curve(
     job_file: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its policy, optimizer, run folder and checkpoints are real; a death leaves half a step behind."""
+    """Policy, optimizer, folder and checkpoints are real; a death leaves half a step behind."""
     steps = ["training.steps=9", "checkpoint.everySteps=3"]
     steps += ["evaluation.everySteps=4", "evaluation.numPrompts=3"] if seed % 2 else []
     whole = train(job_file, "whole", *steps)
@@ -31,7 +31,7 @@ def test_a_real_trainer_killed_five_times_draws_the_same_curve(
     deaths: list[int] = []
 
     class Immortal(Service):
-        """In the trainer's place: one after the other, each made by the stage's own builder."""
+        """Trainer service that rebuilds its successor after each death."""
 
         def __init__(self, job: Any, context: Any, first: Any) -> None:
             super().__init__("trainer", 0, context.vitals)

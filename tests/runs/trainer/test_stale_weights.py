@@ -1,4 +1,4 @@
-"""A run whose engine does not take all of the new weights."""
+"""A run whose engine ignores part of the new weights fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights by a process group in whole runs: the curve and samples of the store's way, whatever happens to a member."""
+"""Weights by process group in whole runs keep the store's curve and samples, whatever happens to a member."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUP = "roles.generator.weights=group"
 
 
 def told(run: Started, stage: str, words: str) -> int:
-    """How often the logs of a stage's workers say it."""
+    """Count the log lines of a stage's workers with these words."""
     lines = [line for log in (run.folder / "logs").glob(f"{stage}-*.jsonl") for line in log.read_text().splitlines()]
     return sum(words in json.loads(line)["message"] for line in lines)
 

@@ -1,4 +1,4 @@
-"""Every role's rights on a real server: all it does works, and everything else is denied."""
+"""Each role's rights on a real server: its own work is allowed, all else denied."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @asynccontextmanager
 async def everybody(place: Place) -> AsyncIterator[dict[str, NatsTransport]]:
-    """Each role, connected as itself; the run is open."""
+    """Yield a connection of each role to the open run."""
     transports = {
         role: await NatsTransport.connect(
             place.url,
@@ -139,7 +139,7 @@ async def test_a_refusal_names_the_subject_and_comes_at_once(place: Place) -> No
 
 @pytest.mark.parametrize("role", BUS_ROLES)
 async def test_everything_else_is_denied(place: Place, role: str) -> None:
-    """By a client of no manners: it tries every subject there is."""
+    """A raw client tries every subject."""
     refused: set[str] = set()
 
     async def note(error: Exception) -> None:

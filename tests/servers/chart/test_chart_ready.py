@@ -1,4 +1,4 @@
-"""What `helm test` asks: a NATS as the chart runs it passes; one open to strangers, or in the clear, does not."""
+"""`helm test` passes for a NATS of the chart, and fails for one without authentication or TLS."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ready() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def secret() -> dict[str, bytes]:
-    """RELEASE-nats, of a release whose Service would be called localhost."""
+    """Return the Secret RELEASE-nats of a release whose Service is localhost."""
     made = install_secrets(new_keys(), namespace="ml", release="localhost", created=datetime.now(UTC))
     assert set(made) == {f"localhost-{name}" for name in ("keys", "nats", "redis", "operator-tls", "dashboard")}
     assert "servers-ca.pem" in made["localhost-dashboard"], "what the test's pod mounts"
@@ -58,14 +58,14 @@ def nats(folder: Path, config: str) -> Iterator[int]:
 
 
 def written(folder: Path, secret: dict[str, bytes]) -> str:
-    """The configuration, with its files here instead of where the pod mounts them."""
+    """Write the configuration with paths of this folder in place of the mounts."""
     for name, content in secret.items():
         (folder / name).write_bytes(content)
     return secret["nats.conf"].decode().replace("/etc/nats", str(folder)).replace('"/data"', f'"{folder}/data"')
 
 
 def tls(secret: dict[str, bytes]) -> ssl.SSLContext:
-    """The certificate is for localhost-nats; names are resolved by nobody here, so only its authority is checked."""
+    """Return a context that checks only the authority: the certificate's name does not resolve here."""
     context = ssl.create_default_context(cadata=secret["ca.pem"].decode())
     context.check_hostname = False
     return context

@@ -1,4 +1,4 @@
-"""One client for operator, dashboard and plugin: it reaches the API server as a kubeconfig says."""
+"""The client of operator, dashboard and plugin reaches the API server as the kubeconfig says."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def kubeconfig(folder: Path, cluster: dict[str, Any], user: dict[str, Any], name
 
 
 def asked(folder: Path, cluster: Callable[[int], dict[str, Any]], user: dict[str, Any]) -> web.Request:
-    """What comes of a look at a pod at a server which the kubeconfig names by its port."""
+    """Return the request that a server, named by its port in the kubeconfig, receives."""
     seen: list[web.Request] = []
 
     async def answer(request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""Reports over TLS, with a token that is replaced now and then; and an operator that is not there."""
+"""Reports over TLS with a rotating token, and with an absent operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard over HTTP: what it shows of runs finished and live, to whom, and what hostile texts do to it."""
+"""The dashboard over HTTP: finished and live runs, access, and hostile texts."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ async def test_a_live_run_is_told_as_it_happens(tmp_path: Path) -> None:
 
 
 async def heard(live: LiveRun, stream: Stream, record: Any) -> Any:
-    """Says it until it is heard: a signal that nobody listens to yet is lost."""
+    """Publish until the event arrives: earlier signals without a subscriber are lost."""
 
     async def say() -> None:
         while True:
@@ -420,7 +420,7 @@ def test_the_page_is_small_and_asks_nobody_else() -> None:
 
 
 async def test_200_generators_and_10000_samples_do_not_choke_the_server(tmp_path: Path) -> None:
-    """Synthetic load: 200 generators say what they do and 2,000 moves happen, three browsers look on."""
+    """Synthetic load: 200 generators report and 2,000 moves happen before three browsers."""
     folder = write_run(tmp_path / "run", finished=False)
     async with LiveRun(folder) as live, served(LaptopSource([folder])) as (_, url), visiting() as session:
         live.show(*many_snapshots(200, owned=10_000))

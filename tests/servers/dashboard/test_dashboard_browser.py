@@ -1,4 +1,4 @@
-"""The dashboard in a real Chromium: pages render, what happens appears, nobody complains, and no text is ever more."""
+"""The dashboard in a real Chromium renders and updates pages without complaints, and text stays text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Check = Callable[[Page, str, LiveRun], Awaitable[None]]
 def look(
     folder: Path, check: Check, *, width: int = 1300, height: int = 1000, dark: bool = False, missing: str = ""
 ) -> None:
-    """At a live run; nothing may be complained of but what is `missing` on purpose, and nobody else asked."""
+    """Look at a live run. Only `missing` may be complained of, and only the server be contacted."""
 
     async def main() -> None:
         async with LiveRun(folder) as live, served(LaptopSource([folder])) as (_, url), browser() as page:
@@ -163,7 +163,7 @@ CONTRAST = """(() => {
 
 
 def test_200_generators_do_not_choke_the_page(tmp_path: Path) -> None:
-    """Synthetic load: how long the page's one thread is busy while 200 generators with 10,000 samples speak."""
+    """Synthetic load of 200 generators with 10,000 samples; measures the page's thread."""
 
     async def check(page: Page, url: str, live: LiveRun) -> None:
         live.show(*many_snapshots(200, owned=10_000))

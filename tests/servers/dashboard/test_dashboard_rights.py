@@ -1,4 +1,4 @@
-"""Who may look at the dashboard how much and how long: streams a visitor, rights that are taken away, last words."""
+"""Access to the dashboard: streams per visitor, revoked rights, last words."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECRET = "ValueError: the answer of the user was 42"
 
 
 class People:
-    """`a-1` and `a-2` are two tokens of a; `rights` may change."""
+    """Users of whom a has two tokens, `a-1` and `a-2`; `rights` may change."""
 
     is_local = False
 
@@ -43,7 +43,7 @@ class People:
 
 
 class Failing(LaptopSource):
-    """A pod of its job has ended."""
+    """Source whose job has an ended pod."""
 
     words: Mapping[str, str] = {"run-reward-0": SECRET}
 
@@ -81,7 +81,7 @@ async def test_one_visitor_never_takes_the_streams_of_another(tmp_path: Path) ->
 
 
 async def test_who_loads_a_page_again_and_again_is_let_in(tmp_path: Path) -> None:
-    """As the command serves it: who has gone takes no place, though nothing happens that could be told to them."""
+    """A closed stream frees its slot even without events."""
     dashboard = server_module.Dashboard(LaptopSource([write_run(tmp_path / "run")]), People(a=("jobs",)))
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(serve(dashboard, "127.0.0.1", 0, ready=port.set_result))
@@ -154,7 +154,7 @@ async def test_last_words_are_for_those_who_may_read_logs_for_as_long_as_they_ma
 
 
 async def test_who_is_told_something_all_the_time_is_asked_about_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A queue that is never empty never waits, and waiting is what a time-out ends."""
+    """A queue that is never empty never waits, so a time-out never fires."""
     monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
     events = EventStream()
     reader, written = events.reader(dict), []

@@ -1,4 +1,4 @@
-"""Folders and prefixes of an object store, over a real server that speaks S3: rclone's."""
+"""Folders and prefixes of an object store, over a real S3 server (rclone)."""
 
 from __future__ import annotations
 

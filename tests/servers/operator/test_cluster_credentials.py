@@ -1,4 +1,4 @@
-"""What a cluster's roles prove themselves with: the same bytes from the same keys, and no right of another's."""
+"""Credentials of a cluster's roles are deterministic in their keys and grant no right of another role."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def secret(role: str, keys: Keys = KEYS, **other: str) -> dict[str, bytes]:
 
 
 def secrets_of(data: dict[str, bytes]) -> dict[str, bytes]:
-    """What proves something."""
+    """Return the secret parts."""
     found = {name: content for name, content in data.items() if name.endswith((".key", ".password"))}
     seeds = {
         name: re.findall(rb"\n(SU\w{56})\n", content)[0] for name, content in data.items() if name.endswith(".creds")
@@ -73,7 +73,7 @@ def test_the_same_keys_make_the_same_install() -> None:
     other=st.tuples(st.sampled_from(PODS), *[st.sampled_from(["a", "b", "a/b", '"'])] * 2),
 )
 def test_nothing_secret_is_in_two_secrets(one: tuple[str, str, str], other: tuple[str, str, str]) -> None:
-    """But the certificate in the runs of one job; and Redis goes by runs alone, whose uids no two jobs share."""
+    """Runs of one job share only the certificate; Redis users are named by run uid."""
     data = [secret(role, job_uid=job, run=_word(run)) for role, job, run in (one, other)]
     if one == other:
         assert data[0] == data[1]
@@ -152,7 +152,7 @@ async def opened(servers: SharedServers, role: str, uid: str = UID, job_uid: str
 
 
 async def denied(servers: SharedServers, creds: Path, publish: list[str], subscribe: list[str]) -> set[str]:
-    """Of all that a client of no manners tries."""
+    """Return the denied ones of all attempts of a raw client."""
     refused: set[str] = set()
 
     async def note(error: Exception) -> None:
@@ -177,7 +177,7 @@ async def denied(servers: SharedServers, creds: Path, publish: list[str], subscr
 
 @pytest.mark.parametrize("role", [role for role in BUS_ROLES if role != "view"])
 async def test_every_role_has_its_own_rights_and_no_other(servers: SharedServers, role: str) -> None:
-    """As on the laptop (test_rights.py), by tokens; but nobody makes a stream or a consumer."""
+    """As on the laptop (test_rights.py), by tokens, but no role makes streams or consumers."""
     may_publish = stage_rights.may_publish(in_a_cluster=True)
     may = {f"publish {to}".lower(): roles for to, roles in may_publish.items()}
     may |= {f"subscription {of}".lower(): roles for of, roles in stage_rights.may_subscribe().items()}
@@ -188,7 +188,7 @@ async def test_every_role_has_its_own_rights_and_no_other(servers: SharedServers
 
 @pytest.mark.parametrize(("job_uid", "run"), [("77aa", "9b9b"), ("6f1c", "9b9b")])
 async def test_another_run_gets_nothing(servers: SharedServers, job_uid: str, run: str) -> None:
-    """Not of another job, and not of the same job later; not even the inbox of the same role. Redis: below."""
+    """This covers other jobs, later runs of the same job, and the inbox of the same role. Redis: below."""
     publish, subscribe = list(stage_rights.may_publish()), list(stage_rights.may_subscribe())
     for role in (CONTROL, "generator", "trainer"):
         creds = servers.credentials(role, job_uid=job_uid, run=run) / f"{role}.creds"
@@ -199,7 +199,7 @@ async def test_another_run_gets_nothing(servers: SharedServers, job_uid: str, ru
 
 @pytest.mark.parametrize("role", BUS_ROLES)
 async def test_nobody_of_a_run_makes_a_stream_or_a_consumer(servers: SharedServers, role: str) -> None:
-    """Whatever their names: of a stream of its own one could have what another run says, and of a consumer too."""
+    """A stream or consumer of its own could receive another run's records."""
     await servers.make_streams("a0a0")
     theirs = f"rlhf_{JOB}_a0a0_sample"
     attempts = []
@@ -217,7 +217,7 @@ async def test_nobody_of_a_run_makes_a_stream_or_a_consumer(servers: SharedServe
 
 
 async def test_an_answer_of_the_server_makes_and_deletes_no_stream(servers: SharedServers) -> None:
-    """Its asker names the subject that it goes to, and rights do not bound that: here, one of JetStream's own."""
+    """The requester chooses the reply subject, which rights do not limit; here, one of JetStream's own."""
     await asyncio.gather(*(servers.make_streams(uid) for uid in ("b1b1", "b2b2")))
     generator, role = await opened(servers, "generator", "b1b1"), "reward"
     wanted = {"name": f"rlhf_{JOB}_b1b1_spy", "subjects": ["latest.>"]}

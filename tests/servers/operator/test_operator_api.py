@@ -1,4 +1,4 @@
-"""What of the API server's answers is tried again, and what is an answer."""
+"""API server errors are retried or raised."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WRONG_TYPE = "failed to create typed patch object (rl/sums-prepare-0; /v1, Kind=
 
 
 def answers_of(answers: list[tuple[int, str]], folder: Path) -> tuple[ApiResponse, int]:
-    """To one apply; and how many of the answers it took."""
+    """Return the response to one apply, and the number of answers used."""
     left = list(answers)
 
     async def say(_: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""No job stops the operator: not by its numbers, nor by what nobody foresaw."""
+"""No job stops the operator, by extreme numbers or unforeseen errors."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_every_job_that_an_api_server_takes_has_a_status(manifest: dict[str, Any
 
 
 def test_a_job_that_cannot_be_decided_says_why_and_is_tried_again(tmp_path: Path) -> None:
-    """Whatever goes wrong in the deciding is that job's own trouble, and stands in its status."""
+    """An error while deciding stays with that job and appears in its status."""
     asked: list[tuple[str, str, Any]] = []
 
     async def take(request: web.Request) -> web.Response:
@@ -135,7 +135,7 @@ def test_a_job_that_cannot_be_decided_says_why_and_is_tried_again(tmp_path: Path
     ],
 )
 def test_whatever_somebody_wrote_into_a_status_is_digested(memory: dict[str, Any]) -> None:
-    """Some may write it; a job that is wrong besides has its pods counted and no others."""
+    """Users may write the status; an invalid job's pods are counted, and no others."""
     for changes in ({}, {"no_such": "field"}):
         body = job_body(**changes) | {"status": {"internal": memory}}
         status = reconcile(job_view(body), World(body).observed(), SETTINGS, World().now).status
@@ -156,7 +156,7 @@ def test_restarts_of_workers_that_cannot_be_are_not_told() -> None:
 
 
 def test_a_job_whose_pods_are_to_stay_leaves_them() -> None:
-    """`kubectl delete --cascade=orphan`: until Kubernetes has let go of them, the job is still there."""
+    """`kubectl delete --cascade=orphan`: the job remains until Kubernetes released the pods."""
     world = World()
     world.to_running()
     world.body["metadata"]["finalizers"] = ["orphan"]

@@ -1,4 +1,4 @@
-"""What runs leave in NATS and Redis goes by itself, and nothing of anybody else's does; both servers are real."""
+"""Leftovers of runs in real NATS and Redis are removed, and nothing else."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ needs_redis = pytest.mark.skipif(REDIS is None, reason=NO_REDIS)
 
 @asynccontextmanager
 async def five_runs(servers: SharedServers) -> AsyncIterator[dict[str, NatsTransport]]:
-    """By uid; new ones each time: what another test left there is none of them."""
+    """Yield transports of five new runs by uid."""
     ours = install_of(servers.keys.master)
     marks = {
         "11aa": metadata_of(ours, "team"),
@@ -58,7 +58,7 @@ async def five_runs(servers: SharedServers) -> AsyncIterator[dict[str, NatsTrans
 
 
 async def test_streams_go_with_their_run_and_no_others_do(servers: SharedServers) -> None:
-    """Not those of an open run, of another install, of a laptop, and of namespaces that cannot be seen now."""
+    """Streams stay of open runs, other installs, laptops, and namespaces that are not visible now."""
     there, _ = operators(servers)
     async with five_runs(servers) as controls:
 
@@ -83,7 +83,7 @@ async def test_streams_go_with_their_run_and_no_others_do(servers: SharedServers
 
 
 async def test_only_work_that_nobody_takes_has_an_end(servers: SharedServers) -> None:
-    """The last word of a subject stays: a data set says but once in a run what it is."""
+    """The last record of a subject stays, as a data set is announced once in a run."""
     await servers.make_streams("66ff")
     control = await asked_by_the_operator(servers)
     for record, kind in loop.KINDS.items():
@@ -95,7 +95,7 @@ async def test_only_work_that_nobody_takes_has_an_end(servers: SharedServers) ->
 
 @contextmanager
 def deaf_server() -> Iterator[int]:
-    """It takes connections and says nothing."""
+    """Yield the port of a server that accepts connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening.getsockname()[1]
 
@@ -143,7 +143,7 @@ async def test_a_deaf_nats_delays_nothing_in_redis(servers: SharedServers) -> No
 
 
 async def may(servers: SharedServers, uid: str, namespace: str = "team") -> str:
-    """Empty: its control may, by its pod's Secret."""
+    """Return "" if the run's control has access with its pod's Secret, else the error."""
     from redis.exceptions import RedisError
 
     assert servers.redis_url is not None
@@ -163,7 +163,7 @@ async def until_may(servers: SharedServers, uid: str) -> None:
 
 
 async def users_and_keys(servers: SharedServers) -> tuple[set[str], set[str]]:
-    """Of runs, by uid; as the operator sees them."""
+    """Return users and keys of runs by uid, as the operator sees them."""
     _, redis = operators(servers)
     assert redis is not None
     there = [run for name in await redis._redis.acl_users() if (run := users.run_of(servers.keys.master, str(name)))]
@@ -239,7 +239,7 @@ def test_whoever_is_cancelled_at_any_moment_leaves_no_connection(servers: Shared
 
 @needs_redis
 async def test_a_user_who_may_not_make_users_is_named(servers: SharedServers, tmp_path: Path) -> None:
-    """As of a Redis of one's own."""
+    """A user's own Redis may be so."""
     (tmp_path / "redis.username").write_text("somebody\n")
     (tmp_path / "redis.password").write_text("s3cret\n")
     login = redis_login(servers.keys, tmp_path)
@@ -297,7 +297,7 @@ def test_the_cache_knows_which_runs_are_open_and_tells_when_that_changes() -> No
 
 
 def test_a_run_lives_as_long_as_its_pods() -> None:
-    """A job that was deleted is gone before they are: its trainer may still write a checkpoint."""
+    """Pods outlive a deleted job: its trainer may still write a checkpoint."""
     cache = Cache()
     body = pod(phase="Running")
     body["metadata"]["labels"]["rlhfspec.io/run"] = "e55e"

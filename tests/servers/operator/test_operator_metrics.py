@@ -1,7 +1,4 @@
-"""What the operator serves at /metrics while it looks at a job, is refused, and makes a worker's pod again.
-
-The API server is a few lines that take whatever is written; on a real one the same is asked in e2e/test_operator.py.
-"""
+"""The operator's metrics while it reconciles, is refused, and replaces a pod; see also e2e/test_operator.py."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ PATIENCE_SECONDS = 60.0
 
 
 class Taking:
-    """Keeps what is written, under its path; `refuses`: says that somebody else wrote it since."""
+    """API server that stores writes by path; `refuses`: answer with a conflict."""
 
     def __init__(self) -> None:
         self.kept: dict[str, dict[str, Any]] = {}
@@ -63,7 +60,7 @@ def _merge(into: dict[str, Any], what: dict[str, Any]) -> None:
 
 
 class Watched:
-    """An operator that acts. Its watches are the test's."""
+    """An acting operator, with watches controlled by the test."""
 
     def __init__(self, operator: Operator, taking: Taking, session: ClientSession, url: str) -> None:
         self.operator, self.taking = operator, taking

@@ -1,7 +1,4 @@
-"""The endpoint of reports by a clock of our own: how often a job may report, and whose a token is gets asked.
-
-What a real API server says of real tokens is in e2e/test_operator.py.
-"""
+"""The report endpoint with a fake clock: report rates and token reviews; see also e2e/test_operator.py."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ PATH = names.report_path("rl", "sums")
 
 
 class Endpoint:
-    """Of one job whose control runs, and whose token is "good"."""
+    """Endpoint of one job with a running control and the token "good"."""
 
     def __init__(self) -> None:
         self.now = 0.0

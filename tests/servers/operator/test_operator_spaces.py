@@ -1,4 +1,4 @@
-"""What jobs need in a namespace is made until all of it is there. Real roles: e2e/test_operator_spaces."""
+"""A job's objects in a namespace are made until complete. Real roles: e2e/test_operator_spaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often a job's status is written: at once what somebody waits for, once a second what changes all the time."""
+"""Status writes: urgent changes at once, frequent ones once a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operator makes the streams of open runs, with their consumers, on a real server."""
+"""The operator makes streams and consumers of open runs on a real server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhfspec.runs.live.redis_users import install_of
 
 
 def cache_of(*job_uids: str) -> Cache:
-    """Each has an open run."""
+    """Return a cache in which each has an open run."""
     cache = Cache()
     for uid in job_uids:
         body = job_body()
@@ -33,7 +33,7 @@ def cache_of(*job_uids: str) -> Cache:
 
 
 async def lacking(transport: NatsTransport, run: OpenRun) -> list[str]:
-    """What is not declared of it, or not as its control and its stages expect it."""
+    """Return streams and consumers that are missing, or differ from what control and stages expect."""
     found = {}
     for subject, kind, consumers in loop.declarations(run.job, run.uid, run.stages):
         there = await transport._look(subject)
@@ -103,7 +103,7 @@ async def test_who_leads_no_more_makes_nothing(servers: SharedServers) -> None:
 
 
 async def test_what_was_begun_and_not_finished_is_finished(servers: SharedServers) -> None:
-    """As by an operator that died in the middle of it: a stream without its consumers keeps nothing for anybody."""
+    """A predecessor may have died between a stream and its consumers."""
     there, _ = operators(servers)
     runs = Runs(cache_of("m1"), set, lambda: True)
     [run] = runs.to_declare()

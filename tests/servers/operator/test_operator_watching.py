@@ -1,4 +1,4 @@
-"""Each namespace is watched by itself: what goes wrong in one is nobody else's business."""
+"""Namespaces are watched independently."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEY, OTHER = ("rl", "sums"), ("team", "sums")
 
 
 class Cluster:
-    """Jobs of two namespaces, watched and listed; a namespace may be forbidden, and its watches cut."""
+    """Jobs of two namespaces; a namespace may be forbidden and its watches cut."""
 
     def __init__(self) -> None:
         self.version = 10

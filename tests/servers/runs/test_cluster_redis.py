@@ -1,4 +1,4 @@
-"""Who may do what in the Redis that jobs of a cluster share: control writes its run's state, and workers nothing."""
+"""Rights in the shared Redis: control writes its run's state, workers write nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EVERY_COMMAND = ("CONFIG GET *", "ACL LIST", "ACL SETUSER x", "FLUSHALL", "KEYS 
 
 
 def redis_client(servers: SharedServers, role: str, run: ClusterRun = MINE) -> Redis:
-    """As a pod of this run has it."""
+    """Return the client of a pod of this run."""
     if role == DASHBOARD:
         folder = servers.release_credentials(DASHBOARD)
     else:
@@ -48,7 +48,7 @@ def redis_client(servers: SharedServers, role: str, run: ClusterRun = MINE) -> R
 
 @pytest.fixture
 def redis_users(servers: SharedServers) -> None:
-    """Of both runs, as the operator makes them."""
+    """Make both runs' users as the operator does."""
 
     async def make() -> None:
         assert servers.redis_url is not None
@@ -61,7 +61,7 @@ def redis_users(servers: SharedServers) -> None:
 
 
 def commands_on(redis: Redis, key: str) -> dict[str, tuple[object, bool]]:
-    """All that may be asked of Redis; whether it writes."""
+    """Return all possible Redis commands, and whether each writes."""
     return {
         "set": (redis.set(key, b"x", px=60_000), True),
         "delete": (redis.delete(key), True),

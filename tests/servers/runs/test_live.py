@@ -1,4 +1,4 @@
-"""What may be lost, over a real server: killed, stopped, empty, with the wrong password; nobody waits for it."""
+"""Live state survives a killed, stopped, empty or refusing Redis, and blocks no process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def names(view: LiveView) -> list[str]:
 
 
 class Place:
-    """One server of a run, its credentials, and how often it is asked."""
+    """A run's server with credentials, and a count of requests."""
 
     def __init__(self, folder: Path) -> None:
         self.credentials = folder / "credentials"
@@ -115,7 +115,7 @@ async def test_a_viewer_sees_the_last_that_was_told_of_every_worker(tmp_path: Pa
 
 
 async def test_what_was_written_long_ago_is_as_old_as_it_is(tmp_path: Path) -> None:
-    """A writer that died: its workers fall silent, by the time that the server counts."""
+    """A dead writer's workers fall silent by the server's clock."""
     async with a_server(tmp_path) as place:
         state = place.state()
         sending = asyncio.create_task(state.run())
@@ -221,7 +221,7 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 async def test_over_tls_only_a_server_of_the_right_authority_is_read(tmp_path: Path) -> None:
-    """The server that the extra brings speaks no TLS; in front of it stands what would stand there in a cluster."""
+    """The packaged server has no TLS, so a proxy terminates it as in a cluster."""
     async with a_server(tmp_path) as place:
 
         async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -250,7 +250,7 @@ async def test_over_tls_only_a_server_of_the_right_authority_is_read(tmp_path: P
 
 
 async def test_a_connection_that_takes_longer_than_a_write_is_made(tmp_path: Path) -> None:
-    """As on a busy machine, where TLS takes its time."""
+    """TLS takes long on a busy machine."""
     async with a_server(tmp_path) as place:
 
         async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -288,7 +288,7 @@ async def _beat(place: Place) -> None:
 def test_whoever_is_cancelled_at_any_moment_leaves_no_connection(
     tmp_path: Path, look: Callable[[Place], Awaitable[None]]
 ) -> None:
-    """Cancelled again and again while it closes, as who waits for its end may do."""
+    """It is cancelled repeatedly while closing."""
 
     async def cancelled(place: Place, moment: int) -> None:
         task = asyncio.ensure_future(look(place))

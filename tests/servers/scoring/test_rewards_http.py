@@ -1,4 +1,4 @@
-"""Rewards over HTTP, against a real server that answers, fails, hangs, trickles and lies."""
+"""Rewards over HTTP from a real server that answers, fails, hangs, trickles and lies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Behaviour = Callable[["Handler"], None]
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Does what the server's script says for this call; the last entry goes on for ever."""
+    """Handler that follows the server's script; the last entry repeats."""
 
     server: Server
     protocol_version = "HTTP/1.1"
@@ -49,7 +49,7 @@ class Server(ThreadingHTTPServer):
         self.script: list[Behaviour] = []
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that hang up are what is tested."""
+        """Ignore clients that hang up, which tests do on purpose."""
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def hang(handler: Handler) -> None:
 
 
 def trickle(handler: Handler) -> None:
-    """A byte now and then: every single read succeeds, the reply never ends."""
+    """Send single bytes slowly: each read succeeds, but the reply never ends."""
     handler.send_response(200)
     handler.send_header("content-length", "1000000")
     handler.end_headers()

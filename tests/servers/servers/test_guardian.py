@@ -1,4 +1,4 @@
-"""A supervisor that is killed leaves nothing: no process, no port, no shared memory."""
+"""A killed supervisor leaves no process, port or shared memory."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def supervisor(folder: Path, uid: str, shared: Path) -> Iterator[tuple[subproces
 
 @pytest.mark.parametrize("guardians_killed", range(NUM_GUARDIANS))
 def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path: Path, guardians_killed: int) -> None:
-    """With all of its guardians but one."""
+    """All guardians but one are killed too."""
     uid = f"t{uuid4().hex[:8]}"
     shared = Path("/dev/shm") / f"rlhfspec-{uid}"
     with supervisor(tmp_path / "run", uid, shared) as (process, told):
@@ -189,7 +189,7 @@ def test_only_the_processes_of_this_run_are_ended(tmp_path: Path) -> None:
 def test_a_folder_that_another_run_has_made_by_now_is_left_alone(
     whose: str | None, is_left: bool, tmp_path: Path
 ) -> None:
-    """As when the supervisor was killed while it started this guardian, and somebody went on with the run at once."""
+    """The supervisor was killed while starting this guardian, and the run was resumed at once."""
     place = tmp_path / "processes"
     place.mkdir()
     (place / "nats").write_text("data")
@@ -200,7 +200,7 @@ def test_a_folder_that_another_run_has_made_by_now_is_left_alone(
 
 
 def test_it_is_there_at_once() -> None:
-    """Nothing but the standard library, and not even what the environment adds to that."""
+    """It imports only the standard library, without additions by the environment."""
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); import guardian; print(*sys.modules)"
     command = [sys.executable, "-I", "-S", "-c", code, str(Path(guardian.__file__).parent)]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
@@ -220,7 +220,7 @@ def child_of(uid: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def marked(uid: str) -> set[int]:
-    """Found without the code under test."""
+    """Return marked processes, found independently of the code under test."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
@@ -230,7 +230,7 @@ def marked(uid: str) -> set[int]:
 
 
 def start_of(pid: int) -> str | None:
-    """When it began; None of one that is dead."""
+    """Return the start time, or None if dead."""
     with suppress(FileNotFoundError, ProcessLookupError):
         if is_alive(pid):
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -238,7 +238,7 @@ def start_of(pid: int) -> str | None:
 
 
 def left(uid: str, began_at: dict[int, str | None]) -> dict[int, str]:
-    """Of these processes, and all that carry the mark: those that go on, and their commands."""
+    """Return the commands of these and all marked processes that still run."""
     going = {pid for pid, began in began_at.items() if began is not None and start_of(pid) == began}
     commands = {}
     for pid in going | marked(uid):

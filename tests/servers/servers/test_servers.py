@@ -1,4 +1,4 @@
-"""Real servers: started, killed, restarted, removed; and what they say when they cannot start."""
+"""Real servers are started, killed, restarted and removed; start-up errors are clear."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def started(server: ServerProgram) -> AsyncIterator[str]:
 
 
 async def answers(url: str) -> bool:
-    """As a client of it sees it."""
+    """Return whether the server answers a client."""
     if url.startswith("unix:"):
         async with redis.asyncio.Redis.from_url(url) as client:
             return bool(await client.ping())

@@ -1,4 +1,4 @@
-"""Who may speak with the run's servers: keys and certificates, right and wrong, against a real server."""
+"""Real servers accept the right keys and certificates and refuse others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RIGHTS = {
 
 @asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[tuple[str, Path]]:
-    """The server's URL, and the folder with all that is needed to speak to it."""
+    """Yield the server's URL, and the folder of credentials."""
     credentials = folder / "credentials"
     public_keys = create_credentials(credentials, ROLES)
     users = {role: User.of(public_keys[role], RIGHTS[role]) for role in ROLES}
@@ -53,7 +53,7 @@ async def connect(url: str, *, tls: ssl.SSLContext | None, seed: Path | None) ->
 
 
 async def test_the_key_says_which_role_it_is_and_so_what_it_may(tmp_path: Path) -> None:
-    """Whatever role the certificate names."""
+    """The role in the certificate does not matter."""
 
     async with serving(tmp_path) as (url, credentials):
         assert url.startswith("tls://")
@@ -81,7 +81,7 @@ async def test_streams_are_the_accounts(tmp_path: Path) -> None:
 
 
 async def test_strangers_are_refused_with_a_reason(tmp_path: Path) -> None:
-    """Each by the client, or by the server before the client has said a word: then its log has the reason."""
+    """The client refuses, or the server before the client's first byte, with the reason in its log."""
     strange, old = tmp_path / "strange", tmp_path / "old"
     create_credentials(strange, ROLES)
     create_credentials(old, ROLES, lifetime=timedelta(seconds=-1))
@@ -108,7 +108,7 @@ async def test_strangers_are_refused_with_a_reason(tmp_path: Path) -> None:
 
 
 def trusting_with(credentials: Path, others: Path) -> ssl.SSLContext:
-    """Believes the run's server, and shows it a certificate of others."""
+    """Return a context that trusts the run's server and presents another's certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(credentials / "ca.pem")
     context.load_cert_chain(others / "reward.pem", others / "reward.key")
@@ -162,7 +162,7 @@ def careless(context: ssl.SSLContext) -> ssl.SSLContext:
 
 
 def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, host: str = "localhost") -> None:
-    """Without a network; raises what either side raises."""
+    """Shake hands in memory; raise either side's error."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = [
         client.wrap_bio(to_client, to_server, server_hostname=host),

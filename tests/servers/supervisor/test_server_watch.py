@@ -1,4 +1,4 @@
-"""Servers are started again; a disk that is full ends the run before anybody waits in vain for an answer of NATS."""
+"""Servers are restarted; a full disk ends the run before a wait for NATS hangs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_room_that_is_back_at_the_second_look_is_room(disk: Path, monkeypa
 
 
 async def test_a_server_is_kept_as_long_as_somebody_leaves(tmp_path: Path) -> None:
-    """Asked to stop, it goes on until all are gone: who hands back what it held needs NATS for it."""
+    """A leaving worker needs NATS to return what it holds."""
     server, guardians, gone = NatsServer(tmp_path / "nats", run="r1"), Guardians("r1"), asyncio.Event()
     guardians.start()
     await server.start()
@@ -87,7 +87,7 @@ async def test_a_server_is_kept_as_long_as_somebody_leaves(tmp_path: Path) -> No
 
 
 async def test_guardians_are_there_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not at the next look: who dies meanwhile would leave everything behind."""
+    """If the supervisor died before the next look, nothing would clean up."""
     monkeypatch.setattr(server_watch, "LOOK_SECONDS", 1e6)
     guardians, said = Guardians("r1"), list[str]()
     guardians.start()

@@ -1,4 +1,4 @@
-"""The transport's promises, kept by NATS: the contract of every transport, with a real server."""
+"""NATS keeps the transport contract on a real server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 
 @pytest.fixture(autouse=True)
 def _forgotten(server: NatsServer) -> Iterator[None]:
-    """Also after a test that failed, which may be run again: the server would take its messages for known ones."""
+    """Purge after a test, also a failed one, as the server would deduplicate its messages on a rerun."""
     yield
     asyncio.run(forget_everything(server.url))
 
@@ -87,7 +87,7 @@ async def test_the_server_hears_that_a_reading_is_closed_before_it_is_asked_what
 
 
 async def test_who_leaves_while_messages_come_keeps_none_of_them_from_others(server: NatsServer) -> None:
-    """What the server sent before it heard that nobody listens any more comes back at once, not after the ack wait."""
+    """Messages sent before the server learns of the leave return at once, not after the ack wait."""
     reference = Consumer(name="reference", ack_wait_seconds=60.0, max_deliveries=None)
     leaving = await NatsTransport.connect(server.url, name="reference")
     sending = await NatsTransport.connect(server.url, name="generator")

@@ -1,4 +1,4 @@
-"""What NATS alone can do to a transport: servers that die, stop or refuse, and networks that fall silent."""
+"""NATS failures: servers die, stop or refuse, and networks fall silent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def opened(url: str, *consumers: Consumer) -> NatsTransport:
 
 
 class Traffic:
-    """Ids are published and handled all the while; `finish` says how often each was."""
+    """Continuous publishing and handling; `finish` returns the number of times each id was handled."""
 
     def __init__(self, url: str, *, size: int = 1000) -> None:
         self._url = url
@@ -73,7 +73,7 @@ class Traffic:
             await asyncio.gather(*(message.ack() for message in messages))
 
     async def flows(self) -> None:
-        """Until what is published from now on is handled."""
+        """Wait until messages published from now on are handled."""
         num_published, num_handled = len(self.published), len(self.handled)
         while len(self.published) < num_published + 20 or len(self.handled) < num_handled + 20:
             await asyncio.sleep(0.02)
@@ -122,7 +122,7 @@ async def test_a_stopped_server_costs_only_time(server: NatsServer) -> None:
 
 
 async def test_a_silent_partition_with_unsent_bytes_ends(server: NatsServer) -> None:
-    """nats-py alone would wait up to 15 minutes for a socket to close that nobody reads."""
+    """nats-py alone waits up to 15 minutes to close such a socket."""
     async with Proxy(server.port) as proxy:
         transport = await opened(proxy.url, REWARD)
         watch = await transport.watch(STATE)
@@ -175,7 +175,7 @@ async def test_who_waits_too_long_for_a_server_is_told(server: NatsServer) -> No
 
 
 async def test_who_leaves_waits_no_longer_for_a_server_that_is_away(tmp_path: Path) -> None:
-    """Also where it waited before it was asked to."""
+    """This includes a wait that began before the stop."""
 
     with NatsServer(tmp_path) as server:
         transport = await opened(server.url, REWARD)
@@ -311,7 +311,7 @@ async def test_a_server_without_tls_is_not_spoken_to_in_the_clear(tmp_path: Path
 
 
 async def test_who_answers_in_its_place_without_tls_hears_no_credentials(tmp_path: Path) -> None:
-    """The server went away; whoever has its port now says that it wants no TLS."""
+    """Another program that took the port offers no TLS."""
     credentials = tmp_path / "credentials"
     keys = create_credentials(credentials, ["reward"])
     everything = User(public_key=keys["reward"], publish=[">"], subscribe=[">"])
@@ -342,7 +342,7 @@ async def test_who_answers_in_its_place_without_tls_hears_no_credentials(tmp_pat
 
 
 async def test_chaos_loses_nothing(tmp_path: Path) -> None:
-    """Three consumers of two workers each that acknowledge, refuse, give up and die, under a server that is killed."""
+    """Three consumers of two workers each acknowledge, refuse, give up and die while the server is killed."""
     names, num_ids = ("reward", "reference", "trainer"), 150
     consumers = {name: Consumer(name=name, ack_wait_seconds=1.0, max_deliveries=4) for name in names}
     done: dict[str, set[str]] = {name: set() for name in names}

@@ -1,4 +1,4 @@
-"""Whether a process can be relied on is said over gRPC and HTTP, at once and truly; with credentials to ours alone."""
+"""Health over gRPC and HTTP is prompt and true, and needs credentials."""
 
 from __future__ import annotations
 

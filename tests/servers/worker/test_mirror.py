@@ -1,4 +1,4 @@
-"""A run folder and its copy in an object store: who comes after finds what was acknowledged, wherever sending ended."""
+"""A run folder mirrored in an object store: a successor finds all that was acknowledged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("object_credentials")
 
 
 class Dies(ObjectStore):
-    """After so many objects were sent or removed."""
+    """Store that fails after a number of uploads and removals."""
 
     left = 1_000_000
 
@@ -45,7 +45,7 @@ def mirror_at(base: Path, prefix: str, stage: str = "trainer", worker: int = 0) 
 
 
 def train(folder: Path, checkpoints: CheckpointStore, step: int) -> None:
-    """As the trainer does: lines before the checkpoint."""
+    """Write lines, then the checkpoint, as the trainer does."""
     for name in ("samples.jsonl", "steps.jsonl"):
         with (folder / name).open("a") as file:
             file.write(json.dumps({"step": step}) + "\n")

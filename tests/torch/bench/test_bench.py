@@ -1,4 +1,4 @@
-"""The benchmark: scenarios, workers, bars, the run around them, table, plot, demo. Workers are scripted or tiny."""
+"""The benchmark: scenarios, workers, bars, runs, table, plot, demo, with scripted or tiny workers."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_bars_against_static_and_vllm() -> None:
 
 
 def test_a_drafter_that_learnt_has_bars_of_its_own() -> None:
-    """Judged on each pair's own plain runs: the machine was twice as slow while the given draft was measured."""
+    """Each pair is judged by its own plain runs, as the machine's speed varies."""
     learnt, given = (
         Results(machine=FAST, rows=tuple(rows(scenario, plain=plain, adaptive=adaptive)), settings={"pair": pair})
         for pair, scenario, plain, adaptive in (
@@ -140,7 +140,7 @@ def test_drift_is_judged_from_step_15_on_and_learning_over_the_whole_run() -> No
 
 
 def test_policies_of_a_run_are_replayed_with_both_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of three steps, made up; the tokens are compared where they are generated."""
+    """A synthetic run of three steps; tokens are compared at generation."""
     monkeypatch.setattr(drift, "_PROMPTS", 2)
     monkeypatch.setattr(drift, "_SAMPLES", 2)
     policy = random_model("llama", seed=1, vocab_size=VOCAB_SIZE)

@@ -1,4 +1,4 @@
-"""The benchmarks of moves: small real runs of both, two processes each, and what their figures are made of."""
+"""Benchmarks of moves: small real runs of two processes, and their figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of a whole step: what is compared, what is refused, and that our side runs for real."""
+"""The benchmark of a whole step: comparisons, refusals, and a real run of our side."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = StepSettings(model="m/target-1", draft="m/draft-1", steps=2, repeats=
 
 
 def scripted(seconds: float, *, num_tokens: int = 128) -> Measure:
-    """A mode whose first step is slow, as first steps are, and whose others take `seconds`."""
+    """Return a mode whose first step is slow and whose others take `seconds`."""
     warm_up = Step(seconds=50.0, by_stage={"generation": 50.0}, num_tokens=num_tokens)
     step = Step(seconds=seconds, by_stage={"generation": seconds / 2, "training": seconds / 2}, num_tokens=num_tokens)
     return lambda settings: [warm_up] + [step] * settings.steps

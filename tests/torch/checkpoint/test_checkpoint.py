@@ -1,4 +1,4 @@
-"""Checkpoints: as saved to the last bit, or not at all; nothing a disk or a kill does loses an earlier one."""
+"""Checkpoints are saved to the last bit or not at all, and no failure loses an earlier one."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_a_folder_that_cannot_be_one_is_an_error_of_ours(tmp_path: Path) -> None
 
 
 class Full:
-    """Lets so many operations on the disk through and fails the next one."""
+    """Disk that fails after a number of operations."""
 
     def __init__(self, num_good: int) -> None:
         self.left = num_good
@@ -315,7 +315,7 @@ class Full:
 
 @pytest.mark.parametrize("replacing", [False, True], ids=["new", "replacing"])
 def test_a_failure_of_any_operation_loses_nothing(tmp_path: Path, replacing: bool) -> None:
-    """Every call that reaches the disk fails once, in turn, until a save gets through without meeting the failure."""
+    """Each disk operation of a save fails once in turn."""
     for num_good in range(NUM_WRITES):
         folder = tmp_path / str(num_good)
         full = Full(num_good)
@@ -386,7 +386,7 @@ def test_an_export_of_other_weights_is_refused(tmp_path: Path) -> None:
 
 
 def take_96_mib() -> None:
-    """Of the system, whatever malloc has kept."""
+    """Take 96 MiB from the system, bypassing malloc's reserves."""
     with mmap.mmap(-1, 96 << 20) as memory:
         for page in range(0, len(memory), mmap.PAGESIZE):
             memory[page] = 1

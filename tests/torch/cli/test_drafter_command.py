@@ -1,4 +1,4 @@
-"""`rlhfspec drafter train`: what comes of it is a folder that whoever loads models can load."""
+"""`rlhfspec drafter train` writes a loadable model folder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def generated(place: Path, drafter: Path | str | None) -> list[Any]:
 
 
 def test_a_drafter_is_made_and_changes_no_token(place: Path) -> None:
-    """That it drafts better shows where there is something to learn (tests/torch/distilling): this text is random."""
+    """The text is random; better drafts are shown in tests/torch/distilling."""
     result = train(place, "--tokens", "3000")
     assert result.exit_code == 0, result.output
     last = result.stdout.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""`rlhfspec explain-moves`, the view's row and the metrics say what was planned and what came of it."""
+"""`rlhfspec explain-moves`, the view and the metrics show plans and their results."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_moves_are_counted() -> None:
 
 
 def test_loads_of_rebalancing_are_loads(tmp_path: Path) -> None:
-    """What tests here plan with is what the wire carries."""
+    """Loads planned with in tests survive the wire format."""
     from rlhfspec.messages.wire.codec import decode, encode
 
     load = a_load(1, range(3), is_leaving=True)

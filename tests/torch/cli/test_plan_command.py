@@ -1,4 +1,4 @@
-"""`rlhfspec plan`: what it says of the examples for clusters, and what it refuses."""
+"""`rlhfspec plan` on the cluster examples, and its refusals."""
 
 from __future__ import annotations
 

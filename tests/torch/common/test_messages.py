@@ -1,4 +1,4 @@
-"""What ranks send each other comes out as it went in, and a command that is not in the table runs nothing."""
+"""Messages between ranks survive encoding, and unknown commands run nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhfspec.training.modeling.stored import Piece, StoredTensor
 
 @pytest.fixture
 def looped(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    """Rank 1, which receives what this process has sent."""
+    """Return rank 1, which receives what this process sent."""
     sent: list[torch.Tensor] = []
 
     def broadcast(tensor: torch.Tensor, group: Any, group_src: int) -> None:

@@ -1,4 +1,4 @@
-"""Rows from every source, prompts from columns and messages, and an order that is a function of (seed, step)."""
+"""Rows of every source, prompts of columns and messages, and an order by (seed, step)."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_a_folder_without_tokenizer_files_is_no_tokenizer(tmp_path: Path, kind: 
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused_with_both_sizes(tmp_path: Path) -> None:
-    """At once when its words are more, or special tokens that the chat template writes; others may lie beyond."""
+    """Checked at once for its vocabulary and chat template tokens; others may lie beyond."""
     tokenizer = hugging_face_tokenizer()
     tiny_config("llama", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path / "model")
     tiny_config("llama", vocab_size=200).save_pretrained(tmp_path / "small")
@@ -302,7 +302,7 @@ def test_an_epoch_takes_every_row_once(order: Order, epoch: int) -> None:
 
 @given(orders, st.permutations([(step, round) for step in (1, 2, 7) for round in (0, 1, 2)]))
 def test_the_order_is_a_function_of_seed_step_and_round(order: Order, asked: list[tuple[int, int]]) -> None:
-    """Whatever was asked before, in whatever order; fewer prompts are the first of more."""
+    """Earlier calls do not matter, and fewer prompts are a prefix of more."""
     for step, round in asked:
         fresh = Order(
             num_rows=order.num_rows, prompts_per_step=order.prompts_per_step, seed=order.seed, shuffle=order.shuffle
@@ -332,7 +332,7 @@ def test_seeds_and_epochs_differ() -> None:
 
 
 def test_the_order_is_for_ever() -> None:
-    """A resumed run may meet newer libraries: these numbers never change."""
+    """Resumed runs may have newer libraries: these numbers never change."""
     order = Order(num_rows=10, prompts_per_step=4, seed=11)
     assert order.indices(1) == [1, 5, 6, 9]
     assert order.indices(3) == [7, 2, 0, 9]

@@ -1,4 +1,4 @@
-"""A drafter that learns: what it learns from, that it gets better, and that no token knows of it."""
+"""A learning drafter improves, and changes no token."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model() -> Any:
 
 @pytest.fixture(autouse=True)
 def little_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a few short responses make several optimizer steps."""
+    """Lower the thresholds, so that a few short responses make several optimizer steps."""
     monkeypatch.setattr(distilling, "LESSON_TOKENS", 64)
     monkeypatch.setattr(distilling, "RING_TOKENS", 600)
     monkeypatch.setattr(distilling, "_SWAP_EVERY", 1)
@@ -92,7 +92,7 @@ def test_tokens_are_the_same_bits_while_the_drafter_learns(
 
 
 def test_weights_that_change_in_mid_sequence_change_no_token(model: Any) -> None:
-    """Between any two steps, with what runs preempted now and then."""
+    """Weights change between any steps, with occasional preemption."""
     expected = generate(make(model, None, speculation="off", learning="off"))
     engine = make(model, kv_cache_tokens=320)
     engine.generate(PROMPTS * 4, SamplingParams(max_tokens=70, ignore_eos=True))  # something to learn from
@@ -113,7 +113,7 @@ def test_weights_that_change_in_mid_sequence_change_no_token(model: Any) -> None
 
 @pytest.mark.parametrize("way", [at_once, reserved, in_rounds])
 def test_sequences_move_and_are_preempted_while_both_drafters_are_noise(model: Any, way: Callable[..., Any]) -> None:
-    """The worst there can be: other random weights before every step, in the middle of a move too."""
+    """The drafter gets random weights before every step, also during moves."""
     requests = [request(str(seed), tuple(PROMPTS[seed]), seed=seed) for seed in range(3)]
     plain = make(model, None, speculation="off", learning="off")
     for each in requests:
@@ -161,7 +161,7 @@ def tokens_a_verification(engine: Engine) -> float:
 
 
 def recording_only(model: Any) -> Engine:
-    """An engine that records whatever it verifies, and learns nothing."""
+    """Return an engine that records all it verifies, and learns nothing."""
     engine = make(model)
     assert engine.learning is not None
     engine.learning.budget.may_learn = lambda *, idle: False  # type: ignore[method-assign]
@@ -169,7 +169,7 @@ def recording_only(model: Any) -> Engine:
 
 
 def test_labels_are_what_the_target_says(model: Any) -> None:
-    """The slow twin: Hugging Face's log-probs of the whole sequence."""
+    """Hugging Face's log-probs of the whole sequence are the slow twin."""
     engine, temperature = recording_only(model), 0.7
     done = generate(engine, temperature=temperature)
     assert engine.learning is not None
@@ -212,7 +212,7 @@ def test_a_policy_of_two_layers_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("learning", ["off", 1.0])
 def test_a_drafter_made_of_the_policy_follows_it(model: Any, learning: str | float) -> None:
-    """New weights forgive: what was learnt stays, and all that is the policy's own is the new policy's."""
+    """Under new weights learnt parts stay, and shared parts become the new policy's."""
     engine = make(model, learning=learning)
     generate(engine)
     engine.learning.learn_while_idle()
@@ -331,7 +331,7 @@ def test_no_more_than_its_share_is_spent() -> None:
 
 
 def test_where_nothing_pays_a_short_step_is_only_noted(model: Any) -> None:
-    """Calls that learning makes in a step of a millisecond, Python's and those into C; no clock is looked at."""
+    """Counts calls of learning in a step of a millisecond, without a clock."""
     engine, counted, num_steps = make(model, learning="auto"), Counter[str](), 0
     learning = engine.learning
     assert learning is not None
@@ -420,7 +420,7 @@ def test_labels_are_paid_for() -> None:
 
 @pytest.mark.parametrize(("pays", "share"), [(True, 0.04), (False, 0.012)])
 def test_it_goes_on_while_it_pays(pays: bool, share: float) -> None:
-    """Where drafts are not used, or are no better, one part in a hundred is tried."""
+    """Without drafts, or gains, one part in a hundred is spent on trials."""
     budget, spent = LearningBudget(share=None), 0.0
     budget.agreed(0.5, 0.8 if pays else 0.5)
     for _ in range(5000):

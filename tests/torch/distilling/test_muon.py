@@ -1,4 +1,4 @@
-"""Muon, beside torch's own, which is its slow twin on CPUs without bfloat16."""
+"""Muon equals torch's own, its slow twin, on CPUs without bfloat16."""
 
 from __future__ import annotations
 

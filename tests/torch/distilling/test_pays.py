@@ -1,10 +1,8 @@
-"""The rule that decides whether learning pays, in ten jobs of a made-up world with a clock of its own.
+"""The rule that decides whether learning pays, in ten simulated jobs.
 
-A step takes `step` seconds and gives every sequence the tokens of a chain of six, at an acceptance that goes from
-`start` to `best` with the tokens learnt from, half of the way every `half` tokens; learning from 512 tokens takes
-`lesson` seconds. The rule's run is compared with one that learns nothing, and with one that spends a twentieth of the
-time on it whatever comes of it. It is right where it is at most one part in a hundred slower than without learning
-and, where learning pays, gains at least half of what is to be gained.
+A step takes `step` seconds and yields tokens of a chain of six; acceptance goes from `start` to `best`, halving the gap
+every `half` tokens learnt; 512 tokens take `lesson` seconds. The rule is right if it loses at most 1% against no
+learning and gains at least half of the possible gain.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ JOBS = (
 
 
 def seconds_of(job: Job, budget: LearningBudget | None) -> float:
-    """Of a run, learning as the budget says."""
+    """Return the duration of a run with this learning budget."""
     clock, left, learnt, lessons, look, is_better = 0.0, float(job.num_tokens), 0.0, 0, next_look(0), True
     while left > 0:
         share_learnt = 1.0 - 0.5 ** (learnt / job.half)
@@ -73,7 +71,7 @@ def seconds_of(job: Job, budget: LearningBudget | None) -> float:
 
 
 def test_the_rule_is_right_in_nine_jobs_of_ten() -> None:
-    """And in none does it cost more than the hundredth part."""
+    """In no job does it cost more than one part in a hundred."""
     right = []
     for job in JOBS:
         off, always = seconds_of(job, None), seconds_of(job, LearningBudget(share=0.05))
@@ -86,7 +84,7 @@ def test_the_rule_is_right_in_nine_jobs_of_ten() -> None:
 
 
 def test_in_steps_of_a_millisecond_what_every_step_costs_counts_too() -> None:
-    """Where nothing pays: learning, labels and what is noted of each step, all in all at most a hundredth."""
+    """Where learning does not pay, labels and bookkeeping cost at most one part in a hundred."""
     budget, clock, spent = LearningBudget(share=None), 0.0, 0.0
     for _ in range(100_000):
         clock += 0.001

@@ -1,4 +1,4 @@
-"""Chunks of prompts by FlashAttention, which its mathematics plays here: the tokens and numbers of our kernel."""
+"""Prompt chunks by FlashAttention, simulated here, have the tokens and numbers of our kernel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def engine_on(device: str = "second:0", *, kind: str = "llama", drafts: bool = F
 
 @pytest.fixture
 def taken(second: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each call that went by FlashAttention."""
+    """Return the rows of each FlashAttention call."""
     rows: list[int] = []
 
     def counted(query: torch.Tensor, *others: Any, **how: Any) -> torch.Tensor:
@@ -61,7 +61,7 @@ def same(found: list[Completion], wanted: list[Completion]) -> None:
 
 @functools.cache
 def wanted(kind: str = "llama") -> list[Completion]:
-    """The slow decoder's, one at a time, by our own kernels."""
+    """Return the slow decoder's completions, one at a time by our own kernels."""
     engine = engine_on("cpu", kind=kind, arithmetic="auto")
     return [engine.generate([prompt], PARAMS, seeds=[seed])[0] for seed, prompt in enumerate(PROMPTS)]
 
@@ -111,7 +111,7 @@ def test_what_is_preempted_computes_its_prompt_and_answer_again(taken: list[int]
 
 
 def test_a_sequence_moves_on_in_the_midst_of_its_prompt(taken: list[int]) -> None:
-    """And after accepted branches, whose slots are in another order than their positions."""
+    """It also moves after accepted branches, whose slots are out of order."""
     here, there = (engine_on(speculation=TREE) for _ in range(2))
     for steps in (1, 2, 5):
         for engine in (here, there):
@@ -130,7 +130,7 @@ def test_a_sequence_moves_on_in_the_midst_of_its_prompt(taken: list[int]) -> Non
 
 
 def test_a_turn_goes_on_behind_accepted_branches(taken: list[int]) -> None:
-    """Its chunk sees slots in any order."""
+    """Its chunk reads slots in any order."""
     found = []
     for speculation in (TREE, "off"):
         engine = engine_on(speculation=speculation, max_context=160)
@@ -177,7 +177,7 @@ def test_other_devices_have_none(second: Any) -> None:
 
 
 def test_one_that_computes_something_else_is_found_out(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries at the first keys instead of the last; and one that fails."""
+    """One puts queries at the first keys instead of the last; another fails."""
 
     def first(*row: Any, window_size: tuple[int, int], **how: Any) -> torch.Tensor:
         return played(*row, window_size=(0, 0), **how)
@@ -205,7 +205,7 @@ sequences = st.lists(
     window=st.none() | st.integers(1, 20), kv_heads=st.sampled_from([1, 2, 4]), seed=st.integers(0, 9),
 )  # fmt: skip
 def test_it_is_tree_attention(decoding: Any, prompts: Any, window: int | None, kv_heads: int, seed: int) -> None:
-    """Beside sequences with trees, slots in any order, pasts of any length; the cache ends with the same bits."""
+    """Sequences with trees, unordered slots and pasts of any length; the cache ends with the same bits."""
     draw = np.random.default_rng(seed)
     num = len(decoding) + len(prompts)
     table = draw.permutation(num * 64).astype(np.int32).reshape(num, 64)

@@ -1,7 +1,6 @@
-"""How often a step speaks to its device: one copy up, one result down, and no wait between the two.
+"""A step makes one copy to its device, one back, and no wait in between.
 
-Attention is played by the CPU on the device's memory: its twin looks at every row, and the kernel that stands for it
-does not. Sampling is its twin, on the device.
+Attention runs by the CPU on the device's memory, and sampling is its twin on the device.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ def test_a_level_of_a_drafting_model_is_one_more_of_each(played: Any) -> None:
 
 
 def test_a_drafting_model_reads_there_what_it_keeps_here(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its trees it keeps what came true, by swapping entries; a table that lags makes drafts worse and no token
-    wrong."""
+    """It keeps accepted tree entries by swapping; a stale table costs draft quality, no token."""
     num_looks, stage = 0, KVSpace.stage
 
     def looking(space: KVSpace, meta: AttentionMeta, **arrays: Any) -> Any:
@@ -136,7 +134,7 @@ def test_what_graphs_are_replayed_with_stays_on_the_device(played: Any) -> None:
 
 
 def test_a_table_changes_there_as_it_changes_here() -> None:
-    """By blocks that come, paths that are kept, and sequences that come back."""
+    """New blocks, kept paths and returning sequences update both tables."""
     draw = np.random.default_rng(0)
     table, there = SlotTable(4, 64, 4), np.full(4 * 64, -1, np.int32)
     first, _ = table.take_changed()

@@ -1,4 +1,4 @@
-"""Costs of a device are those of its work, not of its launches; recording it disturbs no other thread."""
+"""A device's costs exclude launches; recording them disturbs no other thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TREE = DraftPlan(drafter="model", depth=3, width=2, branch=2)
 
 
 class DeviceClock:
-    """A second passes when a device that has work is waited for; otherwise none does."""
+    """Clock that advances a second per wait for a busy device."""
 
     def __init__(self, second: Any) -> None:
         self.now, self._second, self._num_kernels = 0.0, second, second.seen().kernels
@@ -46,7 +46,7 @@ def test_a_forward_is_timed_to_its_end_and_without_its_first_sight(
 
 
 def test_what_is_timed_is_what_steps_replay(second: Any) -> None:
-    """A graph belongs to a shape of the slot table: the profile's has the engine's."""
+    """Graphs depend on the slot table's shape, so the profile uses the engine's."""
     settings = {"max_sequences": 4, "max_context": 64, "profile": False, "speculation": "off"}
     engine = make_engine(random_model("llama", seed=0), EngineConfig(device="second:0", **settings))
     target = engine.state.target.runner
@@ -59,7 +59,7 @@ def test_what_is_timed_is_what_steps_replay(second: Any) -> None:
 
 
 def test_a_capture_is_its_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the mode "global" any call of another thread, such as a trainer's in the same process, would break it."""
+    """Capture mode "global" would break on calls of other threads, such as a trainer's."""
     given: list[dict[str, Any]] = []
     stream = type("Stream", (), {"wait_stream": lambda self, other: None})
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
@@ -74,7 +74,7 @@ def test_a_capture_is_its_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("speculation", "exact"), [("off", "off"), (TREE, "off"), (TREE, "on")])
 def test_steps_capture_nothing(second: Any, monkeypatch: pytest.MonkeyPatch, speculation: Any, exact: str) -> None:
-    """A capture takes as long as many steps: all are made when the engine is, the largest first."""
+    """All graphs are captured at construction, the largest first, as a capture takes as long as many steps."""
     captured: list[int] = []
 
     def capture(run: Any) -> Any:
@@ -95,7 +95,7 @@ def test_steps_capture_nothing(second: Any, monkeypatch: pytest.MonkeyPatch, spe
 
 
 def captures(engine: Any) -> list[list[int]]:
-    """Rows of what was captured of each model, in order: the most first, of a shape as many as there are depths."""
+    """Return the rows of each captured graph per model, in order."""
     found = []
     for space in engine.state.spaces:
         shapes = [key[:2] for key in space.runner._graphs._captured]

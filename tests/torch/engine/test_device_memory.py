@@ -1,4 +1,4 @@
-"""KV on a device takes what is left there beside weights and the largest forward, and no more than is of use."""
+"""KV takes the device memory left by weights and the largest forward, and no more than useful."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kv_bytes(engine: Engine) -> int:
 
 
 def test_weights_reach_the_device_in_the_type_in_which_they_are_kept(second: Any) -> None:
-    """In float32 a model that fits may not."""
+    """A model may not fit in float32."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

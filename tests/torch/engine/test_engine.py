@@ -1,4 +1,4 @@
-"""What the engine does for its users: stopping, streaming, cancelling, new weights, moving, and bad input."""
+"""The engine's features: stop, stream, cancel, new weights, moves, and bad input."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_mode_keeps_what_it_learnt_until_the_weights_change(engine: Engine, mo
 
 
 def test_a_completion_says_under_which_strategies_it_decoded(model: Any) -> None:
-    """Counted by hand from what each step says, over a preemption and a move; the first token has none."""
+    """Counted by hand from step reports, over a preemption and a move; the first token has none."""
     engine, other, steps = make(model), make(model), Counter[str]()
     engine.submit(request("x", max_tokens=60))
     plans = [PLAIN, TREE, DraftPlan(drafter="suffix", depth=2)]
@@ -258,7 +258,7 @@ def test_from_pretrained_with_tokenizer_and_drafter(model: Any, tmp_path: Any) -
 
 
 def test_room_is_what_rows_and_blocks_allow(model: Any) -> None:
-    """Nothing is admitted while there is none, and as many as it says when there is."""
+    """Admission stops at zero and takes all that fits."""
     wide = make(model, speculation="off", max_sequences=4)
     assert wide.stats().room == 4
     for index in range(6):

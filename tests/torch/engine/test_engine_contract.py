@@ -1,4 +1,4 @@
-"""The engine `own`, by the contracts of every engine and of those whose sequences move."""
+"""The engine `own` keeps the contracts of engines and of moves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make(model: Any, mode: str | DraftPlan, **options: Any) -> Engine:
 
 
 def made(model: Any, mode: str | DraftPlan) -> Engine:
-    """With a drafter made of the model, which learns between any two steps, and is noise in the next one."""
+    """Return an engine with a drafter of the model that learns between steps and turns to noise."""
     engine = noisy(make(model, mode, draft="auto", learning=1.0), np.random.default_rng(5))
     step = engine.step
 
@@ -46,7 +46,7 @@ def made(model: Any, mode: str | DraftPlan) -> Engine:
 
 @pytest.fixture
 def little_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that short responses make optimizer steps, each of which reaches the drafter."""
+    """Lower the thresholds, so that short responses make optimizer steps that reach the drafter."""
     monkeypatch.setattr(distilling, "LESSON_TOKENS", 16)
     monkeypatch.setattr(distilling, "_SWAP_EVERY", 1)
 

@@ -40,7 +40,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "made of the policy, and learns"])
 def pair(request: pytest.FixtureRequest, model: Any) -> Iterator[tuple[Engine, Engine]]:
-    """A roomy engine that never speculates, and a cramped one to be driven every which way."""
+    """Yield a roomy engine without speculation, and a cramped one for all disturbances."""
     options: dict[str, Any] = {"dtype": request.param}
     if "made" in request.param:
         options = {"draft": "auto", "learning": 1.0}
@@ -53,7 +53,7 @@ def pair(request: pytest.FixtureRequest, model: Any) -> Iterator[tuple[Engine, E
 
 
 def some_requests(rng: np.random.Generator, count: int, temperature: float) -> list[Request]:
-    """Prompt groups that share prefixes, odd lengths, masks on some."""
+    """Return requests with shared prefixes, odd lengths, and some masks."""
     stems = [tuple(rng.integers(0, VOCAB, int(rng.integers(1, 40))).tolist()) for _ in range(3)]
     requests = []
     for index in range(count):
@@ -71,12 +71,12 @@ def some_requests(rng: np.random.Generator, count: int, temperature: float) -> l
 
 
 def what_counts(done: Completion) -> tuple[object, ...]:
-    """Everything the law fixes, to the bit."""
+    """Return all bits that the law fixes."""
     return done.token_ids, done.log_probs, done.tempered_log_probs, done.finish_reason
 
 
 def run(engine: Engine, requests: list[Request], rng: np.random.Generator | None = None) -> dict[str, Completion]:
-    """Submit in some order over some steps, preempting at random when an rng is given."""
+    """Submit over some steps in random order; preempt at random if an rng is given."""
     engine.forget_kept()  # each run computes its prompts itself; what comes of kept ones, test_engine_memory.py sees
     waiting, done = list(requests), {}
     while waiting or engine.has_work:
@@ -113,7 +113,7 @@ def test_tokens_and_log_probs_are_the_same_bits_whatever_happens(
 
 
 def test_drafts_are_really_accepted(pair: tuple[Engine, Engine]) -> None:
-    """The law would hold trivially if nothing were ever drafted."""
+    """Without drafts the law would hold trivially."""
     _, driven = pair
     for mode in (TREE, CHAIN):  # the adaptive ones may rightly find that a tiny model is fastest alone
         driven.set_speculation(mode)
@@ -141,7 +141,7 @@ def test_preemption_and_shared_prefixes_really_happen(model: Any) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_equal_to_the_oracle(model: Any, dtype: str, temperature: float) -> None:
-    """Plain Hugging Face in a loop sharing no code with the engine; a near-tie is forgiven in fp32, never in fp64."""
+    """The oracle is plain Hugging Face in a loop. Near-ties are excepted in fp32, never in fp64."""
     reference = copy.deepcopy(model).to(getattr(torch, dtype))
     reference.set_attn_implementation("eager")
     engine = engine_for(model, dtype=dtype, speculation=TREE)

@@ -1,4 +1,4 @@
-"""Thousands of everything: no operation in any order loses a block, and no number of steps costs memory."""
+"""Thousands of operations lose no block and leak no memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make(**options: object) -> Engine:
 
 
 class RandomUser:
-    """Does anything a caller may do, to two engines that exchange sequences."""
+    """Random caller of two engines that exchange sequences."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -123,9 +123,9 @@ def test_integrity_holds_after_ten_thousand_random_operations() -> None:
     ids=["tree", "suffix-tree", "off", "adaptive"],
 )
 def test_no_memory_grows_over_thousands_of_steps(mode: str | DraftPlan, most_bytes: int) -> None:
-    """The Python heap stays where it is once windows, journals and indexes are full, whichever way drafts are made, and
-    KV in use is always exactly what sequences own. What the adaptive mode remembers of its last trees varies with their
-    sizes, which follow the clock, so it has a wider bound."""
+    """The Python heap is constant once windows, journals and indexes are full; KV in use is what sequences own.
+
+    The adaptive mode's last trees vary in size with the clock, so its bound is wider."""
     engine = make(speculation=mode)
     submitted = 0
 

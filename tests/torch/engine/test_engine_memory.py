@@ -1,7 +1,7 @@
-"""Anything that callers may do to two engines that share, keep, copy, extend and move KV, in any order.
+"""Random use of two engines that share, keep, copy, extend and move KV.
 
-Three judges, none of which shares code with what it judges: every completion is replayed by one forward over all of its
-tokens; every cached position, and every block that holds a prompt, is what a fresh forward writes; blocks add up.
+Three independent judges: each completion is replayed by one forward; each cached position and prompt block equals a
+fresh forward's; blocks add up.
 
     # ten thousand operations and more
     python -m pytest tests/torch/engine/test_engine_memory.py --hypothesis-profile=whole
@@ -67,18 +67,18 @@ def make(index: int = 0, **options: Any) -> Engine:
 
 @functools.cache
 def engines() -> tuple[Engine, Engine]:
-    """Cramped: everything has to give way now and then. They live on from example to example."""
+    """Return two cramped engines, shared by all examples."""
     return make(kv_cache_tokens=208, tree_slots=12, prefill_chunk=24), make(kv_cache_tokens=264, tree_slots=24)
 
 
 @functools.cache
 def judges() -> list[Engine]:
-    """One for each of the weights; their memory is scratch."""
+    """Return one engine per version; their memory is scratch."""
     return [make(index, speculation="off") for index in range(len(weights()))]
 
 
 def fresh_forward(runner: ModelRunner, tokens: np.ndarray, wanted: np.ndarray) -> torch.Tensor:
-    """Logits at the wanted positions of one forward over all tokens; position p's KV is in slot p afterwards."""
+    """Return logits at wanted positions of one forward; position p's KV is in slot p afterwards."""
     positions = np.arange(len(tokens), dtype=np.int32)
     meta = AttentionMeta(
         slots=positions, table_rows=np.zeros(len(tokens), np.int32), context_lens=positions + np.int32(1),
@@ -92,7 +92,7 @@ def kv_at(runner: ModelRunner, slots: np.ndarray) -> torch.Tensor:
 
 
 def replay(done: Completion, asked: Request, index_of: dict[int, int]) -> None:
-    """Each token and its log-probs are what the weights of its version say behind those before it."""
+    """Assert that each token and log-prob follows from the weights of its version."""
     count, versions = len(done.token_ids), np.asarray(done.weights_versions)
     tokens = np.asarray((*done.prompt_token_ids, *done.token_ids), np.int32)
     wanted = len(done.prompt_token_ids) - 1 + np.arange(count)
@@ -234,7 +234,7 @@ class Memory(RuleBasedStateMachine):
         Memory.seen[end] += 1
 
     def _pick(self, names: Iterable[str], which: int, place: int) -> str:
-        """One of them; where there is none, more is submitted, so that there will be."""
+        """Return one of the names; submit more if there is none."""
         known = sorted(names)
         if not known:
             self.submit(
@@ -267,7 +267,7 @@ class Memory(RuleBasedStateMachine):
             assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
     def _check_rows(self, engine: Engine) -> None:
-        """One running sequence, and one that rests: all that is cached of it, in both spaces."""
+        """Check all cached KV, in both spaces, of one running and one resting sequence."""
         rows, scheduler = engine.state.rows, engine.scheduler
         for sequence in scheduler.running[-1:]:
             held = rows.tokens[sequence.row]
@@ -280,7 +280,7 @@ class Memory(RuleBasedStateMachine):
                 self._same_kv(space.runner, index, tokens, kv.slots[: kv.num_cached])
 
     def _check_kept(self, engine: Engine) -> None:
-        """Every block that any prompt would find holds this prompt."""
+        """Check that every findable block holds its prompt."""
         pool = engine.state.pool
         for prompt in self.prompts:
             prefix = Prefix.of(prompt, BLOCK)
@@ -294,7 +294,7 @@ class Memory(RuleBasedStateMachine):
                         Memory.seen["blocks compared"] += 1
 
     def _same_kv(self, runner: ModelRunner, index: int, tokens: np.ndarray, slots: np.ndarray) -> None:
-        """Of the last positions of `tokens`, as many as there are slots."""
+        """Compare the KV of the last positions, one per slot."""
         if len(slots):
             judge = judges()[self.index_of_version].state.spaces[index].runner
             fresh_forward(judge, tokens, np.zeros(1))

@@ -1,4 +1,4 @@
-"""Unmodified Hugging Face models through the engine: their own logits, their law, and refusals by name."""
+"""Unmodified Hugging Face models in the engine: their logits, the law, and refusals by name."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_sliding_windows_are_honoured_past_the_window() -> None:
 
 
 def test_an_attention_that_bypasses_the_interface_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bias added inside one layer passes no configuration check; the self check against Hugging Face sees it."""
+    """A bias inside one layer passes the configuration checks; the self check finds it."""
     model = random_model("llama", seed=2, vocab_size=VOCAB)
     from rlhfspec.engine.forward import runner
 

@@ -1,4 +1,4 @@
-"""What a request carries is checked when it is submitted: then no step ever raises, whoever sent what."""
+"""Requests are checked at submission, so that no step ever raises."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def engine(model: Any) -> Engine:
-    """With both drafters at work: what a request carries reaches them too."""
+    """Return an engine with both drafters, which requests reach too."""
     config = EngineConfig(max_sequences=4, max_context=64, profile=False, num_threads=1, speculation="adaptive")
     return make_engine(copy.deepcopy(model), config, draft=perturbed(model, 0.1))
 

@@ -1,4 +1,4 @@
-"""The engine on a device that is not the CPU: the same bits, and how often it speaks to the device."""
+"""The engine on another device: same bits, few exchanges with the device."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_torch_does_not_know_is_no_device() -> None:
 def test_another_cpu_is_no_reason_to_refuse_a_move_between_devices(
     second: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The arithmetic is the device's, whatever the host's CPU could do."""
+    """The device computes, so the host's CPU does not matter."""
     here = engine_on("second:0", arithmetic="auto").state.target.runner
     assert here.config.arithmetic == "torch"
     monkeypatch.setattr(linear, "available_arithmetics", lambda dtype: ("amx", "fma", "torch"))
@@ -66,7 +66,7 @@ def test_another_cpu_is_no_reason_to_refuse_a_move_between_devices(
 
 @pytest.mark.parametrize("context", [64, 1000, 4000])
 def test_in_bfloat16_long_contexts_are_taken(second: Any, context: int) -> None:
-    """Angles of RoPE keep their float32: rounded, they differed by .15 of the largest logit at position 1,000."""
+    """Rounded RoPE angles would shift logits by .15 of the largest at position 1,000."""
     model = random_model("llama", seed=0)
     model.config.max_position_embeddings = 4096  # angles do not depend on it
     settings = {"max_sequences": 1, "max_context": context, "profile": False, "speculation": "off"}
@@ -86,7 +86,7 @@ def test_new_values_of_a_buffer_reach_the_device(second: Any) -> None:
 
 
 def test_a_fingerprint_is_computed_where_the_weights_are(second: Any) -> None:
-    """Steps wait for it: 8 bytes a tensor come down, in one copy, and nothing goes up."""
+    """Steps wait for it, so one copy of 8 bytes a tensor comes down, and nothing goes up."""
     runner = engine_on("second:0").state.target.runner
     with second.counted() as seen:
         first = runner.fingerprint()
@@ -104,7 +104,7 @@ def test_a_fingerprint_is_computed_where_the_weights_are(second: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("size", [1, 2, 7, 64, 3 * 5000 + 1])
 def test_a_checksum_sees_every_change(monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype) -> None:
-    """One bit anywhere, two words in each other's place, and words beyond the part that is summed at a time."""
+    """One bit, two swapped words, and words beyond one summed part."""
     monkeypatch.setattr(checksums, "_WORDS", 4096)
     tensor = torch.randint(1, 100, (size,), generator=torch.Generator().manual_seed(size)).to(dtype)
     seen = {checksums.checksums_on_device([tensor])[0]}

@@ -1,4 +1,4 @@
-"""Sliding windows of every size, against plain Hugging Face: prompts shorter and longer, however it drafts."""
+"""Sliding windows of every size against plain Hugging Face, with all drafters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def requests(lengths: tuple[int, int], seed: int) -> list[Request]:
 
 
 def preempt(engine: Engine, step: int) -> None:
-    """Once while prompts are read in chunks, and once when they have been read."""
+    """Preempt once during prefill chunks, and once after prefill."""
     if step in (5, 50) and engine.scheduler.running:
         engine.preempt(engine.scheduler.running[0].request.id)
 

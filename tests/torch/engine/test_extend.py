@@ -1,4 +1,4 @@
-"""A turn is an append: a sequence that stays goes on with what it has, by the law as if it were all one prompt."""
+"""A turn is an append: a kept sequence continues as if all were one prompt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def said(turn: int) -> tuple[int, ...]:
 def fresh(
     done: Completion, *, seed: int, weights: Any = None, version: int = 0, params: SamplingParams = PARAMS
 ) -> object:
-    """What a request with the whole conversation as its prompt gives."""
+    """Return the result of a request with the whole conversation as its prompt."""
     engine = make(speculation="off")
     if weights is not None:
         engine.load_weights(weights.state_dict(), version=version)
@@ -37,7 +37,7 @@ def fresh(
 
 
 def talk(engine: Engine, turns: range, *, names: tuple[str, ...] = ("chat",)) -> int:
-    """All take their turns together; each is what a fresh request gives. Returns how many prompt tokens ran."""
+    """Run all turns together, compare with fresh requests, and return the prompt tokens run."""
     before = engine.stats().num_prefill_tokens
     for turn in turns:
         for index, name in enumerate(names):
@@ -51,7 +51,7 @@ def talk(engine: Engine, turns: range, *, names: tuple[str, ...] = ("chat",)) ->
 
 @pytest.mark.parametrize("speculation", ["off", TREE, SUFFIX, "adaptive"])
 def test_only_what_is_new_runs(speculation: str | DraftPlan) -> None:
-    """Beside it the last token of the turn before, which was chosen and never run."""
+    """Only new tokens run, and the last token of the previous turn, which was chosen but not run."""
     engine = make(speculation=speculation)
     engine.submit(staying())
     first = drain(engine)["chat"]
@@ -86,7 +86,7 @@ def test_a_sequence_that_stays_has_no_row_and_gives_way_when_memory_is_needed() 
 
 
 def test_nobody_gives_way_in_vain() -> None:
-    """For a newcomer that would not fit all the same, behind those that run."""
+    """Nothing is preempted for a newcomer that would still not fit."""
     engine = make(speculation="off", kv_cache_tokens=16 * 12)
     engine.submit(staying())
     drain(engine)
@@ -125,7 +125,7 @@ def test_a_turn_has_its_own_parameters_or_those_before() -> None:
 
 
 def test_one_that_is_extended_may_lose_its_memory_and_move() -> None:
-    """Its blocks are no longer those of one prompt, so nobody shares them by mistake, until it is computed anew."""
+    """Its blocks are then not those of one prompt, so they are not shared until recomputed."""
     here, there = make(), make()
     for name in ("preempted", "moved", "in rounds", "waiting"):
         here.submit(staying(name, seed=len(name)))

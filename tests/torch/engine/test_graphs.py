@@ -1,4 +1,4 @@
-"""Fixed buffers and padding: what a captured graph would replay, called again on the CPU. No GPU is needed or used."""
+"""Fixed buffers and padding of captured graphs, called again on the CPU without a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from rlhfspec.tiny import perturbed, random_model
 
 
 def planned_anew(runner: ModelRunner) -> Forward:
-    """The CPU kernel plans a batch once per meta; a GPU kernel reads the buffers themselves at every replay."""
+    """Return a forward that is planned anew: CPU kernels plan once per meta, GPU kernels read buffers at every
+    replay."""
 
     def forward(tokens: torch.Tensor, positions: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
         fields = (meta.slots, meta.table_rows, meta.context_lens, meta.extra, meta.slot_table)

@@ -1,4 +1,4 @@
-"""Prompts outlive the sequences that brought them: how much is not run again, with the same bits."""
+"""Prompts outlive their sequences: blocks are reused with the same bits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def an_engine() -> Engine:
 
 
 class Counted:
-    """Runs requests, and counts the prompt tokens that they run."""
+    """Runner that counts prompt tokens."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -75,7 +75,7 @@ def in_order(counted: Counted) -> None:
 
 
 def chats(counted: Counted) -> None:
-    """Six of them, five turns of 30 tokens answered by 24, behind a system prompt of 200."""
+    """Run six chats of five turns (30 tokens, answered by 24) behind a system prompt of 200."""
     prompts = [tokens(seed=99, count=200)] * 6
     for turn in range(5):
         prompts = [prompt + tokens(seed=100 + 10 * chat + turn, count=30) for chat, prompt in enumerate(prompts)]
@@ -85,7 +85,7 @@ def chats(counted: Counted) -> None:
 
 
 def preempted(counted: Counted) -> None:
-    """Three of six lose their memory 13 tokens on, and come back; only what they run then counts."""
+    """Preempt three of six after 13 tokens and count only what they rerun."""
     for group, prompt in enumerate(PROMPTS):
         counted.engine.submit(request(str(group), prompt, seed=group))
     for _ in range(13):
@@ -192,7 +192,7 @@ def test_the_prompt_used_longest_ago_gives_way_its_end_first() -> None:
 
 
 def test_what_a_newcomer_shares_is_no_longer_free_for_it() -> None:
-    """Admission counts kept blocks that it takes back as taken: else it would give out what is not there."""
+    """Admission counts reclaimed blocks as taken; otherwise it would overcommit."""
     engine = make(speculation="off", kv_cache_tokens=16 * 7, max_sequences=4)
     long = tokens(seed=1, count=70)  # 5 blocks
     engine.submit(request("long", long, max_tokens=2))
@@ -290,8 +290,9 @@ def test_siblings_that_come_together_run_their_prompt_once_and_copy_its_tail() -
 
 
 def test_a_tail_whose_block_is_given_out_meanwhile_is_copied_all_the_same() -> None:
-    """To the very newcomer that copies it: it is read before anything is written, and the next one, for which one that
-    stays gives way, does not read what is not written yet."""
+    """The newcomer that gets the block copies it first. The next one, for which a resting sequence gives way, does not
+    read
+    unwritten data."""
     engine = make(speculation="off", kv_cache_tokens=16 * 8, max_sequences=3)
     prompt = tokens(seed=3, count=48)  # two whole blocks, and 15 tokens behind them
     engine.submit(request("stays", stays=True, max_tokens=13))

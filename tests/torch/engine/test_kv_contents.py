@@ -1,6 +1,6 @@
-"""What lies in the cache is what a fresh forward would write: for target and draft, after everything that can happen.
+"""Cached KV equals a fresh forward's, for target and draft, after all events.
 
-A stale draft entry never changes a token (the law), it only makes drafts worse; so it needs a test of its own.
+A stale draft entry changes no token and only worsens drafts, so it needs its own test.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def make(model: Any, draft: Any, **options: Any) -> Engine:
 
 
 def written_afresh(runner: ModelRunner, tokens: np.ndarray) -> torch.Tensor:
-    """[positions, layers, 2, heads, dim] of one forward over `tokens` alone."""
+    """Return [positions, layers, 2, heads, dim] of one forward over `tokens` alone."""
     positions = np.arange(len(tokens), dtype=np.int32)
     meta = AttentionMeta(
         slots=positions,
@@ -48,7 +48,7 @@ def written_afresh(runner: ModelRunner, tokens: np.ndarray) -> torch.Tensor:
 
 
 def check(engine: Engine, fresh: Engine) -> int:
-    """Compare every cached position of every running sequence; returns how many draft positions there were."""
+    """Compare the cache of every running sequence; return the number of draft positions."""
     compared = 0
     for sequence in engine.scheduler.running:
         row = sequence.row
@@ -88,8 +88,7 @@ def test_every_cached_position_holds_what_a_fresh_forward_writes(dtype: str) -> 
 
 
 def test_the_draft_is_never_more_than_the_last_step_behind() -> None:
-    """Drafting at every step, what is missing before a proposal is only what the last verification added: the token it
-    chose itself, and at a full acceptance the leaf that was never expanded."""
+    """Only the last verification's tokens are missing: the chosen one, and at full acceptance the unexpanded leaf."""
     model = random_model("llama", seed=6, vocab_size=VOCAB)
     engine = make(model, perturbed(model, 0.02), speculation=DraftPlan(drafter="model", depth=4))
     for index in range(4):

@@ -1,4 +1,4 @@
-"""Sequences that move between engines: the same tokens and log-probs, whenever and however they go."""
+"""Sequences that move between engines keep tokens and log-probs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_bf16_moves_bit_for_bit_too() -> None:
 
 
 def test_a_whole_prompt_that_is_here_is_not_sent_again() -> None:
-    """Siblings share its blocks after they came, as those do that compute it; one that comes late shares them too."""
+    """Siblings, also late ones, share the blocks that arrived."""
     here, there = make(), make()
     for index in range(4):
         here.submit(request(str(index), seed=index))
@@ -88,7 +88,7 @@ def siblings(engine: Engine, count: int, num_steps: int = 6) -> None:
 
 
 def test_siblings_that_arrive_together_bring_their_prompt_once() -> None:
-    """The first of them promises it to the others, which land behind it in whatever order."""
+    """The first promises it to the others, which may land in any order."""
     here, there = make(), make()
     siblings(here, 4)
     used = here.stats().num_blocks - here.stats().num_free_blocks
@@ -174,7 +174,7 @@ def test_what_was_learnt_of_a_sequence_goes_with_it() -> None:
 
 
 def test_it_is_as_old_as_it_was() -> None:
-    """Neither the youngest of those that run, nor behind the queue when there is no room."""
+    """It is neither the youngest running sequence nor last in the queue."""
     old, young = make(), make(max_sequences=2)
     old.submit(request("old", seed=1))
     old.step()
@@ -309,7 +309,7 @@ def test_a_range_holds_at_most_the_bytes_it_may() -> None:
 
 
 def test_kv_is_packed_once_into_the_memory_of_a_link() -> None:
-    """The parts are views of it, one behind the other; the other side reads them where they landed."""
+    """The parts are consecutive views, read in place at the destination."""
     here, there = make(), make()
     here.submit(request("x"))
     here.step()

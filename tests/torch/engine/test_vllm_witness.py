@@ -1,4 +1,4 @@
-"""What looks at vLLM's tokens when a model is loaded: it sees a wrong law in any of its parts."""
+"""The witness of vLLM's tokens at load finds any deviation from the law."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_law_is_found_right() -> None:
 
 
 def masked_before_the_temperature(of: dict[str, Any]) -> dict[str, Any]:
-    """As samplers do that cut what is unlikely to the model itself, and heat what is left."""
+    """Return a law that masks before the temperature, as some samplers do."""
     order = of["logits"].sort(-1, descending=True)
     behind = order.values.softmax(-1).cumsum(-1) - order.values.softmax(-1)
     is_kept = (behind < TOP_P) & (torch.arange(NUM_TOKENS) < TOP_K)

@@ -1,4 +1,4 @@
-"""Models in bfloat16: what is rounded and what is not, wherever a model is loaded, and that the proof sees it."""
+"""Models in bfloat16: rounding is the same wherever a model loads, and the proof sees it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_parameters_are_what_hugging_face_makes_of_them(model_type: str) -> None
 
 
 def test_no_buffer_of_any_class_changes_its_type() -> None:
-    """Without values, so that all classes are looked at."""
+    """All classes are checked, without values."""
     num_float = 0
     for model_type in model_types():
         try:
@@ -104,7 +104,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def with_buffers(model: nn.Module, precision: Precision) -> None:
-    """What `Module.to(dtype)` does; where activations stay in float32, what is left of the buffers."""
+    """Convert as `Module.to(dtype)` does; with float32 activations, only the remaining buffers."""
     cast(model, precision)
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -119,7 +119,7 @@ def load_engine(model: Any, *, dtype: str = "bfloat16", arithmetic: str = "auto"
 
 
 def load_engine_as_on_a_gpu(patch: pytest.MonkeyPatch) -> Any:
-    """It computes in bfloat16, by torch's own functions."""
+    """Load an engine that computes in bfloat16 by torch's own functions."""
     patch.setattr(runner.ModelRunner, "activation_dtype", property(lambda self: self.config.dtype))
     return load_engine(long_model(), arithmetic="torch")
 
@@ -176,7 +176,7 @@ def test_rounded_buffers_are_refused_wherever_a_model_is_loaded(
 
 
 class _Broken(nn.Module):
-    """Runs in float32 only, as code may that was never tried in another type."""
+    """Module that fails in every type but float32."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ def test_what_was_found_is_of_the_model_that_runs() -> None:
 
 
 def held(engine: Any, name: str) -> Tensor:
-    """A weight as the engine has it."""
+    """Return a weight as the engine has it."""
     path, _, leaf = name.rpartition(".")
     module = engine.state.target.runner.fused.model.get_submodule(path)
     return module.unpacked_weight() if isinstance(module, PackedLinear) else getattr(module, leaf)
@@ -276,7 +276,7 @@ def test_a_buffer_that_is_loaded_later_is_not_rounded() -> None:
 
 
 def test_a_buffer_of_a_model_that_moved_gets_new_values() -> None:
-    """Moved to a device, parameters are the same tensors as before and buffers are others."""
+    """A move replaces buffers but keeps parameters."""
     model = tiny_model(tiny_config("deepseek_v3"))
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     examine(model, name="model", max_context=128)

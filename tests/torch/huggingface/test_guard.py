@@ -1,4 +1,4 @@
-"""A row's bits are its own: every torch function that the audit lets through, and every one that the guard runs."""
+"""A row's bits are its own in every torch function of the audit and of the guard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 def aten(name: str, *others: Any, first: Any = None) -> Function:
-    """torch's function by the name under which the dispatcher knows it, of rows and of whatever comes behind."""
+    """Return the torch function by its dispatcher name, applied to rows and further arguments."""
     packet = getattr(torch.ops.aten, name)
     return lambda x: packet(*(() if first is None else (first,)), x, *others)
 
@@ -115,7 +115,7 @@ def test_a_function_of_the_other_rows_is_seen() -> None:
 @pytest.mark.parametrize("terms", [1, 2, 3, 4, 8, 33])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_sums_over_the_terms_of_a_row_are_its_own(terms: int, width: int) -> None:
-    """[T, k, H].sum(1), as mixtures of experts do it; and means over heads."""
+    """[T, k, H].sum(1), as in mixtures of experts; and means over heads."""
     parts = torch.stack([rows_of(width, seed) for seed in range(terms)], dim=1)
     for function in (torch.sum, torch.mean, torch.amax):
         together = function(parts, dim=1)
@@ -210,7 +210,7 @@ def test_a_product_of_what_is_no_weight_is_torchs_own(guard: Guard) -> None:
 
 
 def test_small_matrices_of_a_row_are_multiplied_row_by_row(guard: Guard) -> None:
-    """Of each row its own [2, 4] and [4, 4], as hyper-connections do it."""
+    """Each row has its own [2, 4] and [4, 4], as in hyper-connections."""
     one, other = rows_of(8).view(-1, 2, 4), rows_of(16, 1).view(-1, 4, 4)
     with torch.inference_mode(), guard:
         together = one @ other
@@ -219,7 +219,7 @@ def test_small_matrices_of_a_row_are_multiplied_row_by_row(guard: Guard) -> None
 
 
 def test_complex_products_are_written_out(guard: Guard) -> None:
-    """RoPE as Llama 4 and others do it."""
+    """Llama 4's RoPE is an example."""
     turns = torch.polar(torch.ones(NUM_ROWS, 33), rows_of(33, 1))
     for width in (1, 3, 8, 33):
         states = torch.view_as_complex(rows_of(2 * width).view(NUM_ROWS, width, 2).contiguous())

@@ -1,4 +1,4 @@
-"""What loading finds out about a model, what it asks it, and what it refuses: by what is, never by names."""
+"""Findings, questions and refusals at load depend on what a model does, never on names."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_trunk_and_what_it_returns_are_found() -> None:
 
 
 def probed(model_type: str, max_context: int, **changes: Any) -> list[tuple[int, int]]:
-    """(first position, last position) of every probe."""
+    """Return (first position, last position) of every probe."""
     model = tiny_model(tiny_config(model_type, **changes))
     anatomy = examine(model, name="model", max_context=max_context)
     return [(probe.past, probe.length - 1) for probe in choose(anatomy, model.config, max_context, 97)]
@@ -107,7 +107,7 @@ def test_probes_never_leave_the_context() -> None:
 
 
 def test_a_far_probe_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a context of 131,072 positions costs the tokens that the end of 4,096 costs: a few."""
+    """The end of 131,072 positions costs as few tokens as that of 4,096."""
     look_up, looked_up = torch.nn.functional.embedding, 0
 
     def counted(tokens: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -130,7 +130,7 @@ def test_a_far_probe_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 0.02)])
 @pytest.mark.parametrize("num_layers", [1, 24])
 def test_noise_is_what_rounding_does_and_the_engine_is_no_further(dtype: str, most: float, num_layers: int) -> None:
-    """Of bfloat16 more only where the processor has products that round what they read."""
+    """For bfloat16 more is allowed only on processors whose products round inputs."""
     rounds_rows = dtype == "bfloat16" and arithmetic_for(torch.bfloat16) in ("amx", "dpbf16")
     least = 1e-4 if rounds_rows else 1e-7
     report = engine_of(tiny_model(tiny_config("llama", num_hidden_layers=num_layers)), dtype=dtype).reports["model"]
@@ -200,7 +200,7 @@ def test_the_drafter_is_called_drafter() -> None:
 
 
 class _Peeking(nn.Module):
-    """Adds the mean over the tokens: nothing that a configuration would say."""
+    """Module that adds the mean over tokens, which no configuration shows."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def test_a_module_that_looks_at_other_tokens_is_named() -> None:
 
 
 def test_logits_that_are_changed_behind_the_head_are_the_models_own() -> None:
-    """Whatever a model does there is its own code: soft caps, multipliers, other heads."""
+    """Soft caps, multipliers and other heads are its own code."""
     config = tiny_config("cohere", logit_scale=0.3)
     verdict = judge(lambda: tiny_model(config))
     assert verdict.kind == "right", verdict
@@ -296,7 +296,7 @@ def test_new_weights_change_the_fingerprint_and_the_old_ones_bring_it_back() -> 
 
 
 def test_experts_loaded_later_are_those_loaded_first() -> None:
-    """A mixture under new weights gives what an engine made of them gives."""
+    """A mixture under new weights equals a new engine of them."""
     model, other = (tiny_model(tiny_config("gpt_oss"), seed=seed) for seed in (0, 1))
     engine = engine_of(model)
     engine.load_weights({name: tensor.clone() for name, tensor in other.state_dict().items()}, version=1)
@@ -321,7 +321,7 @@ def test_every_row_of_a_mixture_is_counted_once() -> None:
 
 
 def saved(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    """A tiny model whose weights on the disk were changed."""
+    """Return a tiny model with changed weights on disk."""
     random_model("llama", seed=0).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     change(weights)
@@ -387,7 +387,7 @@ def test_tied_weights_and_old_buffers_do_not_count(kind: str, old: str, tmp_path
 
 
 def test_a_critic_may_begin_from_a_classifier(tmp_path: Path) -> None:
-    """Its own head is new, so another's head, or none, is nothing that it lacks."""
+    """It makes its own head, so a missing or foreign one does not matter."""
 
     def as_a_classifier(weights: dict[str, Tensor]) -> None:
         weights["score.weight"] = torch.ones(1, weights.pop("lm_head.weight").shape[1])

@@ -1,7 +1,6 @@
-"""Bugs planted into what the engine runs: the proof at load names them, and without it the sweep's judge does.
+"""Planted bugs are named by the proof at load, and found by the sweep's judge without it.
 
-Each was a real mistake somewhere: a window one token too long, a scale a little off, a bias lost on the way, RoPE that
-forgets its scaling behind the original length, two experts exchanged.
+Each was a real mistake: a window one token long, a wrong scale, a lost bias, unscaled RoPE, exchanged experts.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def in_specs(patch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
-    """Whatever an attention was found to do, the engine goes by something else."""
+    """Make the engine use another attention than was found."""
     found = anatomy._Tracer.specs
     patch.setattr(anatomy._Tracer, "specs", lambda self, near, far: tuple(map(change, found(self, near, far))))
 
 
 def behind_fuse(patch: pytest.MonkeyPatch, spoil: Callable[[Any], None]) -> None:
-    """The model that came out of the exchange is spoilt."""
+    """Spoil the model after the exchange."""
     fuse = runner.fuse
 
     def spoilt(*arguments: Any, **keywords: Any) -> Any:
@@ -77,7 +76,7 @@ def lost_bias(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgotten_rope(patch: pytest.MonkeyPatch) -> None:
-    """Angles behind the original length are those of plain RoPE."""
+    """Use plain RoPE angles behind the original length."""
     scaled = RotaryTable._make
 
     def make(self: RotaryTable, x: torch.Tensor, args: Any, kwargs: Any) -> Any:
@@ -103,7 +102,7 @@ def swapped_experts(patch: pytest.MonkeyPatch) -> None:
 
 
 def swapped_expert_weights(patch: pytest.MonkeyPatch) -> None:
-    """A token's two experts are weighted the wrong way round: the same experts, another sum."""
+    """Swap the weights of a token's two experts."""
     forward = PackedExperts.forward
     patch.setattr(PackedExperts, "forward", lambda self, x, index, weights: forward(self, x, index, weights.flip(1)))
 

@@ -1,4 +1,4 @@
-"""Weights that are kept in bfloat16 are never whole in float32 on their host, and what comes of it is the same."""
+"""Weights kept in bfloat16 are never whole in float32 on the host, with the same results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BF16 = torch.bfloat16
 
 
 def mixed(folder: Path, kind: str) -> Path:
-    """In bfloat16 but for a norm and, where there are any, buffers."""
+    """Return a model in bfloat16 except a norm and buffers."""
     model = tiny_model(tiny_config(kind))
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
@@ -68,7 +68,7 @@ KINDS = ("llama", "llama-tied", "gemma2", "gpt2", "mixtral", "gpt_oss", "deepsee
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_at_a_time_gives_the_bits_of_all_at_once(kind: str) -> None:
-    """Of the right answers, rounded rows and products moved by noise included: weights are known where they lie."""
+    """The answers include rounded rows and products moved by noise; weights are known by address."""
     try:
         narrow = random_model(kind, seed=1) if kind == "llama-tied" else tiny_model(tiny_config(kind))
         precision = precision_of(narrow, BF16)
@@ -111,7 +111,7 @@ def test_a_forward_that_fails_leaves_weights_as_they_were() -> None:
 
 
 def test_a_wide_weight_is_forgotten_with_its_memory() -> None:
-    """What is made in its place later is no weight."""
+    """A later tensor at the same address is no weight."""
     weight = torch.nn.Parameter(torch.randn(8, 16).to(BF16))
     guard = Guard(arithmetic="auto")
     guard.know([("weight", weight)], Precision(BF16))
@@ -125,7 +125,7 @@ def test_a_wide_weight_is_forgotten_with_its_memory() -> None:
 
 
 def test_an_engine_of_stored_weights_is_that_of_wide_ones(tmp_path: Path) -> None:
-    """Tokens and log-probs to the bit, in both types, and the trainer's reports too."""
+    """Tokens, log-probs and trainer reports are equal to the bit, in both types."""
     cast(model := random_model("qwen3", seed=2), Precision(BF16))
     model.save_pretrained(tmp_path)
     for dtype in ("bfloat16", "float32"):

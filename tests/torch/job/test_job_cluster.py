@@ -1,5 +1,4 @@
-"""What a job says of a cluster: its checks, the line that a laptop says of it, and the definition of the resource
-as text. An API server is asked in e2e/test_crd.py."""
+"""A job in a cluster: checks, the laptop's note, and the CRD. See also e2e/test_crd.py."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ CLUSTER = {
 
 
 def fields_refused(manifest: dict[str, Any]) -> list[str]:
-    """By what the first pod of a job asks."""
+    """Return the fields refused by the first pod's checks."""
     try:
         job = RLHFJob.model_validate(manifest)
     except ValidationError as error:
@@ -69,7 +68,7 @@ def test_what_is_wrong_is_named(wrong: Wrong) -> None:
 
 
 def test_what_only_an_api_server_refuses_is_too_long_alone() -> None:
-    """A machine of one's own needs no bounds; nothing else may pass there and not in a cluster."""
+    """Local jobs need no bounds; nothing else may pass only there."""
     for wrong in WRONG:
         if wrong.by == "server":
             assert len(next(iter(reversed(wrong.edits.values())))) > 64
@@ -100,7 +99,7 @@ def test_roles_are_those_that_have_a_pod() -> None:
 
 
 def test_the_definition_bounds_everything() -> None:
-    """Else the API server takes a rule's cost for endless."""
+    """Otherwise the API server counts a rule's cost as endless."""
 
     def walk(node: dict[str, Any], path: str) -> None:
         kind = node.get("type")

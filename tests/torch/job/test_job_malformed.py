@@ -1,4 +1,4 @@
-"""Malformed jobs and datasets through the real command line: exit code 2, the field, the fix, no traceback."""
+"""Malformed jobs and datasets exit with code 2, the field and the fix, without traceback."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ CONFIGS = {
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every path in a job that can be changed, blocks too."""
+    """Yield every path of a job that can be changed, blocks too."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in items:
         yield f"{path}{key}", child

@@ -1,4 +1,4 @@
-"""Splits of attention: the same bits wherever they are computed, and up to one split the bits of one softmax."""
+"""Splits of attention have the same bits anywhere, and up to one split those of one softmax."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ISAS = [isa for isa in build.GENERAL_ISAS if build.supports(isa)]
 
 @pytest.fixture
 def every_isa(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Choose the instruction set of attention and of merging."""
+    """Return a function that selects the instruction set of attention and merging."""
     kernels, merge_kernel = module._kernels, attention_splits._kernel
 
     def choose(isa: str) -> None:
@@ -81,7 +81,7 @@ def test_a_chain_has_the_same_bits_as_tree_and_as_prefill(committed: int, option
 
 @needs_native
 def test_splits_matter_only_beyond_the_first() -> None:
-    """The comparisons above could find a difference; and a context of one split is one softmax."""
+    """It proves that the comparisons can fail, and that one split is one softmax."""
     case = make_case(LONG, Shape())
     split, unsplit = case.run(split=64), case.run(split=UNSPLIT)
     is_long = torch.from_numpy(case.meta.context_lens + (case.meta.extra >= 0).sum(1) > 64)
@@ -100,7 +100,7 @@ def test_splits_matter_only_beyond_the_first() -> None:
 
 
 def holding(case: Case, splits: tuple[int, int], split: int) -> Case:
-    """The part of a case that lies with who has these splits: of the others neither keys and values nor their slots."""
+    """Return the part of a case with these splits, without keys, values and slots of others."""
     first, stop = splits[0] * split, splits[1] * split
     meta, kv = case.meta, torch.full_like(case.kv, torch.nan)
     table, extra, slots = meta.slot_table.copy(), meta.extra.copy(), meta.slots.copy()
@@ -118,7 +118,7 @@ def holding(case: Case, splits: tuple[int, int], split: int) -> Case:
 
 
 def parts_of(case: Case, cuts: tuple[int, ...], split: int, kernel: Callable[..., Any], options: Options) -> list[Any]:
-    """As if each run of splits between two cuts lay with another process."""
+    """Run each range of splits between cuts as in another process."""
     options = {name: value for name, value in options.items() if name != "sinks"}  # they come in at the end
     return [
         holding(case, splits, split).run(kernel, splits=splits, split=split, **options) for splits in pairwise(cuts)
@@ -152,7 +152,7 @@ def test_no_bit_of_a_long_context_depends_on_where_it_is_computed(
     split: int, committed: int, rows: int, dtype: torch.dtype, every_isa: Callable[[str], None],
     threads: Callable[[int], None],
 ) -> None:  # fmt: skip
-    """72 contexts, over 600 comparisons: rows alone, placements, other slots and three threads, instruction sets."""
+    """72 contexts in over 600 comparisons: rows alone, placements, slots, three threads, instruction sets."""
     forest = [Sequence(committed, chain(rows), as_tree=bool(rows % 2)), Sequence(200, chain(20), as_tree=False)]
 
     def case(place_seed: int = 0) -> Case:
@@ -214,14 +214,14 @@ RECORDED = {
 
 
 def numbers(*shape: int, seed: int) -> torch.Tensor:
-    """Multiples of 1/8192 in [-4, 4): the same on every machine and with every version of everything."""
+    """Return multiples of 1/8192 in [-4, 4), the same on every machine and version."""
     places = np.arange(np.prod(shape), dtype=np.uint64) * np.uint64(2654435761) + np.uint64(seed * 40503)
     mixed = (places ^ (places >> np.uint64(13))) * np.uint64(2246822519)
     return torch.from_numpy(((mixed >> np.uint64(8)) % np.uint64(65536)).astype(np.float32) / 8192 - 4).reshape(shape)
 
 
 def recorded_case(dtype: torch.dtype) -> Case:
-    """A chunk at the end of SPLIT positions, of heads of 72."""
+    """Return a chunk at the end of SPLIT positions, with heads of 72."""
     rows = 5
     slots = np.arange(SPLIT, dtype=np.int32)
     meta = AttentionMeta(
@@ -245,7 +245,7 @@ RECORDED_OPTIONS: dict[str, Options] = {
 def test_up_to_a_split_the_bits_are_those_of_the_kernel_without_splits(
     options: str, dtype: torch.dtype, isa: str, every_isa: Callable[[str], None]
 ) -> None:
-    """Written down with the kernel of before: one softmax over all positions."""
+    """They were recorded with the kernel before splits: one softmax over all positions."""
     every_isa(isa)
     out = recorded_case(dtype).run(layer=0, **RECORDED_OPTIONS[options])
     assert digest(out) == RECORDED[options, dtype]
@@ -308,7 +308,7 @@ def test_triton_merges_as_many_rows_at_a_time_as_there_is_room_for(monkeypatch: 
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("options", TRITON_OPTIONS)
 def test_triton_gives_short_contexts_the_bits_of_one_softmax(options: Options) -> None:
-    """However much room the slot table has: what a context of up to a split is merged with is nothing."""
+    """The slot table may be larger: empty splits merge as nothing."""
     short = [Sequence(50, (-1, 0), as_tree=True), Sequence(0, chain(3), as_tree=False)]
     expected = make_case(short, Shape()).run(triton_kernel, split=128, **options)
     wide = make_case(short, Shape())

@@ -1,4 +1,4 @@
-"""The law in contexts of several splits: engine, trainer and scorer have the same bits, however they get there."""
+"""The law in contexts of several splits: engine, trainer and scorer have the same bits."""
 
 from __future__ import annotations
 

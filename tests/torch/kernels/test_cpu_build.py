@@ -1,4 +1,4 @@
-"""The kernel library: what is built for which CPU, how it is cached, and the vector type that every kernel rests on."""
+"""The kernel library: builds by CPU, cache, and the vector type of all kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_general_kernel_exists_for_every_general_isa() -> None:
 
 @needs_library
 def test_loading_leaves_one_openmp_and_no_flush_to_zero() -> None:
-    """Two OpenMP pools fight for the cores; -Ofast at link time would flush subnormals in the whole process."""
+    """Two OpenMP pools fight for cores, and -Ofast at link time would flush subnormals everywhere."""
     maps = Path("/proc/self/maps").read_text()
     assert len({line.split()[-1] for line in maps.splitlines() if "libgomp" in line}) <= 1
     assert (torch.tensor(1e-40) * 1).item() != 0

@@ -1,4 +1,4 @@
-"""A draft's levels in one native call give the trees of the loop over levels, and keep the same slots."""
+"""Native drafting of all levels equals the loop over levels in trees and kept slots."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIELDS = ("sequence", "parent", "depth", "token", "rank")
 
 
 class Space(DraftForward):
-    """The engine's own side of drafting, without sequences in the engine."""
+    """Drafting part of the engine, without sequences."""
 
     @property
     def table(self) -> SlotTable:
@@ -59,7 +59,7 @@ def space_for(vocab_size: int, dtype: str) -> Space:
 
 
 def batch_of(space: Space, rng: np.random.Generator, temperature: float) -> DraftBatch:
-    """Sequences with little room, and rows with few free slots."""
+    """Return sequences with little room and few free slots."""
     size = int(rng.integers(1, NUM_ROWS + 1))
     rows = np.sort(rng.permutation(NUM_ROWS)[:size]).astype(np.int32)
     lengths = rng.integers(1, 30, size).astype(np.int32)
@@ -80,7 +80,7 @@ def batch_of(space: Space, rng: np.random.Generator, temperature: float) -> Draf
 
 
 def taught_acceptance(rng: np.random.Generator) -> AcceptanceModel:
-    """Tables and shifts that differ from cell to cell and from row to row."""
+    """Return an acceptance model that differs by cell and row."""
     acceptance, size = AcceptanceModel(NUM_ROWS), 400
     rows, depth, rank = (rng.integers(low, high, size).astype(np.int32) for low, high in ((0, 8), (1, 5), (0, 5)))
     gap = rng.exponential(3.0, size).astype(np.float32)
@@ -173,7 +173,7 @@ def test_drafts_stop_where_the_rule_of_the_loop_stops_them() -> None:
 
 
 def keep_both(space: Space, batch: DraftBatch, grown: GrownTrees, rng: np.random.Generator) -> None:
-    """Let every sequence accept some path of its tree, then keep its slots both ways."""
+    """Accept some path of each tree, then keep its slots in both ways."""
     tokens, new_lengths = batch.tokens.copy(), batch.lengths.copy()
     for sequence, row in enumerate(batch.rows.tolist()):
         path = some_path(grown.forest, sequence, rng)
@@ -205,7 +205,7 @@ def some_path(forest: Forest, sequence: int, rng: np.random.Generator) -> list[i
 
 
 def test_wide_batches_choose_the_most_promising_nodes_and_of_equals_the_first() -> None:
-    """Every conditional acceptance is equal, so only the tie rule and the path decide."""
+    """Equal acceptances leave the choice to the tie rule and the path."""
     space, rng = space_for(61, "float32"), np.random.default_rng(5)
     batch = batch_of(space, rng, 1.0)
     batch.room[:], space.table.capacity[:] = 30, MAX_CONTEXT

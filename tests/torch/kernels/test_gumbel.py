@@ -1,4 +1,4 @@
-"""Sampling kernels against their slow twins: the same tokens, always; the same bits, whatever the batch."""
+"""Sampling kernels equal their slow twins in tokens, and in bits in any batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
 
 def random_batch(logits: Tensor, generator: torch.Generator, *, masked: bool = True) -> Batch:
-    """Parameters of every kind for each row; `masked=False`: temperatures only."""
+    """Return parameters of every kind by row; `masked=False`: temperatures only."""
     rows, vocab_size = logits.shape
 
     def choose(values: list[float], dtype: torch.dtype) -> Tensor:
@@ -65,13 +65,13 @@ def normal(rows: int, vocab_size: int, g: torch.Generator) -> Tensor:
 
 
 def tied(rows: int, vocab_size: int, g: torch.Generator) -> Tensor:
-    """Few distinct values, among them 0.0 and -0.0."""
+    """Return few distinct values, with 0.0 and -0.0."""
     signs = torch.randint(0, 2, (rows, vocab_size), generator=g).float() * 2 - 1
     return torch.randint(0, 3, (rows, vocab_size), generator=g).float() * 0.5 * signs
 
 
 def holed(rows: int, vocab_size: int, g: torch.Generator) -> Tensor:
-    """A third of the tokens impossible, but never all."""
+    """Return rows with a third of the tokens impossible."""
     logits = normal(rows, vocab_size, g)
     logits[torch.rand(rows, vocab_size, generator=g) < 0.3] = -INF
     logits[:, vocab_size // 2] = 1.0
@@ -83,7 +83,7 @@ def huge(rows: int, vocab_size: int, g: torch.Generator) -> Tensor:
 
 
 def rising(rows: int, vocab_size: int, g: torch.Generator) -> Tensor:
-    """Every token better than all before: the worst order for a search that keeps the best so far."""
+    """Return increasing logits, the worst order for a running maximum."""
     return torch.linspace(-20, 20, vocab_size).expand(rows, -1).contiguous()
 
 
@@ -91,7 +91,7 @@ SHAPES_OF_LOGITS: list[Callable[[int, int, torch.Generator], Tensor]] = [normal,
 
 
 def near_ties(batch: Batch) -> Batch:
-    """Logits such that, under its noise, every token scores the same but for float32 rounding."""
+    """Return logits whose noisy scores are equal up to float32 rounding."""
     temperatures = torch.where(batch.temperatures > 0, batch.temperatures, 1).clamp(0.3, 2.0)
     noise = gumbel_noise(batch.seeds, batch.positions, batch.logits.shape[1])
     logits = ((5.0 - noise) * temperatures[:, None].double()).float()
@@ -107,7 +107,7 @@ def native_candidates(isa: str, batch: Batch, k: int) -> gumbel.Candidates:
 
 
 def assert_same_sample(found: gumbel.SampleResult, wanted: gumbel.SampleResult) -> None:
-    """Tokens equal outright; log-probs to 1e-6, and to float32's own resolution where they are large."""
+    """Assert equal tokens, and log-probs to 1e-6 or float32's resolution."""
     assert torch.equal(found.finite, wanted.finite)
     assert torch.equal(found.tokens, wanted.tokens)
     for one, other in ((found[1], wanted[1]), (found[2], wanted[2])):
@@ -149,7 +149,7 @@ def test_native_equals_reference(vocab_size: int, shape: Callable[..., Tensor], 
 @pytest.mark.parametrize("isa", NATIVE_ISAS)
 @pytest.mark.parametrize("vocab_size", [5, 300, 4096])
 def test_native_resolves_near_ties(vocab_size: int, isa: str) -> None:
-    """Scores that differ in the seventh digit only: the float32 search alone would be wrong nearly everywhere."""
+    """Scores differ in the seventh digit, where the float32 search alone fails."""
     g = generator(vocab_size, 1)
     batch = near_ties(random_batch(normal(64, vocab_size, g), g, masked=False))
     assert_same_sample(native_sample(isa, batch), gumbel.sample_reference(*batch))
@@ -168,7 +168,7 @@ def test_native_finds_the_nucleus_of_a_large_vocabulary(spread: float) -> None:
 @needs_native
 @given(st.data())
 def test_native_equals_reference_on_odd_rows(data: st.DataObject) -> None:
-    """Small rows of whatever floats a model could give, ties and impossible tokens among them."""
+    """Small rows of arbitrary floats, with ties and impossible tokens."""
     value = st.one_of(st.sampled_from([0.0, -0.0, 1.0, -INF, 88.0, -1e30, 1e30]), st.floats(-30, 30, width=32))
     row = data.draw(st.lists(value, min_size=1, max_size=40))
     T = data.draw(st.one_of(st.sampled_from([0.0, 1.0, 1e-30, 1e30]), st.floats(2**-7, 16, width=32)))
@@ -190,7 +190,7 @@ def test_native_equals_reference_on_odd_rows(data: st.DataObject) -> None:
 
 
 def nucleus_of(row: list[float], top_p: float) -> tuple[Batch, list[int]]:
-    """400 draws from one row and the ids that the definition, summing by hand, keeps."""
+    """Return 400 draws from one row, and the ids kept by the definition."""
     weights = [math.exp(x - max(row)) for x in sorted(row, reverse=True)]
     mass = list(itertools.accumulate(weights))
     num_kept = 1 + next(n for n, c in enumerate(mass) if c >= float(np.float32(top_p)) * mass[-1])
@@ -205,8 +205,9 @@ def nucleus_of(row: list[float], top_p: float) -> tuple[Batch, list[int]]:
 @pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75, 0.250001])
 @pytest.mark.parametrize("num_small", [0, 1000])
 def test_nucleus_boundary_that_is_met_exactly(top_p: float, num_small: int) -> None:
-    """Eight equal tokens: the sums are exact, so `>=` decides and ties keep the lower ids. A thousand more, each too
-    small to change a sum that the large ones began, would change it if they were first added among themselves."""
+    """Eight equal tokens give exact sums, so `>=` decides and ties keep lower ids.
+
+    A thousand tiny tokens would change the sum only if added among themselves first."""
     batch, kept = nucleus_of([0.0] * 8 + [-39.0] * num_small, top_p)
     result = native_sample(NATIVE_ISAS[0], batch)
     assert sorted(set(result.tokens.tolist())) == kept
@@ -215,7 +216,7 @@ def test_nucleus_boundary_that_is_met_exactly(top_p: float, num_small: int) -> N
 
 @needs_native
 def test_a_row_gives_the_same_bits_in_every_batch(restored_threads: None) -> None:
-    """Alone, among others, at any stride, on one thread or two, AVX2 or AVX-512: tokens, log-probs and scores."""
+    """Alone, in any batch, stride, thread count, AVX2 or AVX-512: tokens, log-probs and scores."""
     g = generator(5)
     batch = random_batch(torch.cat([normal(40, 3001, g), holed(20, 3001, g), tied(12, 3001, g)]), g)
     build.set_num_threads(1)
@@ -236,7 +237,7 @@ def test_a_row_gives_the_same_bits_in_every_batch(restored_threads: None) -> Non
 
 @needs_native
 def test_log_probs_are_accurate_in_float64_terms() -> None:
-    """A flat, large row and a peaked one: within float32 rounding of the exact value."""
+    """A flat, large row and a peaked one are within float32 rounding of the exact value."""
     g = generator(8)
     logits = torch.stack([torch.randn(151_936, generator=g), torch.randn(151_936, generator=g) * 8])
     batch = random_batch(logits, g, masked=False)._replace(temperatures=torch.tensor([1.0, 0.7]))
@@ -251,7 +252,7 @@ def test_log_probs_are_accurate_in_float64_terms() -> None:
 @needs_native
 @pytest.mark.parametrize("isa", NATIVE_ISAS)
 def test_exponentials_are_accurate(isa: str) -> None:
-    """A log-prob near 0 is little but exp(-gap), so float32 shows its relative error."""
+    """A log-prob near 0 is about exp(-gap), so float32 shows the relative error."""
     gap = torch.linspace(0.05, 60, 2000)
     logits = torch.stack([torch.zeros(2000), -gap], dim=1)
     batch = random_batch(logits, generator(11), masked=False)._replace(temperatures=torch.zeros(2000))
@@ -356,7 +357,7 @@ def test_both_zeros_are_one_number_to_a_mask(which: str) -> None:
 
 @pytest.mark.parametrize("which", PROPOSERS)
 def test_of_equal_candidates_the_higher_id_goes_first(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A better token late in the row displaces the last of the equals found before."""
+    """A better, later token displaces the last of equals."""
     if which == "triton":
         gumbel_triton = pytest.importorskip("rlhfspec.kernels.gumbel_triton", reason="no triton", exc_type=ImportError)
         monkeypatch.setattr(gumbel_triton, "MAX_TILE", 16)
@@ -367,7 +368,7 @@ def test_of_equal_candidates_the_higher_id_goes_first(which: str, monkeypatch: p
 
 
 def test_candidates_hold_the_sampled_token_first() -> None:
-    """Shared noise: a drafter with the target's logits proposes the target's token."""
+    """With shared noise, a drafter with the target's logits proposes the target's token."""
     g = generator(6)
     batch = random_batch(normal(200, 500, g), g, masked=False)
     assert torch.equal(gumbel.candidates(*batch.drafting, 3).tokens[:, 0], gumbel.sample(*batch).tokens)
@@ -475,7 +476,7 @@ def test_triton_gives_a_given_token_the_bits_of_sampling_it(vocab_size: int, tem
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("shape", [normal, tied, near_ties])
 def test_triton_search_skips_no_tile_wrongly(shape: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many small tiles: what an earlier tile found decides whether a later one is looked at."""
+    """Results of earlier of many small tiles decide whether later ones are read."""
     gumbel_triton = pytest.importorskip("rlhfspec.kernels.gumbel_triton", reason="no triton", exc_type=ImportError)
     monkeypatch.setattr(gumbel_triton, "MAX_TILE", 16)
     g = generator(9)

@@ -1,4 +1,4 @@
-"""KV packing: what comes out goes in again bit for bit, and nothing else moves."""
+"""KV packing restores every bit and touches nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64:
 
 
 def random_kv(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random bits: NaN with payloads, infinities and subnormals too."""
+    """Return random bits, including NaN payloads, infinities and subnormals."""
     bits = np.random.default_rng(seed).integers(0, 256, size=(*shape, dtype.itemsize), dtype=np.uint8)
     return torch.from_numpy(bits).view(dtype).reshape(shape)
 
@@ -92,7 +92,7 @@ def test_the_kernel_copies_what_torch_copies(data: st.DataObject, shape: tuple[i
 def test_memory_of_others_takes_and_gives_the_same_bits(
     data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype, skew: int
 ) -> None:
-    """It may begin anywhere, and what is read from need not be writable."""
+    """It may begin anywhere, and a source may be read-only."""
     slots = data.draw(some_of(shape[0] * shape[3]))
     source, target = random_kv(shape, dtype, 1), random_kv(shape, dtype, 2)
     reference, expected = pack_slots_reference(source, slots), target.clone()
@@ -127,7 +127,7 @@ def test_memory_that_does_not_fit_is_refused_by_name(name: str, slots: list[int]
 
 
 def test_a_device_is_waited_for_once_where_something_is_read_and_else_not(second: Any) -> None:
-    """Slots are looked at on the host, where they come from."""
+    """Slots are read on the host, where they come from."""
     kv = torch.randn(6, 2, 2, 16, 2, 8)
     there = kv.to("second:0")
     slots, others = np.array([3, 90, 17, 40], np.int32), np.array([5, 6, 7, 8], np.int32)

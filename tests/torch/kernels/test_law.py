@@ -1,6 +1,6 @@
-"""The law as docs/law.md states it, written again in pure Python, against its vectors and against the kernels.
+"""The law of docs/law.md in pure Python, against its vectors and the kernels.
 
-`PYTHONPATH=tests python tests/torch/kernels/test_law.py` writes docs/law_vectors.json anew, from the pure Python alone.
+`PYTHONPATH=tests python tests/torch/kernels/test_law.py` rewrites docs/law_vectors.json from pure Python alone.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def kept_ids(x: list[float], T: float, top_k: int, top_p: float) -> list[int]:
 
 
 def draw(x: list[float], seed: int, t: int, T: float, top_k: int, top_p: float) -> tuple[int, float, float]:
-    """token, log_prob, tempered_log_prob"""
+    """Return token, log_prob, tempered_log_prob."""
     kept = kept_ids(x, T, top_k, top_p)
     token = min(kept, key=lambda v: (-(x[v] / T + noise(seed, t, v) if T > 0 else x[v]), v))
     best = max(x)
@@ -138,7 +138,7 @@ def make_vectors() -> dict[str, Any]:
 
 
 def _dump(vectors: dict[str, Any]) -> str:
-    """One case a line."""
+    """Return one case a line."""
     sections = (
         f'"{name}": [\n  ' + ",\n  ".join(json.dumps(case) for case in cases) + "\n]" for name, cases in vectors.items()
     )
@@ -160,7 +160,7 @@ def _vector_arguments(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _assert_same(found: Any, wanted: Any, where: str) -> None:
-    """Equal, but for the last bits of float64: mathematical libraries differ there."""
+    """Assert equality up to the last bits of float64, in which math libraries differ."""
     if isinstance(wanted, dict):
         assert found.keys() == wanted.keys(), where
         for key in wanted:
@@ -219,7 +219,7 @@ def test_candidates_obey_the_vectors(vectors: dict[str, Any]) -> None:
 
 
 def _tensors(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """numpy arguments as tensors; unsigned seeds by their bits."""
+    """Return numpy arguments as tensors; unsigned seeds by their bits."""
 
     def tensor(value: Any) -> torch.Tensor:
         if isinstance(value, torch.Tensor):
@@ -246,7 +246,7 @@ def _draws(T: float, top_k: int, top_p: float, *, seeds: np.ndarray, positions: 
 
 
 def _p_value(tokens: np.ndarray, T: float, top_k: int, top_p: float) -> float:
-    """Chi-square against the exact distribution; tokens that are not kept must not appear at all."""
+    """Return the chi-square p-value against the exact distribution; dropped tokens must not appear."""
     kept = sorted(kept_ids([f32(x) for x in LOGITS], f32(T), top_k, f32(top_p)))
     weights = np.exp(np.array(LOGITS)[kept] / T)
     counts = np.bincount(tokens, minlength=len(LOGITS))
@@ -255,13 +255,13 @@ def _p_value(tokens: np.ndarray, T: float, top_k: int, top_p: float) -> float:
 
 
 def _chi_square(counts: np.ndarray, expected: np.ndarray, freedom: int) -> float:
-    """How probable counts are that lie at least as far from what is expected."""
+    """Return the probability of counts at least as far from the expected ones."""
     distance = float(((counts - expected) ** 2 / expected).sum())
     return float(torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(distance / 2)))
 
 
 def _kolmogorov(values: np.ndarray, distribution: Callable[[np.ndarray], np.ndarray]) -> float:
-    """How probable values are whose distribution lies at least as far from this one (exact for many values)."""
+    """Return the Kolmogorov p-value (exact for many values)."""
     n, wanted = values.size, distribution(np.sort(values))
     distance = max((np.arange(1, n + 1) / n - wanted).max(), (wanted - np.arange(n) / n).max())
     return float(2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * n * distance**2) for k in range(1, 101)))
@@ -271,7 +271,7 @@ def _kolmogorov(values: np.ndarray, distribution: Callable[[np.ndarray], np.ndar
     ("T", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 4, 1.0), (1.0, 0, 0.8), (0.7, 5, 0.9), (2.5, 3, 0.6)]
 )
 def test_draws_follow_the_softmax(T: float, top_k: int, top_p: float) -> None:
-    """A million seeds at one position, as a million samples of one prompt would draw."""
+    """A million seeds at one position, like a million samples of one prompt."""
     seeds, positions = np.arange(NUM_DRAWS, dtype=np.int64), np.full(NUM_DRAWS, 17, np.int32)
     assert _p_value(_draws(T, top_k, top_p, seeds=seeds, positions=positions), T, top_k, top_p) > 1e-4
 
@@ -282,7 +282,7 @@ def test_draws_along_one_sample_follow_the_softmax() -> None:
 
 
 def test_noise_is_standard_gumbel_and_independent() -> None:
-    """Neighbours in seed, position and token share nothing; mean, variance and distribution are Gumbel's."""
+    """Neighbours in seed, position and token are independent; mean, variance and distribution are Gumbel's."""
     seeds = torch.arange(400)[:, None].expand(400, 50).flatten()  # [seed, position] flattened
     positions = torch.arange(50).repeat(400)
     noises = philox.gumbel_noise(seeds, positions, 12).reshape(400, 50, 12).numpy()

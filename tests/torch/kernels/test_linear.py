@@ -1,4 +1,4 @@
-"""Linear layers, gated MLPs, norms and activations: the same bits for a row in any batch, and the right values."""
+"""Linear layers, gated MLPs, norms and activations: right values, and a row's bits in any batch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def pack_mlp(parts: list[nn.Linear], dtype: torch.dtype, arithmetic: str, activa
 
 
 def differing_batches(layer: nn.Module, x: Tensor) -> list[str]:
-    """The ways to cut `x` into batches, and the numbers of threads, for which some row's bits change."""
+    """Return the batch cuts and thread counts that change a row's bits."""
     build.set_num_threads(1)
     whole = layer(x)
     num_rows, wrong = len(x), []
@@ -126,7 +126,7 @@ def test_a_row_has_the_same_bits_in_any_batch(shape: tuple[int, int], dtype: tor
 
 
 def test_the_check_of_bits_can_fail() -> None:
-    """torch's own linear does depend on the batch: if this finds nothing, the tests above prove nothing."""
+    """torch's own linear depends on the batch, so the check must find it."""
     assert differing_batches(nn.Linear(700, 65).requires_grad_(False), torch.randn(130, 700))
 
 
@@ -199,7 +199,7 @@ def test_any_shape_any_slice_of_rows(
 
 
 def rounded(x: Tensor, arithmetic: str) -> Tensor:
-    """Activations as the arithmetic sees them, in float64."""
+    """Return activations as the arithmetic sees them, in float64."""
     return (x.to(BF16) if arithmetic in ("amx", "dpbf16") else x).double()
 
 
@@ -281,7 +281,7 @@ def test_nan_and_infinity_stay_in_their_row(dtype: torch.dtype, arithmetic: str)
 
 @every_arithmetic
 def test_padding_never_meets_infinity(dtype: torch.dtype, arithmetic: str) -> None:
-    """Sizes are padded with zeros inside; zero times infinity would be NaN where the answer is infinity."""
+    """Sizes are padded with zeros; zero times infinity would be NaN."""
     parts = make_mlp_parts(37, 65, 33)
     for part in parts:
         part.weight.data.abs_()

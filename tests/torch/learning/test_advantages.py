@@ -1,4 +1,4 @@
-"""Advantages: equal to what TRL 1.16 and verl 0.9.1 compute, and true to their equations where those are silent."""
+"""Advantages equal TRL 1.16 and verl 0.9.1, and satisfy their equations elsewhere."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def ragged(draw: st.DrawFn, num_columns: int) -> tuple[Tensor, list[Tensor]]:
 
 
 def slow_gae(rewards: list[float], values: list[float], gamma: float, gae_lambda: float) -> list[float]:
-    """One response, straight from the definition: a double sum."""
+    """Return one response's GAE by the definition: a double sum."""
     n = len(rewards)
     following = [*values[1:], 0.0]
     deltas = [rewards[t] + gamma * following[t] - values[t] for t in range(n)]

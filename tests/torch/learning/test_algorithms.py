@@ -1,4 +1,4 @@
-"""From records to targets and losses: every algorithm equals its reference, whatever the order and the split."""
+"""Every algorithm's targets and losses equal its reference in any order and split."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def score_of(sample: Sample, stage: ScoringStage, values: list[float], **changes
 
 
 def records_of(number: int) -> Records:
-    """A reference batch as the stages would send it, in no particular order."""
+    """Return a reference batch as records in random order."""
     batch = NUMBERS["batches"][number]
     samples, scores, start = [], [], 0
     for i, length in enumerate(batch["lengths"]):
@@ -140,7 +140,7 @@ def test_arrival_order_leaves_no_trace(name: str) -> None:
 
 
 def split_terms(algorithm: Algorithm, targets: Targets, parts: list[list[int]], number: int) -> tuple[Any, ...]:
-    """Losses, metrics and gradients of a step taken in these micro-batches."""
+    """Return losses, metrics and gradients of a step in these micro-batches."""
     log_probs = flat(number, "log_probs", torch.float64).requires_grad_()
     values = flat(number, "values", torch.float64).requires_grad_()
     starts = (targets.lengths.cumsum(0) - targets.lengths).tolist()
@@ -212,7 +212,7 @@ def test_the_kl_counts_in_the_loss_or_in_the_reward() -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_kl_is_told_by_the_jobs_estimator_and_by_k3(estimator: str) -> None:
-    """k1 of a policy that gives its samples less than the reference does is negative; k3 never is."""
+    """k1 is negative where the policy gives samples less than the reference does; k3 never is."""
     algorithm = Algorithm.model_validate({"name": "grpo", "klEstimator": estimator})
     rollouts = Rollouts.of(*records_of(0))
     assert rollouts.reference_log_probs is not None

@@ -1,4 +1,4 @@
-"""Actor and critic on a rank each train what one rank trains by turns, and neither moves where one found a NaN."""
+"""Actor and critic on separate ranks train as one rank does; a NaN on one stops both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlhfspec.training.modeling.digest import digest
 
 @dataclass
 class Meeting:
-    """Where two threads exchange what two ranks would."""
+    """Exchange between two threads in place of two ranks."""
 
     said: list[Any] = field(default_factory=lambda: [None, None])
     barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(2, timeout=60.0))
@@ -55,7 +55,7 @@ class Apart:
         self.ranks = [learner("auto", ranks=RankInThread(rank=rank, meeting=meeting), **options) for rank in (0, 1)]
 
     def on_both(self, name: str, *arguments: Any) -> list[Any]:
-        """Return what a method returns on each; the error of rank 0 where both raise one."""
+        """Return a method's results on both; raise rank 0's error if both fail."""
         with ThreadPoolExecutor(2) as threads:
             asked = [threads.submit(getattr(rank, name), *arguments) for rank in self.ranks]
             return [each.result() for each in asked]
@@ -117,7 +117,7 @@ def test_a_model_has_a_rank_of_its_own_where_there_are_two(
 
 
 def with_a_rare_token() -> Any:
-    """Token 96 is run in sample 5 alone."""
+    """Return a policy whose token 96 occurs in sample 5 alone."""
     step = rollouts()
     step.token_ids[step.token_ids == 96] = 95
     step.token_ids[int(step.lengths[:5].sum())] = 96
@@ -157,7 +157,7 @@ def test_where_one_rank_finds_it_neither_moves(model: str, what: str) -> None:
 
 
 def test_both_ranks_stay_at_the_last_update_that_was_good_on_both() -> None:
-    """The second of two mini-batches has the number; alone, the policy had made both updates before it is seen."""
+    """The second mini-batch has the NaN; alone, the policy would have made both updates first."""
     apart = Apart(miniBatches=2)
     spoil(apart.ranks[1], "critic")
     with pytest.raises(NumericalError, match=r"critic: values of sample j/1/1/1"):

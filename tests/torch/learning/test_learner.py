@@ -1,4 +1,4 @@
-"""One step of learning: exact under any packing, resumable bit for bit, and never trained on what is not finite."""
+"""A learning step is exact under any packing, resumable to the bit, and never trains on NaN."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_micro_batches_add_up_to_the_whole(name: str) -> None:
 
 
 def test_the_first_gradient_is_written_out_by_hand() -> None:
-    """GRPO without a clip or a KL in play: minus the mean over samples of the mean advantage-weighted log-prob."""
+    """GRPO without a clip or KL: minus the mean over samples of the mean advantage-weighted log-prob."""
     settings = spec(algorithm={"klCoefficient": 0.0}, optimizer={"name": "SGD", "learningRate": 1.0}, maxGradNorm=1e9)
     step, trained, by_hand = rollouts(), learner(settings), policy()
     trained.learn(step)
@@ -91,7 +91,7 @@ def test_old_log_probs_are_from_before_the_first_update() -> None:
 
 @pytest.mark.parametrize("updates", [{"miniBatches": 2}, {"epochs": 3}])
 def test_kl_and_entropy_are_of_the_policy_that_sampled(updates: dict[str, int]) -> None:
-    """Not of one that some of the step's updates have moved already; so their number is nothing to them."""
+    """The number of updates within the step does not change them."""
     one, several = (learner(spec(algorithm={"klEstimator": "k1"}, **more)).learn(rollouts()) for more in ({}, updates))
     step = rollouts()
     assert step.reference_log_probs is not None
@@ -136,7 +136,7 @@ def test_exact_on_policy_takes_the_engines_forward() -> None:
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    """As another process would find it."""
+    """Save and load the state, as another process does."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

@@ -1,4 +1,4 @@
-"""Losses: values and gradients equal to those of TRL 1.16 and verl 0.9.1, and the laws behind them."""
+"""Losses equal TRL 1.16 and verl 0.9.1 in values and gradients, and obey their laws."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_the_sequence_ratio_is_the_geometric_mean_of_token_ratios() -> None:
 
 
 def expected_gradient(estimator: Any, logits: Tensor, reference: Tensor) -> Tensor:
-    """The estimator's mean gradient over tokens drawn from softmax(logits): exact, as the vocabulary is small."""
+    """Return the estimator's exact mean gradient over tokens of softmax(logits)."""
     leaf = logits.clone().requires_grad_()
     log_probs = torch.log_softmax(leaf, -1)
     (log_probs.detach().exp() * kl_estimate(log_probs, torch.log_softmax(reference, -1), estimator)).sum().backward()

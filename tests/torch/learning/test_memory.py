@@ -1,4 +1,4 @@
-"""activationCheckpointing: auto computes layers again exactly where they would not fit."""
+"""activationCheckpointing: auto recomputes layers exactly where they would not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""THE MAP is whole: everybody who waits can be unblocked, and everything produced has a reader or needs none."""
+"""THE MAP is complete: every wait can be unblocked, and every product has a reader or needs none."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_subjects_are_one_a_record_and_beside_the_dead_letters() -> None:
 
 
 def test_a_crash_of_the_trainer_uses_up_no_delivery() -> None:
-    """Each of its crashes counts as a delivery of everything it holds."""
+    """Each crash counts as a delivery of everything that it holds."""
     trainer = {consumer.name: consumer for consumer in loop.work_consumers(Sample, {"trainer", "reward"})}["trainer"]
     assert trainer.max_deliveries is None
 

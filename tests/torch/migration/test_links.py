@@ -1,4 +1,4 @@
-"""What every link promises, over all of them, and how one is chosen."""
+"""Promises of every link, and the choice of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences that move between generators while both decode: the same bits, and always one owner."""
+"""Sequences that move during decode keep their bits and always have one owner."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_moved_while_both_decode_the_bits_are_those_of_one_engine(kind: st
 
 @pytest.mark.parametrize("speculation", ["off", SUFFIX])
 async def test_how_far_a_sequence_is_both_ends_say_alike_and_in_order(speculation: Any) -> None:
-    """Back and forth: tokens, steps and moves only grow, to what the finished one says of itself."""
+    """Moving back and forth, counts of tokens, steps and moves only grow, to those of the finished sample."""
 
     async with generators(**LONG | {"speculation": speculation}) as made:
         await made[0].submit("x", seed=1, max_tokens=TOKENS)

@@ -1,4 +1,4 @@
-"""Moves between processes: frames for what is said, a link for KV; who may ask, and what becomes of nonsense."""
+"""Control messages and KV links of moves: permissions and invalid input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUESTIONED = messages.to_bytes(ASK)
 
 
 def test_only_a_generator_is_asked(tmp_path: Path) -> None:
-    """Any stage could say that a generator is at its address."""
+    """Any stage could claim that a generator is at its address."""
     create_credentials(tmp_path, ["generator", "reward"])
 
     async def main() -> None:
@@ -103,7 +103,7 @@ class Stranger:
         self._reader, self.writer = reader, writer
 
     async def read(self) -> bytes:
-        """All until the other end hangs up."""
+        """Return all bytes until the other end hangs up."""
         try:
             return await asyncio.wait_for(self._reader.read(), 30)
         except ConnectionResetError:

@@ -1,4 +1,4 @@
-"""Moves that something strikes: in every phase, whatever fails, one owner goes on with the same bits, nothing leaks."""
+"""After any fault in any phase of a move, one owner continues with the same bits and nothing leaks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhfspec.tiny import perturbed
 
 
 class Struck(DirectControl):
-    """Fails at the first message of one kind: on its way there, or on its way back."""
+    """Control that fails at the first message of one kind, on the way there or back."""
 
     def __init__(self, kind: type[messages.MoveMessage], when: str, *, times: int = 1) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ async def test_a_control_that_fails_at_any_message(kind: type[messages.MoveMessa
 
 
 async def test_nobody_says_whether_it_was_taken() -> None:
-    """The destination has it; its source is cut off, and forgets it when it leaves."""
+    """The destination has it; the cut-off source forgets it when it leaves."""
 
     control = Struck(messages.HandOver | messages.Ask, "back", times=1000)  # type: ignore[arg-type]
     async with generators(control=control, **LONG) as made:
@@ -124,7 +124,7 @@ class BrokenSending:
 @pytest.mark.parametrize("must_go", [False, True])
 @pytest.mark.parametrize("at", ["open", "room", "send", "lies"])
 def test_a_link_that_fails(at: str, must_go: bool) -> None:
-    """It stays; or, from a generator that leaves, its tokens go without their KV."""
+    """It stays; or, from a leaving generator, its tokens go without KV."""
 
     def links(index: int) -> Links:
         def opened(offer: str) -> Any:
@@ -153,7 +153,7 @@ async def preempted(made: list[Generator]) -> None:
 
 
 async def cancelled(made: list[Generator]) -> None:
-    """One that stands still is not the service's to forget: it goes on there, if it was taken."""
+    """Assert that no cancelled sample is lost: a halted one continues at the destination if taken."""
 
     def cancel() -> None:
         if "x" in made[0].engine.state.sequences:

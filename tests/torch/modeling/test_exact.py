@@ -1,4 +1,4 @@
-"""Exactly on-policy: the trainer's log-probs are the generator's to the bit, and the gradients are torch's."""
+"""Exactly on-policy: the trainer's log-probs are the generator's to the bit, with torch's gradients."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_forward(model: Any, temperature: float = 1.0, **options: Any) -> ExactF
 
 
 def generate(engine: Engine, seed: int, **params: Any) -> tuple[PackedRow, torch.Tensor, torch.Tensor]:
-    """Sampled sequences, packed, with the generator's untempered and tempered log-probs."""
+    """Return sampled sequences, packed, with the generator's untempered and tempered log-probs."""
     chosen = SamplingParams(**({"max_tokens": 20, "ignore_eos": True} | params))
     done = engine.generate(PROMPTS, chosen, seeds=[seed, seed + 1, seed + 2])
     untempered = torch.tensor([number for one in done for number in one.log_probs])
@@ -158,7 +158,7 @@ def test_masked_sampling_is_compared_without_its_masks() -> None:
 
 @functools.cache
 def one_by_one(kind: str) -> tuple[ExactForward, list[tuple[list[int], list[int]]], list[torch.Tensor]]:
-    """A forward, ragged samples, and each sample's log-probs when it is alone."""
+    """Return a forward, ragged samples, and each sample's log-probs alone."""
     forward = make_forward(random_model(kind, seed=8), 0.9)
     draw = np.random.default_rng(0)
     sizes = [(1, 1), (1, 30), (17, 2), (33, 33), (5, 16), (16, 40)]
@@ -184,7 +184,7 @@ def test_packing_changes_no_bit(kind: str, order: list[int], count: int, num_thr
 
 @pytest.mark.parametrize("layer", ["o_proj", "mlp", "input_layernorm"])
 def test_a_layer_on_torch_would_be_noticed(layer: str) -> None:
-    """The comparison can fail: one layer of many on torch's own arithmetic is enough."""
+    """One layer of many in torch's arithmetic must make the comparison fail."""
     model = wider_model()
     batch, untempered, _ = generate(make_generator(model), 1)
     forward = make_forward(model)
@@ -194,7 +194,7 @@ def test_a_layer_on_torch_would_be_noticed(layer: str) -> None:
 
 
 def wider_model() -> Any:
-    """Wide enough for torch to sum in another order than the kernels; sums of 48 numbers may agree."""
+    """Return a model wide enough for torch to sum in another order than the kernels."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=97, hidden_size=320, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -264,7 +264,7 @@ def test_gradients_of_low_rank_updates_are_torchs() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "phi", "gemma"])
 def test_bfloat16_gradients_go_straight_through_to_the_float32_parameters(kind: str) -> None:
-    """The same as a torch model whose parameters hold the rounded values."""
+    """A torch model with rounded parameters has the same gradients."""
     model = random_model(kind, seed=5)
     exact = make_forward(model, dtype="bfloat16", arithmetic="fma")
     keep_keys_as(exact, torch.float32)  # rounded keys differ where torch's are hardly different before
@@ -426,7 +426,7 @@ def test_parameters_in_bfloat16_are_refused() -> None:
 
 
 def test_a_function_whose_bits_depend_on_the_company_is_refused_by_name() -> None:
-    """sinh of an element differs in its last bit with its place, and nothing of ours takes its part."""
+    """sinh's last bit depends on the element's place, and no kernel replaces it."""
     model = random_model("llama", seed=0)
     model.model.layers[1].mlp.act_fn = Sinh()
     with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp\.act_fn: torch's sinh .* other bits"):
@@ -447,7 +447,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize(("dtype", "is_possible"), [("float32", True), ("bfloat16", False)])
 def test_vectors_read_by_other_code_than_their_modules_are_refused_in_bfloat16(dtype: str, is_possible: bool) -> None:
-    """JetMoe's experts keep a bias that the module around them adds: nobody would round it."""
+    """JetMoe's expert bias is added by the surrounding module, so it would not be rounded."""
     model = prepared(tiny_model(tiny_config("jetmoe")), max_context=64)
     if is_possible:
         ExactForward(model, 1.0, max_context=64, dtype=dtype)
@@ -457,5 +457,5 @@ def test_vectors_read_by_other_code_than_their_modules_are_refused_in_bfloat16(d
 
 
 def test_modules_that_do_not_run_matter_to_nobody() -> None:
-    """Whisper's decoder has norms for an encoder that is not there."""
+    """Whisper's decoder has norms for an absent encoder."""
     ExactForward(prepared(tiny_model(tiny_config("whisper")), max_context=64), 1.0, max_context=64, dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""Packed forwards say what plain Hugging Face says, and what the engine says; critic, LoRA and digests."""
+"""Packed forwards equal plain Hugging Face and the engine; critic, LoRA and digests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batch() -> PackedRow:
 
 
 def one_by_one(model: Any, temperature: float) -> torch.Tensor:
-    """Plain Hugging Face: every sequence alone, every logit made."""
+    """Return plain Hugging Face's log-probs of each sequence alone."""
     model.set_attn_implementation("eager")
     found = []
     for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
@@ -66,7 +66,7 @@ def test_packed_log_probs_and_gradients_are_those_of_single_sequences(kind: str)
 
 
 def test_learned_positions_start_anew_in_every_sequence() -> None:
-    """Rotary positions are relative, so that only absolute ones tell a place in the row from one in the sequence."""
+    """Rotary positions are relative, so only absolute ones distinguish row from sequence."""
     torch.manual_seed(0)
     plain = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=64)).eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A packed row's attention in one call, with torch's `varlen_attn` played by its mathematics: it runs on GPUs alone."""
+"""A packed row's attention in one call, with a stand-in for the GPU-only `varlen_attn`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ groups = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 9), max_
 @examples(20, whole=200)
 @given(groups=groups, window=st.none() | st.integers(1, 12), kv_heads=st.sampled_from([1, 2, 4]))
 def test_it_is_attention_part_by_part(groups: Any, window: int | None, kv_heads: int) -> None:
-    """Numbers and gradients, also of prompts that several answers see."""
+    """Numbers and gradients are equal, also for shared prompts."""
     parts: list[RowPart] = []
     for prompt, answers in groups:
         parts += [RowPart(prompt), *(RowPart(answer, len(parts)) for answer in answers)]
@@ -67,7 +67,7 @@ def test_it_is_attention_part_by_part(groups: Any, window: int | None, kv_heads:
 
 @pytest.mark.parametrize("recompute", ["off", "on"])
 def test_a_learner_learns_the_same(flash: None, monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
-    """Under autocast, whose angles of RoPE make queries float32 again; and where layers are computed again."""
+    """Under autocast, where RoPE makes queries float32 again; and with recomputed layers."""
     settings = spec(autocast="bfloat16", activationCheckpointing=recompute)
     heads = learner(settings)._policy.config.head_dim
     monkeypatch.setattr(kernel, "_HEAD_UNIT", heads)  # a tiny model's are of no size that FlashAttention knows
@@ -103,7 +103,7 @@ def test_what_it_does_not_know_is_left_to_the_twin(
 def test_a_device_that_computes_something_else_is_found_out(
     flash: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Queries at the first keys instead of the last, as older versions had it; and one that fails."""
+    """Queries at the first keys instead of the last, as in older versions; and a failing one."""
 
     def first(*row: Any, window_size: tuple[int, int], **how: Any) -> torch.Tensor:
         return played(*row, window_size=(0, 0), **how)

@@ -1,4 +1,4 @@
-"""Activations computed again in the backward pass: the same gradients to the bit, from less memory."""
+"""Recomputed activations give the same gradients to the bit, from less memory."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_where_memory_grows_with_length_squared_it_is_not_told() -> None:
 
 
 def learnt(name: str, **training: Any) -> str:
-    """The weights after two steps."""
+    """Return a digest of the weights after two steps."""
     trained = new_learner(spec(name, **training))
     for step in range(2):
         trained.learn(rollouts(step))

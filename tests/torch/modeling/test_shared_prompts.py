@@ -1,4 +1,4 @@
-"""Answers that share their prompt in a row are what they are with a copy each: the slow twin is sharePrompts: false."""
+"""Answers that share their prompt equal those with copies (sharePrompts: false, the slow twin)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RESPONSES = [drawn(count, 10 + count) for count in (12, 1, 20, 3, 9, 7, 1, 1)]
 
 
 def batches() -> tuple[PackedRow, PackedRow]:
-    """The slow twin and the shared one."""
+    """Return the slow twin and the shared row."""
     shared = pack_sequences(PROMPTS, RESPONSES, share_prompts=True)
     return pack_sequences(PROMPTS, RESPONSES), shared
 
@@ -54,7 +54,7 @@ def gradients(module: torch.nn.Module, numbers: torch.Tensor) -> dict[str, torch
 
 
 def assert_close(slow: torch.Tensor, shared: torch.Tensor, tolerance: float) -> None:
-    """In parts of the largest."""
+    """Assert closeness relative to the largest value."""
     slow, shared = slow.detach(), shared.detach()
     assert float((slow - shared).abs().max()) <= tolerance * max(1.0, float(slow.abs().max()))
 
@@ -104,7 +104,7 @@ groups = st.lists(
 def test_an_answer_attends_to_its_prompt_and_to_itself(
     groups: list[tuple[int, list[int]]], window: int | None, chunk: int | None, softcap: float, with_sinks: bool
 ) -> None:
-    """By absolute position: each answer against the written-out attention of its whole sequence."""
+    """By absolute position, against written-out attention of the whole sequence."""
     parts: list[RowPart] = []
     for prompt, answers in groups:
         parts += [RowPart(prompt), *(RowPart(answer, len(parts)) for answer in answers)]
@@ -202,7 +202,7 @@ def test_an_update_is_the_slow_twins(name: str, tokens_per_micro_batch: int) -> 
 
 
 def num_tokens_run(trained: Any) -> int:
-    """In the updates of a step."""
+    """Return the tokens run in the updates of a step."""
     counts: list[int] = []
     embedding = trained.policy.get_input_embeddings()
     embedding.register_forward_hook(lambda module, given, out: counts.append(given[0].numel()))

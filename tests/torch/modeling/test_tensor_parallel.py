@@ -1,4 +1,4 @@
-"""Which part of a model is a rank's, and what cannot be cut. What ranks make of it: tests/processes/learning."""
+"""Parts of a model by rank, and what cannot be cut. Results of ranks: tests/processes/learning."""
 
 from __future__ import annotations
 

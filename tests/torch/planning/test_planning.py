@@ -1,4 +1,4 @@
-"""What a job takes of its GPUs, against torch's FakeTensor: the trainer's own step at the widths of 8B, 32B and 70B."""
+"""A job's GPU plan against torch's FakeTensor: the trainer's step at widths of 8B, 32B and 70B."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def of_ranks(ranks: int, settings: Any, parts: int = 1) -> Any:
 
 
 def fake_peak(size: str, settings: Any, again: bool) -> float:
-    """Of all layers, by two models of a few: memory is a number and so much more with every layer."""
+    """Return the peak of all layers, extrapolated from two models of few layers."""
     from fake_steps import peak_of_step
 
     counts = LAYERS_AGAIN if again else LAYERS

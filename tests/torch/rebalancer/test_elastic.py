@@ -1,4 +1,4 @@
-"""How many generators pay: it settles, it never swings, and it is right by the simulator."""
+"""The advised number of generators settles, never oscillates, and is right by the simulator."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ outlooks = st.builds(
 
 
 class Trial:
-    """Stages one after the other, each seen twice, and whoever carries the advice out at once."""
+    """Stages in succession, each seen twice, whose advice is applied at once."""
 
     def __init__(self, begins_with: int = 1, **bounds: int) -> None:
         self.elastic = Elastic(**({"least": LEAST, "most": MOST} | bounds))
@@ -163,7 +163,7 @@ def test_a_long_stage_asks_for_more_before_it_ends_and_its_end_asks_for_nothing(
 
 @pytest.mark.parametrize("curve", ["plain", "t0=32c", "t0=2.5c", "memory-bound"])
 def test_by_the_simulator_it_settles_where_one_more_saves_little(curve: str) -> None:
-    """Real lengths, dealt evenly: the outlook is what would be known at a stage's beginning."""
+    """Real lengths, dealt evenly, with the outlook of a stage's beginning."""
     trial, count, rows = Trial(most=8), 256, 64
 
     def stage(number: int, seed: int) -> tuple[StageOutlook, float]:

@@ -1,4 +1,4 @@
-"""The live picture and the plain lines: what they say, that they fit, and that no model can command the terminal."""
+"""Live view and plain lines: their content fits, and model output cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def test_history_goes_on() -> None:
 
 
 def test_utilisation_is_of_the_last_seconds() -> None:
-    """A worker that was idle for long and now works is busy, not half busy."""
+    """A worker that idled for long and now works is busy."""
     view, hand = a_view(terminal())
     for busy in [0.0] * 100 + [float(second) for second in range(1, 11)]:
         hand.seconds += 1.0
@@ -327,7 +327,7 @@ def test_a_sparkline_is_never_wider_than_its_place(values: list[float], width: i
 
 
 def test_what_is_reported_costs_the_same_however_much_there_was() -> None:
-    """Of a run's own time: the calls of one more sample do not grow with the samples, loads and snapshots before it."""
+    """Calls per sample do not grow with earlier samples, loads and snapshots."""
     view, _ = a_view(terminal())
     snapshot = [process(name, 0, "working", "x") for name in ("prompts", "generator", "reward", "trainer")]
     samples = [example_sample(step=1, prompt=prompt) for prompt in range(2000)]

@@ -1,4 +1,4 @@
-"""Scorers run a prompt once for its answers, and no number shows it."""
+"""Scorers run a prompt once for its answers without changing a number."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ANSWERS = [_DRAW.integers(3, 90, size).tolist() for size in (1, 2, 17, 60)]
 
 @contextmanager
 def counted(rows: SequenceRows) -> Iterator[list[int]]:
-    """How many tokens each forward runs."""
+    """Yield the token count of each forward."""
     numbers: list[int] = []
     forward = rows.runner.forward
 
@@ -70,7 +70,7 @@ def counted(rows: SequenceRows) -> Iterator[list[int]]:
 def test_blocks_belong_to_one_prompt_and_the_longest_unused_goes_first(
     calls: list[tuple[int, int, bool]],
 ) -> None:
-    """As a scorer calls it: a prompt is found or kept, then an answer takes blocks and gives them back."""
+    """A prompt is found or kept, then an answer takes blocks and returns them."""
     kept = KeptPrompts(num_blocks=6, block_size=16)
     latest: list[bytes] = []
     for number, size, fails in calls:
@@ -134,7 +134,7 @@ mostly_samples = st.one_of(samples, samples, samples, samples, st.sampled_from([
 def test_no_order_no_error_and_no_lack_of_memory_changes_a_reference_score(
     asked: list[tuple[int, int] | int], num_blocks: int, chunk: int, dtype: str
 ) -> None:
-    """Against the slow twin, which runs every sample from its first token."""
+    """The slow twin runs every sample from its first token."""
     keeping, whole = reference(dtype, keep_prompts=True), reference(dtype, keep_prompts=False)
     keeping._rows._kept = KeptPrompts(num_blocks=num_blocks, block_size=16)
     keeping._rows._chunk_tokens = chunk
@@ -167,7 +167,7 @@ def test_new_weights_of_the_critic_forget_what_was_run_with_the_old_ones(asked: 
 
 @pytest.mark.on_the_cpu("forwards of one shape leave no neighbours to depend on")
 def test_where_bits_depend_on_the_rows_of_a_forward_a_kept_prompt_leads_to_the_same_ones() -> None:
-    """As on a GPU: all must be cut alike."""
+    """On a GPU, all batches must be cut alike."""
     scorer = row_sensitive_scorer(CONTEXT)
     pairs = [(prompt, answer) for answer in ANSWERS for prompt in PROMPTS]
     with counted(scorer._rows) as run_with_kept:
@@ -230,7 +230,7 @@ def test_a_prompt_is_run_once_for_its_answers_also_when_those_of_others_come_bet
 
 @pytest.mark.on_the_cpu("elsewhere there is room for what runs together too")
 def test_what_is_kept_takes_so_many_bytes_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sequence always fits; what of the prompts is kept goes by what is left."""
+    """One sequence always fits; kept prompts take what is left."""
     sizes = {}
     for spare_bytes in (0, 100_000, 1 << 40):
         monkeypatch.setattr(runner, "SPARE_BYTES", spare_bytes)

@@ -1,4 +1,4 @@
-"""Reward models: the raw output of one label, each sample as if alone, and refusals before anything runs."""
+"""Reward models: the raw output of one label, each sample as if alone, and early refusals."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from rlhfspec.training.scoring.rewards.classifier import Classifier
 
 
 def run(folder: Path, source: dict[str, Any], *samples: Sample) -> list[Score]:
-    """By one reward model."""
+    """Score by one reward model."""
     sources = Desk(folder).sources({"type": "model", "dtype": "float32", **source})
     return reward_desks.run(sources, list(samples))
 
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with random classifiers: `one` with a single output, `three` with three; and `none` without a head."""
+    """Return random classifiers: `one` with one output, `three` with three, `none` without a head."""
     from transformers import AutoModelForSequenceClassification, LlamaConfig
 
     from rlhfspec.tiny.random_models import GROUPED, random_model
@@ -146,7 +146,7 @@ ANSWERS = [tokens(4, 30), tokens(5, 1), [7, 0, 0], [0, 0]]
     ],
 )
 def test_a_kept_prompt_leads_to_the_bits_of_one_that_was_not(kind: str, options: dict[str, Any]) -> None:
-    """In any order, and to the numbers of Hugging Face's own forward of the whole text."""
+    """In any order, and equal to Hugging Face's own forward of the whole text."""
     kept, fresh = classifier(kind, **options), classifier(kind, **options)
     assert kept._keeps_prompts
     for _ in range(2):

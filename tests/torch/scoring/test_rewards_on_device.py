@@ -1,4 +1,4 @@
-"""Reward models on a device that is not the CPU: there, and what waits is run together."""
+"""Reward models run on the device, and waiting samples are batched."""
 
 from __future__ import annotations
 

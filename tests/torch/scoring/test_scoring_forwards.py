@@ -1,4 +1,4 @@
-"""Reference log-probs and critic values: right, and a pure function of the sample."""
+"""Reference log-probs and critic values are right, and pure functions of the sample."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_critic(kind: str, seed: int = 1) -> Critic:
 
 
 def moved(critic: Critic, seed: int) -> Critic:
-    """As after some training: every weight somewhere else, the head not zero."""
+    """Return a critic as after training: all weights moved, the head not zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in critic.parameters():
@@ -79,7 +79,7 @@ def scored_once(kind: str, dtype: str) -> tuple[LogProbScorer, list[list[float]]
 def test_a_score_is_a_pure_function_of_the_sample(
     kind: str, order: list[int], chunk: int, num_threads: int, dtype: str
 ) -> None:
-    """Whatever came before, in chunks of any size, with any number of threads."""
+    """History, chunk sizes and thread counts do not matter."""
     scorer, expected = scored_once(kind, dtype)
     whole = scorer._rows._chunk_tokens
     build.set_num_threads(num_threads)
@@ -95,7 +95,7 @@ def test_a_score_is_a_pure_function_of_the_sample(
 @needs_kernels
 @pytest.mark.on_the_cpu(BY_COMPANY)
 def test_workers_and_threads_at_once_give_the_same_scores() -> None:
-    """Two scorers called from four threads: their caches and the kernels' thread pool are shared by nobody's fault."""
+    """Two scorers in four threads share caches and the kernels' thread pool safely."""
     scorers, (_, expected) = [make_scorer(), make_scorer()], scored_once("llama", "float32")
     calls = [(scorers[number % 2], number % len(SAMPLES)) for number in range(48)]
     build.set_num_threads(2)
@@ -109,7 +109,6 @@ def test_workers_and_threads_at_once_give_the_same_scores() -> None:
 
 @pytest.mark.on_the_cpu("forwards of one shape leave no neighbours to depend on")
 def test_a_score_that_depends_on_its_neighbours_would_be_noticed() -> None:
-    """The comparison can fail."""
     scorer = row_sensitive_scorer(CONTEXT)
     whole = scorer.log_probs(*SAMPLES[-1])
     scorer._rows._chunk_tokens = 3
@@ -122,7 +121,7 @@ def test_a_score_that_depends_on_its_neighbours_would_be_noticed() -> None:
 @pytest.mark.on_the_cpu(BY_COMPANY)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_reference_begins_with_the_exact_trainers_own_numbers(dtype: str) -> None:
-    """So the KL of an exactly on-policy job is 0 at the start, not nearly 0."""
+    """The KL of an exactly on-policy job starts at exactly 0."""
     policy = prepared(random_model("llama", seed=2))
     forward = ExactForward(policy, 0.7, max_context=CONTEXT, dtype=dtype)
     scorer = make_scorer(dtype=dtype)

@@ -1,4 +1,4 @@
-"""Reference and critic on a device: what waits is run together, and a number is still its sample's own, to the bit."""
+"""Reference and critic on a device batch waiting samples, each with its own bits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PAIRS: list[Pair] = [
 
 @pytest.fixture(autouse=True)
 def _small_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's attention takes as long as there are rows."""
+    """Make the device's attention take time in proportion to rows."""
     monkeypatch.setattr(log_probs, "_CHUNK_TOKENS", 96)
 
 
@@ -98,7 +98,7 @@ def test_what_is_wrong_with_one_is_its_own_result(second: ModuleType) -> None:
 
 
 def test_a_mixture_of_experts_runs_each_alone(second: ModuleType) -> None:
-    """An expert gets as many rows as choose it."""
+    """The rows of an expert depend on the routing."""
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -116,7 +116,7 @@ def test_a_mixture_of_experts_runs_each_alone(second: ModuleType) -> None:
 def test_forwards_of_as_many_rows_as_there_are_give_other_bits(
     second: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the shape is for: the device adds few rows up in another order."""
+    """The device adds few rows in another order, hence the fixed shape."""
     scorer = make_scorer(device=DEVICE)
     monkeypatch.setattr(constant_shape, "_filled", lambda numbers, value, num_rows: np.asarray(numbers))
     assert [scorer.log_probs(*pair) for pair in PAIRS] != scorer.log_probs_of(PAIRS)

@@ -1,4 +1,4 @@
-"""Each stage is made by its own builder from the job and a context; on the device that the job says."""
+"""Each stage is made by its own builder, on the job's device."""
 
 from __future__ import annotations
 

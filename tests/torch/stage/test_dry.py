@@ -1,4 +1,4 @@
-"""What a dry generator does: it scores, as one more worker of the stage, until there are prompts again."""
+"""A dry generator scores for another stage until there are prompts again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def a_prompt(number: int) -> Prompt:
 
 
 class Scorer(TokenScoringService):
-    """Waits in the middle of each sample until it may go on."""
+    """Service that pauses in the middle of each sample."""
 
     def __init__(self, worker: int, vitals: Any, bus: Any) -> None:
         super().__init__("reference", worker, vitals, bus, deadline_seconds=60.0)
@@ -72,13 +72,13 @@ class Engine(FakeEngine):
 
 
 async def reads_plans(stages: Stages) -> None:
-    """What nobody watches yet would be lost."""
+    """Subscribe to plans, as those without a reader would be lost."""
     plans = stages.transport._subjects[stages.bus.subject(Plan)]
     await until(lambda: plans.watchers, "it reads plans")
 
 
 class Place:
-    """Generator 1 with a guest of the reference stage; nobody else scores."""
+    """Generator 1 with a guest of the reference stage, the only scorer."""
 
     def __init__(self, stages: Stages) -> None:
         self.stages = stages
@@ -283,7 +283,7 @@ def assert_guests(job: RLHFJob, wanted: dict[str, str | None]) -> None:
 
 
 def ppo(job_file: Path) -> None:
-    """With a reference and a critic, and steps long enough to meet a worker in their middle."""
+    """Return a PPO job whose steps are long enough to strike a worker within one."""
     job = yaml.safe_load(job_file.read_text())
     job["spec"]["algorithm"] = {"name": "ppo", "samplesPerPrompt": 2, "klCoefficient": 0.05}
     job["spec"]["training"] |= {"steps": 4, "promptsPerStep": 8}

@@ -1,4 +1,4 @@
-"""What one generator's drafter learnt comes to the others and to those that come later; damage costs speed only."""
+"""Learnt drafters reach other and later generators; damage costs only speed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def handed_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Learner(FakeEngine):
-    """Its drafter's one weight is its version; it learns from 100 tokens at a time as long as there is `left`."""
+    """Engine whose drafter's one weight is its version; it learns from 100 tokens at a time while any are `left`."""
 
     def __init__(self, left: int = 0) -> None:
         super().__init__(random.Random(0))

@@ -1,5 +1,4 @@
-"""Who holds what: prompts go late to whoever has room, come back at once from who leaves, and in an order that only
-decides when a step ends. No time passes here unless a test lets it."""
+"""Prompts are pulled late, returned at once on leaving, and ordered only for speed. Time passes only on request."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ NUM_PROMPTS = 20
 
 
 class LongEngine(FakeEngine):
-    """Finishes nothing before it is let go on."""
+    """Engine that finishes nothing until released."""
 
     def __init__(self, rows: int) -> None:
         super().__init__(random.Random(0))
@@ -155,7 +154,7 @@ async def test_prompts_whose_weights_are_not_here_yet_are_handed_back_too() -> N
 
 
 class AbsentWeights:
-    """As of a trainer that is being started again."""
+    """Weights of a trainer that is restarting."""
 
     def __init__(self, store: Any) -> None:
         self.store, self.is_there, self.num_asked = store, False, 0
@@ -268,7 +267,7 @@ async def test_a_sample_that_a_stopped_scorer_waited_with_is_handed_back() -> No
 
 
 class Together(TokenScoringService):
-    """Scores up to four at once; of a sample of prompt 9 it has no number."""
+    """Service that scores up to four at once, and fails for prompt 9."""
 
     def __init__(self, stages: Stages) -> None:
         super().__init__("critic", 0, stages.vitals, stages.bus.of("critic"), deadline_seconds=9.0, at_once=4)
@@ -302,7 +301,7 @@ def test_samples_of_a_step_are_scored_together_and_what_is_wrong_with_one_is_its
 
 
 def test_what_was_delivered_before_is_scored_alone() -> None:
-    """Its worker may have died of it."""
+    """It may have killed its worker."""
     record = example_sample(0, 0)
 
     def delivered(*times: int) -> Any:
@@ -320,7 +319,7 @@ class WantsAnswers(FakeSources):
 
 
 def test_a_reward_checks_the_datas_columns_before_it_scores() -> None:
-    """They come from the process that reads the data."""
+    """The columns come from the process that reads the data."""
 
     async def main(columns: dict[str, str]) -> list[list[str]]:
         stages = await Stages.open(a_job(), generator=1, reward=1, trainer=1, prompts=1)
@@ -390,7 +389,7 @@ class Shuffled(PromptLengths):
 
 @pytest.mark.parametrize(("steps", "watches"), [(2, False), (3, True)])
 def test_prompts_watches_answers_where_prompts_come_again(steps: int, watches: bool) -> None:
-    """Five prompts, two a step: the third step begins the second epoch."""
+    """With five prompts, two a step, the third step begins the second epoch."""
     job = a_job(training={"steps": steps, "promptsPerStep": 2})
 
     async def main() -> None:

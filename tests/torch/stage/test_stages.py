@@ -1,4 +1,4 @@
-"""Each stage over the memory transport, on a clock that stands still: what arrives, in any order, again, or never."""
+"""Each stage over the memory transport on a fake clock, with records late, repeated or lost."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_version_opens_every_step_it_may_sample_and_each_once(staleness: int, 
 
 
 def test_a_demand_is_answered_while_weights_are_waited_for() -> None:
-    """And the other way round: no time passes here, so neither wait may hold up the other."""
+    """No time passes here, so neither wait may block the other."""
     job = a_job()
 
     async def main() -> None:
@@ -191,7 +191,7 @@ def _tensor(value: float) -> Any:
 
 
 async def _samples(inbox: Any, number: int, clock: FakeClock | None = None) -> list[Any]:
-    """So many records; while they are made, time passes only on a clock that is given."""
+    """Return `number` records; time passes meanwhile only on a given clock."""
     found: list[Any] = []
 
     async def pull() -> bool:
@@ -234,7 +234,7 @@ def test_samples_are_scored_once_and_groups_together(seed: int, grouping: Any) -
 
 
 class SlowSources(FakeSources):
-    """Scores when it is let go on."""
+    """Sources that score when released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class SlowSources(FakeSources):
 
 
 async def test_a_sample_delivered_again_while_it_is_scored_is_scored_once() -> None:
-    """As after a reward that let nothing else run for longer than a delivery may stay unacknowledged."""
+    """Scoring may block the process for longer than the ack wait."""
 
     clock = FakeClock()
     stages = await Stages.open(a_job(), clock, generator=1, reward=1, trainer=1)
@@ -296,7 +296,7 @@ def test_steps_are_trained_in_order_whatever_arrives_when(seed: int, staleness: 
 
 
 async def test_a_trainer_that_goes_on_hands_out_its_weights_as_the_latest() -> None:
-    """Also where a later version was there before: who comes now must see what it hands out, not what was known."""
+    """A later version may have been there: new workers must see what the trainer publishes."""
 
     stages = await Stages.open(a_job(), generator=1, reward=1, trainer=1)
     seen = []
@@ -340,7 +340,7 @@ async def test_what_a_step_was_trained_on_is_acknowledged_once_a_checkpoint_cove
 def test_what_is_chosen_is_a_function_of_the_rewards_alone(
     rewards: list[float | None], seed: int, max_demands: int
 ) -> None:
-    """Demands are answered with the next prompts; None is a reward that failed and is dropped."""
+    """Demands are answered with the next prompts; None is a failed reward, which is dropped."""
 
     def chosen(order: random.Random | None) -> Any:
         shape = StepShape(
@@ -388,7 +388,7 @@ def _score(sample: Sample, reward: float | None) -> Score:
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_two_hundred_steps_leave_nothing_behind(staleness: int) -> None:
-    """Neither records nor threads nor tasks; and memory for ids is bounded."""
+    """No records, threads or tasks remain, and memory for ids is bounded."""
     steps = 200
     job = a_job(training={"steps": steps, "promptsPerStep": 2, "maxStaleness": staleness})
     threads = set(threading.enumerate())

@@ -1,4 +1,4 @@
-"""Part of the sweep over transformers' causal LMs, and what is said of all of them in docs/models.md.
+"""Part of the sweep over transformers' causal LMs, and the table of docs/models.md.
 
 The whole of it is `rlhfspec models check all --table docs/models.md`.
 """
@@ -30,7 +30,7 @@ REFUSED = ("bloom", "deepseek_v4", "doge", "mamba", "xlnet")
 
 
 def table_of(document: str) -> dict[str, tuple[str, str]]:
-    """By type: the heading it stands under, and its line."""
+    """Return by type the heading above its line, and the line."""
     found, heading = dict[str, tuple[str, str]](), ""
     for line in document.partition(BEGIN)[2].partition(END)[0].splitlines():
         if line.startswith("### "):

@@ -1,4 +1,4 @@
-"""The judge's own rules: what counts as rounding, as a corner of an activation, and what does not."""
+"""Rules of the sweep's judge: rounding, corners of activations, and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhfspec.training.modeling.packed import PackedRow
 
 
 def test_a_corner_that_rounding_turns_is_no_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HRM with relu6: on some processors a number lies within rounding of a corner; here one is made, on all."""
+    """HRM with relu6 may lie within rounding of a corner; here one is constructed."""
     config = dict(variants("hrm_text"))["hidden_act=relu6"]()
     judging = verdicts._Judge(lambda: tiny_model(config), max_context=128)
     plain = judging.engine()
@@ -55,7 +55,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_log_probs_that_are_off_are_not_taken_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """BitNet's rounding is above 1e-5 with one key head; an error three times as large is still an error."""
+    """BitNet's rounding exceeds 1e-5 with one key head; three times as much is still an error."""
     config = dict(variants("bitnet"))["num_key_value_heads=1"]()
     assert judge(lambda: tiny_model(config)).kind == "right"
     genuine = verdicts._generated
@@ -70,7 +70,7 @@ def test_log_probs_that_are_off_are_not_taken_for_rounding(monkeypatch: pytest.M
 
 @torch.no_grad()
 def far_seeing() -> Any:
-    """A wrong angle shows in its attentions."""
+    """Return a model whose attentions show a wrong angle."""
     model = tiny_model(tiny_config("llama", max_position_embeddings=1024))
     for name, parameter in model.named_parameters():
         if "q_proj" in name or "k_proj" in name:

@@ -1,4 +1,4 @@
-"""The sums: true texts, honest rewards, lessons that a start learns from, `tiny:` names, and the shipped examples."""
+"""The sums: texts, rewards, lessons, `tiny:` names, and the shipped examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log-probs of an engine, compared with the trainer's after every swap of weights."""
+"""An engine's log-probs are compared with the trainer's after every weight swap."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_rounds_most_decides_how_much_is_allowed(precision: str, allowed: f
 
 
 def test_a_restarted_trainer_of_an_exact_job_lets_its_generators_round() -> None:
-    """Steps after the checkpoint are trained again, and on another machine to other bits."""
+    """Steps after the checkpoint are retrained, on another machine to other bits."""
     rollouts, agreement = rollouts_of(2, (1, 1)), Agreement(a_job(training={"exactOnPolicy": True}).spec)
     with pytest.raises(LogProbMismatch, match="exact"):
         agreement.check(2, rollouts, report_of(2, rollouts, 1e-6, 0.0))
@@ -65,7 +65,7 @@ def test_a_restarted_trainer_of_an_exact_job_lets_its_generators_round() -> None
 
 @pytest.mark.parametrize(("versions", "is_seen"), [((1, 1), True), ((0, 1), True), ((1, 0), False), ((0, 0), False)])
 def test_tokens_of_older_weights_are_not_compared(versions: tuple[int, int], is_seen: bool) -> None:
-    """The second token differs: it counts where it is of version 1, which the trainer of step 2 has."""
+    """The second token differs, and counts only as one of version 1, which the trainer has in step 2."""
     rollouts = rollouts_of(2, versions)
     agreement, report = Agreement(a_job().spec), report_of(2, rollouts, 0.0, 5e-3)
     if is_seen:
@@ -76,7 +76,7 @@ def test_tokens_of_older_weights_are_not_compared(versions: tuple[int, int], is_
 
 
 class FarLearner(FakeLearner):
-    """From the second step on its log-probs are not the generator's, whose head is that of the first."""
+    """Learner whose log-probs leave the generator's from the second step on, as with a stale head."""
 
     def learn(self, rollouts: Rollouts) -> LearnReport:
         report = super().learn(rollouts)

@@ -1,4 +1,4 @@
-"""A stage that dies and comes back alone: nobody else notices, and the curve is the one without a death."""
+"""A stage that dies and is restarted alone changes neither other stages nor the curve."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_STEPS = 12
 
 
 class ChainLearner(FakeLearner):
-    """Its weights are a function of everything it has learnt from, in its order."""
+    """Learner whose weights are a function of all it learnt, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class ChainLearner(FakeLearner):
 
 
 class KeepingRecorder(FakeRecorder):
-    """On disk, so to speak: one for every trainer of the run."""
+    """Recorder that persists over all trainers of the run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class KeepingRecorder(FakeRecorder):
 
 
 async def _trained(job: Any, deaths: list[int]) -> KeepingRecorder:
-    """The run of a job whose trainer dies whenever it has written so many more lines, and is started again."""
+    """Return the recorder of a run whose trainer dies after each of these numbers of lines."""
     stages = await Stages.open(job, SystemClock(), prompts=1, generator=2, reward=1, trainer=1)
     others = [stages.prompts(), stages.generator(0), stages.generator(1), stages.reward(FakeSources())]
     running = [asyncio.create_task(service.run()) for service in others]
@@ -123,7 +123,7 @@ def _whole(found: dict[int, list[float]] = {}) -> dict[int, list[float]]:  # noq
 
 
 def test_a_step_with_demands_repeats_itself_whatever_is_there_already() -> None:
-    """All that an earlier trainer demanded has arrived, but one sample of the first round."""
+    """All earlier demands have arrived, but one sample of the first round."""
     shape = StepShape(job="sums", step=1, num_prompts=2, samples_per_prompt=1, stages=(), max_demands=2)
     collector = Collector(shape)
     for place in (1, 2, 3, 4):  # 2 and 3 are the first demand's, 4 and 5 the second's

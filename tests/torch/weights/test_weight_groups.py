@@ -1,4 +1,4 @@
-"""Weights by process groups: every bit of a version, or none of it, and no trainer that waits for somebody."""
+"""Weights by process groups arrive whole or not at all, and no trainer waits for a member."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from rlhfspec.training.weights.grpc_messages import MAX_MESSAGE_BYTES
 
 
 def every_kind() -> dict[str, Tensor]:
-    """Types, shapes, ties, NaN, what is larger than a bucket, and what has no elements."""
+    """Return types, shapes, ties, NaN, tensors larger than a bucket, and empty ones."""
     draw = torch.Generator().manual_seed(3)
     found = {f"layers.{layer}": torch.randn(100, 57, generator=draw) for layer in range(5)}
     found["bfloat"] = torch.randn(7, 3, generator=draw).bfloat16()
@@ -72,7 +72,7 @@ def test_version_after_version_comes_to_all_bit_for_bit() -> None:
 
 
 def test_a_model_of_thousands_of_tensors_comes_too() -> None:
-    """Whose names and shapes take more than other messages may."""
+    """Their names and shapes exceed the limit of other messages."""
     state = {f"model.layers.{number // 40}.experts.{number % 40}.weight": torch.ones(2) for number in range(2000)}
     with group_of(1) as group:
         assert len(described("sums", "policy", 1, state).model_dump_json()) > MAX_MESSAGE_BYTES
@@ -138,7 +138,7 @@ def test_a_sender_takes_two_buckets_of_memory_beside_its_share() -> None:
 
 
 def altered(content: Tensor, what: str, hashed: Callable[..., str]) -> str:
-    """A bit that changes on its way: after the digest was taken."""
+    """Flip a bit in flight, after the digest was taken."""
     found = hashed(content, what)
     if what.endswith("/3"):
         content[100] ^= 1
@@ -163,7 +163,7 @@ def test_a_layer_that_is_missing_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_version_that_is_mixed_with_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets of an earlier version, sent as those of this one; each with a digest that was right for it then."""
+    """Buckets of an earlier version, with then valid digests, are sent as this one's."""
     kept: dict[int, tuple[Tensor, str]] = {}
     hashed = shares.bucket_digest
 
@@ -194,7 +194,7 @@ def test_a_transfer_that_is_not_under_way_makes_no_version() -> None:
 
 
 def test_weights_of_another_digest_are_not_taken() -> None:
-    """As a trainer's that went back to its checkpoint and trains something else."""
+    """A trainer may have resumed a checkpoint and trained on differently."""
     with group_of(1) as group:
         assert group.sent(1, weights(1)) == ""
         assert group.nodes[0].receiver.take(record_of(1, weights(2))) is None
@@ -205,7 +205,7 @@ def test_weights_of_another_digest_are_not_taken() -> None:
 
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """While it is set, whoever was told of a version does not take part."""
+    """Return an event that, while set, keeps receivers from taking part."""
     event, received = threading.Event(), receiver._Arriving._received
     event.set()
 

@@ -1,4 +1,4 @@
-"""Weights in memory, in files and over gRPC: what was put is got, the newest stay, and what is not right is refused."""
+"""Weights in memory, files and over gRPC: what was put is got, the newest stay, invalid ones are refused."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_file_that_says_its_digest_is_checked_once_by_each_process(
 
 @pytest.mark.parametrize("others", ["digest", "checksum"])
 def test_what_a_file_says_of_itself_replaces_no_check(tmp_path: Path, others: str) -> None:
-    """Other weights, under the digest of those that were announced or with their whole note."""
+    """Other weights, with the announced digest or the whole note of the announced ones."""
     record = FileWeightStore(tmp_path, keep=1).put("sums", "policy", 1, state(1))
     path = Path(record.uri.removeprefix("file:"))
     _, notes = read_noted(path)
@@ -171,7 +171,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_version(tmp_path: Path) ->
 
 
 def slow_digest(tensors: dict[str, torch.Tensor]) -> str:
-    """By one thread, from the definition: names, types, shapes and the hash of each tensor's bytes, in order."""
+    """Return the digest by definition: names, types, shapes and the hash of each tensor's bytes, in order."""
     total = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
@@ -184,7 +184,7 @@ def slow_digest(tensors: dict[str, torch.Tensor]) -> str:
 def test_a_put_hashes_in_threads_what_one_thread_would(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], WeightStore]
 ) -> None:
-    """And no tensor twice: not what is tied, nor what was copied from elsewhere."""
+    """No tensor is hashed twice, whether tied or copied."""
     hashed: list[tuple[str, int]] = []
 
     def heard(new: Any, data: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""Weights over gRPC between nodes that fail, come late, lie and corrupt: right bits, or a reason."""
+"""Weights over gRPC from nodes that fail, are late, lie or corrupt: right bits, or a reason."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def nodes() -> Iterator[Cluster]:
 
 
 def state(version: int, *, num_bytes: int = 8 * PIECE_BYTES) -> dict[str, torch.Tensor]:
-    """Two tensors, several pieces."""
+    """Return two tensors of several pieces."""
     draw = torch.Generator().manual_seed(version)
     return {name: torch.randn(num_bytes // 8, generator=draw) for name in ("a", "b")}
 
 
 def together(*gets: Callable[[], dict[str, torch.Tensor]]) -> list[str]:
-    """The digests that they find, at once."""
+    """Return the digests found concurrently."""
     with ThreadPoolExecutor(len(gets)) as pool:
         return [digest(done.result()) for done in [pool.submit(get) for get in gets]]
 
 
 class Peer:
-    """A server of weights. `answers`: given the request, what it says."""
+    """A server of weights. `answers` maps a request to replies."""
 
     def __init__(self, leaving: ExitStack, answers: Callable[[WeightsRequest], Iterator[bytes]]) -> None:
         self.requests: list[WeightsRequest] = []
@@ -130,7 +130,7 @@ def test_many_versions_and_receivers_at_once_never_mix(nodes: Cluster) -> None:
 
 
 def test_generators_of_a_whole_loop_swap_between_steps_and_never_mix(nodes: Cluster) -> None:
-    """The engine of these stages refuses a version whose weights are another's."""
+    """The engine of these stages refuses a version with another's weights."""
 
     async def main() -> None:
         job = a_job(training={"steps": 30, "promptsPerStep": 2, "maxStaleness": 2})

@@ -1,9 +1,8 @@
-"""Bytes that nobody made in good faith: a decoder answers with a record or with its own error, and nothing else.
+"""Decoders of damaged bytes return a record or raise their own error.
 
-Each decoder is fed valid bytes that were damaged (flipped, cut, doubled, spliced), FUZZ_CASES of them: others for
-every commit. A failure prints the seed and the bytes; FUZZ_SEED draws the same ones again. For a night:
-
-    FUZZ_CASES=1000000 FUZZ_SEED=7 python -m pytest --timeout 0 tests/torch/wire/test_fuzz.py
+Valid bytes are flipped, cut, doubled and spliced, FUZZ_CASES times, differently for each commit. A failure prints the
+seed and the bytes; FUZZ_SEED repeats them. For a night:
+FUZZ_CASES=1000000 FUZZ_SEED=7 python -m pytest --timeout 0 tests/torch/wire/test_fuzz.py
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def damaged(draw: random.Random, valid: list[bytes]) -> bytes:
 
 
 def moving() -> list[bytes]:
-    """Of a sequence on its way: what is asked first, ranges of KV, the rest, and tokens alone."""
+    """Return messages of a move: the first question, ranges of KV, the rest, and tokens alone."""
     state = exported()
     assert state.rest is not None
     kv = tuple(part[:1] for part in state.rest.kv)
@@ -94,7 +93,7 @@ def moving() -> list[bytes]:
 
 
 def read_and_import(data: bytes) -> None:
-    """What is a record goes into an engine, which takes it or refuses it, and is whole in the end."""
+    """Import a decoded record into an engine, which takes or refuses it and stays whole."""
     engine = target_of_fuzzing()
     take = {Manifest: engine.reserve, KVRange: engine.import_range, SequenceState: engine.import_sequence}
     try:
@@ -118,7 +117,7 @@ def decode_as_it_encodes(data: bytes) -> None:
 
 
 def resealed(decode: Callable[[bytes], object]) -> Callable[[bytes], object]:
-    """Its checksum made right again: otherwise nothing damaged would come past it."""
+    """Correct the checksum, which otherwise stops all damage."""
     return lambda data: decode(data[:-8] + checksum_of([data[:-8]]).to_bytes(8, "little"))
 
 

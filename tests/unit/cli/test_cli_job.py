@@ -1,4 +1,4 @@
-"""`rlhfspec validate`, `init` and `schema`: what they print and write, and that they start without torch."""
+"""`rlhfspec validate`, `init` and `schema` print, write and start without torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_init_writes_a_valid_job(folder: Path, algorithm: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_what_init_comments_out_is_what_is_left_out(folder: Path, algorithm: str) -> None:
-    """Removing every # in front of a field changes nothing but the blocks that are off by default."""
+    """Uncommenting all fields changes only blocks that are off by default."""
     job = init(folder, "--algorithm", algorithm)
     full = folder / "full.yaml"
     full.write_text(re.sub(r"(?m)^( *)#(?=[a-z])", r"\1", job.read_text()))

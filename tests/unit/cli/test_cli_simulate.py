@@ -1,4 +1,4 @@
-"""`rlhfspec simulate`: the table, the picture, JSON, a run's folder to calibrate by, and what is refused."""
+"""`rlhfspec simulate`: table, picture, JSON, calibration by a run, and refusals."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_cannot_be_is_one_line(arguments: tuple[str, str], said: str) -> No
 
 
 def parts_of(whole: Span) -> list[Span]:
-    """As if it had moved, without a pause, between two engines that are as fast as each other."""
+    """Split a span as if moved, without a pause, between equally fast engines."""
     middle, tokens = (whole.began + whole.ended) / 2, int(whole.attributes["tokens"])
     told: dict[str, Attribute] = {"generator": whole.attributes["generator"]}
     rest: dict[str, Attribute] = {"tokens": tokens - tokens // 2, "finish_reason": "stop"}
@@ -97,7 +97,7 @@ def test_a_samples_parts_are_one_sample_of_the_simulated_stage() -> None:
 
 
 def test_it_is_calibrated_by_what_a_run_left(tmp_path: Path) -> None:
-    """A run's folder as it is written, of a stage whose curve is known."""
+    """The folder is of a stage with a known curve."""
     scenario = Scenario(num_generators=2, curve=PRESETS["t0=2.5c"], prefill_seconds=5e-4)
     samples = as_spans(scenario, workload("groups", num_generators=2, per_generator=32, seed=1))
     (tmp_path / "traces").mkdir()

@@ -1,4 +1,4 @@
-"""`rlhfspec drafter report`: what is in the folder of a run, and what is not."""
+"""`rlhfspec drafter report` on folders with and without a learnt drafter."""
 
 from __future__ import annotations
 

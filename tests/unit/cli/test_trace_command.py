@@ -1,4 +1,4 @@
-"""`rlhfspec trace` on runs as they are: every sample is there, what it shows is true, and a mistake is one line."""
+"""`rlhfspec trace` shows every sample truly, and errors take one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What control makes of what it hears: without a server, by a clock of the test's own."""
+"""Control's reactions to records, without a server, on a fake clock."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LOAD = Load(
 
 
 class Run:
-    """Everybody beats four times a second, but who is told not to."""
+    """Run whose workers beat four times a second unless told not to."""
 
     def __init__(self, job: RLHFJob | None = None, **settings: Any) -> None:
         self.clock = FakeClock()
@@ -183,7 +183,7 @@ def test_one_of_several_that_is_killed_for_good_is_forgotten() -> None:
 
 
 def test_what_the_broker_kept_of_workers_that_are_gone_is_not_believed() -> None:
-    """Control was started again: it is told of every worker that ever was."""
+    """A restarted control is told of every worker that ever was."""
     run = Run()
     for worker in range(3):
         run.knowledge.ready(replace(INFO, stage="generator", worker=worker))

@@ -1,4 +1,4 @@
-"""docs/job.md has every field of a job, and each field has a description, which is a sentence."""
+"""docs/job.md has every field of a job, each described by a sentence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def blocks_in(annotation: Any) -> Iterator[type[Block]]:
 
 
 def fields_of(block: type[Block], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Walk the classes, not the schema that the tables are made of."""
+    """Yield fields from the classes, not from the schema behind the tables."""
     for name, field in block.model_fields.items():
         at = f"{path}{to_camel(name)}"
         within = list(blocks_in(field.annotation))
@@ -34,7 +34,7 @@ def fields_of(block: type[Block], path: str = "") -> Iterator[tuple[str, FieldIn
 
 
 def rows() -> Iterator[tuple[str, str]]:
-    """Path and description; what all roles have is at roles.ROLE."""
+    """Yield path and description; fields of all roles are at roles.ROLE."""
     block = ""
     for line in (ROOT / "docs" / "job.md").read_text().splitlines():
         if line.startswith("### `"):

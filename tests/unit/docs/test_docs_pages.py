@@ -1,4 +1,4 @@
-"""The pages a reader meets first: the README shows what is printed, and the index leads to every page."""
+"""The README shows real output, and the docs index links every page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlhfspec.cli.main import app
 
 
 def test_the_readme_shows_what_validate_prints() -> None:
-    """But for the data, which may be on this machine or not."""
+    """The data's lines are excepted, as it may be absent."""
     readme = (ROOT / "README.md").read_text().splitlines()
     printed = CliRunner().invoke(app, ["validate", str(ROOT / "examples" / "grpo.yaml")]).output
     lines = [line for line in printed.splitlines()[1:] if line and not line.startswith("  data")]

@@ -1,4 +1,4 @@
-"""The acceptance model: calibrated, monotone in the gap, one bad sequence its own affair."""
+"""The acceptance model is calibrated, monotone in the gap, and isolates bad sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def predicted(
 def feed(
     model: AcceptanceModel, rows: list[int], chance: float, *, steps: int, seed: int = 0, gap: float = 1.2
 ) -> None:
-    """`steps` observations of six nodes in each of the rows, accepted with this chance."""
+    """Feed `steps` observations of six nodes per row, accepted with this chance."""
     random = np.random.default_rng(seed)
     table_rows = np.repeat(np.array(rows, np.int32), 6)
     n = len(table_rows)

@@ -1,4 +1,4 @@
-"""Cost tables: monotone whatever was measured, exact at their knots, deaf to outliers, quick where they are wrong."""
+"""Cost tables are monotone, exact at knots, robust to outliers and quick to correct."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ def test_noise_only_adds_time_so_the_later_minimum_holds() -> None:
 
 
 def test_a_profile_is_a_convex_curve_that_no_unlucky_measurement_bends() -> None:
-    """A machine that is slow for a while makes knots look dear; none of them may look like a step, or make rows behind
-    the last one look free."""
+    """A temporarily slow machine must not make knots look like a step, or rows behind the last one free."""
     random = np.random.default_rng(3)
     true = [0.01 + 1e-4 * max(rows - 16, 0) for rows in ROW_GRID]
     measured = [s * float(random.choice([1.0, 1.0, 2.0])) for s in true]

@@ -1,4 +1,4 @@
-"""The model drafter, by the contract of every drafter, over a forward that needs no model."""
+"""The model drafter keeps the drafter contract over a forward without a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhfspec.testing.drafter import MOST_TOKENS, DrafterContract, DraftTable
 
 
 class Successors:
-    """Implements `DraftEngine`: after a token come the next ones in number, the nearest with the best score."""
+    """`DraftEngine` in which the next numbers follow a token, the nearest with the best score."""
 
     def __init__(self, table: DraftTable, vocab_size: int = 7) -> None:
         self._vocab_size = vocab_size
@@ -35,11 +35,11 @@ class Successors:
         return False
 
     def prefix_computed(self, row: int) -> None:
-        """Nothing is shared here."""
+        """Return 0, as nothing is shared."""
 
 
 class RestartedModelDrafter(ModelDrafter):
-    """The engine says what a row has cached when a sequence begins there."""
+    """Drafter whose engine reports a row's cache when a sequence begins."""
 
     def start(self, row: int, tokens: IntArray, group: str, history: tuple[tuple[int, ...], ...]) -> None:
         super().start(row, tokens, group, history)

@@ -1,4 +1,4 @@
-"""The selectors, in a simulated world: close to the best static strategy everywhere, and quick to notice a change."""
+"""Selectors in a simulated world are close to the best static strategy and adapt quickly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MACHINES = {"flat-to-16": FLAT_TO_16, "every-row-costs": EVERY_ROW_COSTS}
 
 
 def forest_of(parents: list[int], conditional: list[float], num_sequences: int = 1) -> Forest:
-    """A forest from parents (-1: root) and conditional acceptances; roots go round the sequences."""
+    """Return a forest from parents (-1: root) and conditional acceptances; roots cycle over the sequences."""
     n = len(parents)
     sequence, depth, path = np.zeros(n, np.int32), np.ones(n, np.int32), np.ones(n, np.float32)
     for node, parent in enumerate(parents):
@@ -153,7 +153,7 @@ def test_another_level_is_drafted_only_while_it_pays() -> None:
 
 
 def test_a_step_in_the_costs_is_taken_if_what_lies_behind_it_pays() -> None:
-    """The next rows fill a tile: they cost much, those after them nothing."""
+    """The next rows fill a tile at high cost; those after them are free."""
     target, level = CostTable([1, 8, 9, 64], [0.01, 0.01, 0.02, 0.02]), CostTable([1, 64], [1e-4, 1e-4])
     for frontier, expected in ((0.95, True), (0.2, False)):
         rule = PayingLevel(LevelTerms(target, level, tokens_per_second=400.0, success=0.95, verified_rows=8))
@@ -218,7 +218,7 @@ def test_adaptive_is_as_good_as_the_best_static_strategy(machine: str, batch: in
 
 
 def drained(plan: DraftPlan | None, batch: int) -> float:
-    """Tokens/s over whole batches, from the first step of the first to the last of the last; None: adaptive."""
+    """Return tokens/s over whole batches. plan None: adaptive."""
     tokens, seconds = 0, 0.0
     for seed in range(3):
         world, selector, acceptance = adaptive_in(CHEAP_LEVELS, {"model": 2.2}, seed=seed)
@@ -256,7 +256,7 @@ def test_a_trial_verifies_some_nodes_whatever_they_promise() -> None:
 
 
 def test_a_trial_drafts_for_a_part_of_the_batch() -> None:
-    """A drafter that was left alone has the prompts of all that it drafts for to catch up with."""
+    """An idle drafter must prefill the prompts of all sequences that it drafts for."""
     tokens, seconds = 0, 0.0
     for seed in range(4):
         world, selector, acceptance = adaptive_in(TRIALS_ARE_DEAR, {"model": -9.0}, seed=seed)
@@ -272,7 +272,7 @@ def test_a_trial_drafts_for_a_part_of_the_batch() -> None:
 
 
 def test_a_draft_that_has_more_to_catch_up_with_than_it_can_save_is_not_begun() -> None:
-    """Short responses: all end before the drafter has paid for running their prompts."""
+    """Short responses end before the drafter has paid for their prompts."""
     tokens, seconds = 0, 0.0
     for seed in range(3):
         world, selector, acceptance = adaptive_in(TRIALS_ARE_DEAR, {"model": 0.0}, seed=seed)
@@ -283,7 +283,7 @@ def test_a_draft_that_has_more_to_catch_up_with_than_it_can_save_is_not_begun() 
 
 
 def test_what_a_trial_on_a_part_of_the_batch_says_is_believed() -> None:
-    """A drafter that got better is soon used again, though it is tried on four sequences of sixteen alone."""
+    """An improved drafter is soon used again, though only four of sixteen sequences try it."""
     world, selector, acceptance = adaptive_in(TRIALS_ARE_DEAR, {"model": -9.0})
     assert world.run(selector, acceptance, num_sequences=16, num_steps=200).plans["plain"] > 100
     world.agreement["model"] = 2.2
@@ -435,7 +435,7 @@ def test_choosing_costs_little_at_batch_64() -> None:
 
 
 def calls_a_step(machine: SimulatedMachine, num_sequences: int) -> float:
-    """Of functions, in most steps, where the selector's clock counts them."""
+    """Return the function calls of most steps, with the selector's clock counting them."""
     world, selector, acceptance = adaptive_in(machine, {"model": 0.0})
     world.run(selector, acceptance, num_sequences=num_sequences, num_steps=80)
     with counting_calls() as calls, pytest.MonkeyPatch.context() as patch:

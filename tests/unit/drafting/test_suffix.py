@@ -1,4 +1,4 @@
-"""The suffix drafter: the law's noise exactly, proposals that come true, and memory that is given back."""
+"""The suffix drafter uses the law's noise, proposes what comes true, and returns memory."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_trees_keep_the_contract() -> None:
 
 
 def target_of(text: list[int], order: int) -> Callable[[int, int, IntArray], int]:
-    """A target that samples by the law from what follows each context in a text."""
+    """Return a target that samples by the law from a text's continuations."""
     counts: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for i in range(order, len(text)):
         counts[tuple(text[i - order : i])][text[i]] += 1
@@ -194,7 +194,7 @@ def generate(
     *,
     plan: DraftPlan,
 ) -> tuple[int, AcceptanceModel]:
-    """Verify proposals for some steps; returns accepted tokens and the acceptance model that learnt from them."""
+    """Verify proposals for some steps; return accepted tokens and the trained acceptance model."""
     acceptance, num_accepted = AcceptanceModel(64), 0
     for _ in range(steps):
         batch = table.batch(*rows)
@@ -223,7 +223,7 @@ def generate(
 
 
 def templated_text(seed: int, num_sentences: int) -> list[int]:
-    """Sentences of fixed words with holes: bytes."""
+    """Return bytes of sentences of fixed words with holes."""
     random = np.random.default_rng(seed)
     words = ["".join(chr(97 + int(c)) for c in random.integers(0, 26, 5)) for _ in range(24)]
     sentences = [[words[int(w)] for w in random.integers(0, 24, 5)] for _ in range(5)]
@@ -236,7 +236,7 @@ def templated_text(seed: int, num_sentences: int) -> list[int]:
 
 
 def test_shared_noise_finds_more_of_the_targets_choices() -> None:
-    """The same counts, ranked with the noise of the target and with that of another seed."""
+    """The same counts are ranked with the target's noise and with another seed's."""
     text = templated_text(0, 400)
     sample = target_of(text, 3)
     accepted = {}
@@ -253,7 +253,7 @@ def test_shared_noise_finds_more_of_the_targets_choices() -> None:
 
 
 def test_what_is_remembered_equals_what_is_found_anew() -> None:
-    """The same context later in the response meets other noise; the same position meets the same."""
+    """A repeated context meets other noise; a repeated position meets the same."""
     random = np.random.default_rng(3)
     block = random.integers(0, 2, 20).tolist()
     prompt = random.integers(0, 2, 500).tolist()
@@ -342,7 +342,7 @@ def test_a_backlog_is_worked_off_bit_by_bit() -> None:
 
 
 def test_a_proposal_takes_few_calls_a_token() -> None:
-    """Calls of functions are what it costs, and their number is the same on every machine."""
+    """Cost is measured in calls, which are the same on every machine."""
     text = templated_text(2, 800)
     sample = target_of(text, 4)
     table, drafter = DraftTable(64), SuffixDrafter()

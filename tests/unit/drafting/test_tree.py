@@ -1,4 +1,4 @@
-"""Walking trees: the vectorised walk against the twin that reads like the definition."""
+"""The vectorised tree walk equals its slow twin."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhfspec.engine.drafting.tree import accept, ancestors, index_in_sequence
 
 
 def random_forest(rng: np.random.Generator, num_sequences: int, size: int, vocab: int) -> Forest:
-    """Parents before children, siblings with different tokens, as drafters promise."""
+    """Return a forest with parents before children and distinct siblings."""
     sequence, parent, depth, token = [], [], [], []
     taken: set[tuple[int, int, int]] = set()
     for _ in range(size):

@@ -1,4 +1,4 @@
-"""Reading a job: YAML's traps, overrides, paths, what algorithms fill in, and the schema's two forms."""
+"""Reading a job: YAML traps, overrides, paths, algorithm defaults, and both schemas."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_the_structural_schema_has_every_field() -> None:
 
 
 def test_no_schema_default_hides_an_algorithms_own() -> None:
-    """An API server writes defaults into a job: gspo would silently get grpo's clip range."""
+    """An API server writes defaults into a job, so gspo would get grpo's clip range."""
     for schema in (json_schema(), structural_schema()):
         fields = schema["properties"]["spec"]["properties"]["algorithm"]["properties"]
         assert "default" not in fields["clipHigh"]
@@ -253,7 +253,7 @@ def test_the_job_is_frozen(file: Path) -> None:
 
 
 def test_a_drafter_called_auto_is_looked_for_nowhere(tmp_path: Path) -> None:
-    """Neither beside the job nor at the hub: it is made of the policy."""
+    """It is made of the policy, so neither folder nor hub is searched."""
     (tmp_path / "auto").mkdir()  # a folder of that name is another thing: it is written ./auto
     job = a_job()
     model = job.spec.model.model_copy(update={"path": str(tmp_path / "auto"), "drafter": "auto"})

@@ -1,4 +1,4 @@
-"""What is true of a field of the job beyond its value is said at the field, and nowhere else."""
+"""Marks of a field are declared at the field alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one table of rules: what is asked here is what an API server is told, and every rule can be broken."""
+"""The one table of rules matches the API server's, and every rule can be broken."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ conditions = st.recursive(
 
 
 def as_python(cel: str) -> str:
-    """CEL's `!` binds more tightly than Python's `not`, which is why parentheses have to stand behind it."""
+    """Translate CEL to Python. CEL's `!` binds tighter than `not`, so parentheses are required behind it."""
     assert all(found in "(s!" for found in re.findall(r"!(?!=)(.)", cel))
     named = re.sub(r"self\.spec\.\?training\.\?(\w+)\.orValue\(\d+\)", r"\1", cel)
     return re.sub(r"!(?!=)", " not ", named).replace("&&", "and").replace("||", "or")
@@ -70,7 +70,7 @@ def test_a_field_is_read_with_its_default_unless_it_is_compared_with_none(condit
 
 
 def violates(manifest: dict[str, Any]) -> list[str]:
-    """The fields whose rules a job breaks; of one that is wrong before any rule, all there are."""
+    """Return the fields whose rules a job breaks, or all for one that is invalid earlier."""
     try:
         job = RLHFJob.model_validate(manifest)
     except ValidationError:

@@ -1,4 +1,4 @@
-"""Micro-batches: whole, within the budget, balanced, and a function of lengths alone."""
+"""Micro-batches are whole, within the budget, balanced, and a function of lengths."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ group_lists = st.lists(
 
 
 def samples_of(groups: list[tuple[int, list[int]]]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Neighbours with one prompt, and the tokens of each answer."""
+    """Return prompts of neighbours, and the token count of each answer."""
     prompts = [(number,) * length for number, (length, answers) in enumerate(groups) for _ in answers]
     return prompts, [answer for _, answers in groups for answer in answers]
 
 
 def run_tokens(members: list[int], prompts: list[tuple[int, ...]], answers: list[int]) -> int:
-    """Of a micro-batch, each prompt once."""
+    """Return a micro-batch's tokens, each prompt once."""
     return sum(map(len, {prompts[index] for index in members})) + sum(answers[index] for index in members)
 
 

@@ -1,4 +1,4 @@
-"""The map of the loop and the folders of the services are one."""
+"""The map of the loop matches the service folders."""
 
 from __future__ import annotations
 

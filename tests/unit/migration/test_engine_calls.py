@@ -1,4 +1,4 @@
-"""Calls into an engine's thread: metered, in order, made once, and never forgotten."""
+"""Calls into an engine's thread are metered, ordered, made once and never lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who owns a sequence that moves: one, or nobody and its prompt is delivered again; whatever the network does."""
+"""A moving sequence has one owner, or none and its prompt is redelivered, on any network."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_many_lives_end_with_one_owner_each() -> None:
 
 
 class Moves(RuleBasedStateMachine):
-    """The same world, and hypothesis looks for the shortest story that breaks it."""
+    """State machine over the same world, with which hypothesis finds the shortest failure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class BelievesGoneForEver(MoveSource):
     ("bug", "first"), [(NoTombstone, 1500), (ForgetsWhatItTook, 150), (TakesWithoutALease, 1100)]
 )  # fmt: skip
 def test_a_destination_without_one_rule_is_found_out(bug: Callable[[str], Destination], first: int) -> None:
-    """`first`: near the life that shows it, which saves time."""
+    """`first`: a seed near the failing life, to save time."""
     with pytest.raises(AssertionError):
         lives(range(first, first + 3000), make_destination=bug)
 
@@ -165,7 +165,7 @@ def test_a_source_without_one_rule_is_found_out(bug: Callable[..., MoveSource]) 
 
 
 def handed_over_and_nobody_said_so(**bugs: Any) -> World:
-    """From 0 to 1, which runs it; no reply comes through."""
+    """Return a world where 1 took the sequence from 0, and no reply arrived."""
     world = World(samples=1, **bugs)
     world.move(0, "s0", 1)
     for _ in range(20):
@@ -179,7 +179,7 @@ def handed_over_and_nobody_said_so(**bugs: Any) -> World:
 
 
 def passed_on(world: World) -> World:
-    """From 1 to 2, and 1 is no more; 0 asks whoever is in its place."""
+    """Pass the sequence from 1 to 2 and end 1; 0 asks its successor."""
     world.move(1, "s0", 2)
     for _ in range(20):
         world.deliver(0)
@@ -204,7 +204,7 @@ def test_what_came_is_not_passed_on_before_its_source_let_go() -> None:
 
 
 def passed_on_long_after(world: World) -> World:
-    """0 was cut off all the while, and then the first that it hears is that 1 is no more."""
+    """Do the same while 0 is cut off, so that it first hears of 1's end."""
     world.advance(theirs.SETTLED_SECONDS + 1)
     world.move(1, "s0", 2)
     for _ in range(20):
@@ -263,7 +263,7 @@ def test_damaged_bytes_are_refused(data: st.DataObject) -> None:
 
 
 def sealed(header: object, rest: bytes = b"") -> bytes:
-    """As `to_bytes` would write it, whatever the header says."""
+    """Return the header sealed as by `to_bytes`."""
     text = json.dumps(header).encode()
     body = b"RLHFTELL" + len(text).to_bytes(4, "little") + text + rest
     return body + zlib.crc32(body).to_bytes(4, "little")

@@ -1,4 +1,4 @@
-"""How the operator sees that NATS or Redis is away."""
+"""Detection of an unavailable NATS or Redis by the operator."""
 
 from __future__ import annotations
 

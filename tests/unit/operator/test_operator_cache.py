@@ -1,4 +1,4 @@
-"""What the watches say late, twice or never does no harm."""
+"""Late, repeated and lost watch events do no harm."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_another_pod_of_the_name_takes_its_place_and_none_of_its_warnings() -> N
 
 
 def test_a_warning_of_another_namespace_is_none() -> None:
-    """Whoever may write events there may write any uid."""
+    """Any writer of events there may use any uid."""
     cache, foreign = cache_of_a_job(), warning("e1", "no such image")
     cache.put_pod(pod())
     foreign["metadata"]["namespace"] = "hostile"
@@ -133,7 +133,7 @@ def test_a_job_made_anew_begins_with_nothing() -> None:
     ],
 )
 def test_pods_of_others_are_nothing_to_us(owners: list[dict[str, Any]]) -> None:
-    """Whatever their labels: somebody's own, or of an older job of the name. Nobody reports as such a pod either."""
+    """This holds for all labels, and pods of an older job of that name. Such pods cannot report."""
     cache, other = cache_of_a_job(), pod()
     other["metadata"]["ownerReferences"] = owners
     cache.put_pod(other)
@@ -142,7 +142,7 @@ def test_pods_of_others_are_nothing_to_us(owners: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("skew", [-3600, 0, 46, 3600])
 def test_a_pods_grace_is_counted_by_our_own_clock(skew: float) -> None:
-    """However wrong the API server's is; a second mark with a shorter grace counts from the first."""
+    """The API server's clock may be wrong; a second, shorter grace counts from the first mark."""
     now = 100.0
     cache = cache_of_a_job(now=lambda: now)
 
@@ -166,7 +166,7 @@ def test_a_pods_grace_is_counted_by_our_own_clock(skew: float) -> None:
 
 
 def test_whose_a_pod_is_and_which_worker_say_its_owner_and_its_name() -> None:
-    """Labels anybody may write who may write pods."""
+    """Any writer of pods may write labels."""
     cache, relabelled = cache_of_a_job(), pod(version=2)
     relabelled["metadata"]["labels"] = {names.ROLE: "trainer", names.WORKER: "7", names.JOB: "other"}
     cache.put_pod(relabelled)
@@ -195,7 +195,7 @@ def test_a_pod_that_is_given_to_another_job_leaves_the_one_it_was_of() -> None:
 
 
 def test_a_pod_that_left_the_watch_for_its_labels_comes_back_with_them() -> None:
-    """The API server says of both the same: deleted."""
+    """The API server reports both as deleted."""
     cache = cache_of_a_job()
     cache.put_pod(pod(version=5))
     cache.remove_pod(pod(version=6))

@@ -1,4 +1,4 @@
-"""A job in a queue of Kueue: one Workload, which says when a run opens and when it closes."""
+"""A job in a Kueue queue has one Workload, which opens and closes its run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPOT = {"nodeLabels": {"pool": "spot"}, "tolerations": [{"key": "spot", "operato
 
 
 def queued(**changes: Any) -> World:
-    """Its Workload is made, and Kueue has not admitted it."""
+    """Return a world with a Workload that Kueue has not admitted."""
     world = World(job_body(**{**QUEUED, **changes}), settings=KUEUE, flavors={"spot": SPOT})
     world.settle()
     assert world.workload is not None

@@ -1,4 +1,4 @@
-"""What the operator makes of a job: pods that a restricted namespace admits, and what they mount."""
+"""The operator's objects: pods that a restricted namespace admits, and their mounts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ THREADS = {"name": "OMP_NUM_THREADS"}
 
 
 def objects_of(settings: Any = SETTINGS, **spec: Any) -> dict[tuple[str, str], Json]:
-    """Of a running job."""
+    """Return the objects of a running job."""
     world = World(job_body(**spec), settings)
     world.to_running()
     assert world.phase == "Running"
@@ -87,7 +87,7 @@ def test_the_config_map_says_how_to_reach_the_others() -> None:
 
 
 def test_every_field_of_the_connections_is_one_of_theirs() -> None:
-    """Strict: a field that is not known there would keep every process from starting."""
+    """Unknown fields would keep every process from starting."""
     data = objects_of()["ConfigMap", "sums-connections-6f1c-42"]["data"]
     assert Connections.model_validate_json(data["connections.json"]).folder_is_kept_by == "trainer"
 
@@ -219,7 +219,7 @@ def test_one_block_is_for_all_pods_and_the_last_word_is_the_roles() -> None:
 
 
 def test_a_jobs_own_schedulers_win_over_the_clusters_template() -> None:
-    """A gang's marks are of this job; what all jobs have must not undo them, and what the job says may."""
+    """Precedence: the job's own settings, then its gang's marks, then the cluster's template."""
     cluster = SETTINGS.model_copy(update={"pod_template": {"spec": {"schedulerName": "site"}}})
     assert objects_of(cluster)["Pod", "sums-reward-0"]["spec"]["schedulerName"] == "site"
     gang = {"gang": "volcano"}

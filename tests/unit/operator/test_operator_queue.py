@@ -1,4 +1,4 @@
-"""Whoever waits longest is looked at next, nobody twice at a time, and nothing runs hot."""
+"""The longest waiting job is reconciled next, none twice at a time, without busy loops."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def settle() -> None:
 
 
 class Looking:
-    """Every look takes until it is let go."""
+    """Reconciler that blocks until released."""
 
     def __init__(self, answers: Callable[[Key], ReconcileResult] = lambda key: ReconcileResult()) -> None:
         self.seen: list[Key] = []
@@ -115,7 +115,7 @@ async def test_told_of_while_it_is_looked_at_it_is_looked_at_again() -> None:
 
 
 def test_what_comes_in_one_after_the_other_is_not_a_look_each() -> None:
-    """As the pods of a job that become ready, when there is nothing to do about it."""
+    """Pods of a job that become ready one by one are an example."""
 
     async def num(answer: ReconcileResult) -> int:
         look = Looking(lambda key: answer)
@@ -173,7 +173,7 @@ async def test_a_crowd_of_one_namespace_keeps_no_other_waiting() -> None:
 
 
 async def test_a_look_that_hangs_holds_up_no_other_job() -> None:
-    """As one that waits for a slow webhook; and it ends with its worker."""
+    """A slow webhook is an example. The look ends with its worker."""
     look = Looking()
     hangs = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""A trainer of several nodes: pods that find each other, and begin again together."""
+"""Pods of a trainer on several nodes find each other and restart together."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def running(**roles: Any) -> World:
 
 
 def trainers(world: World) -> dict[str, str]:
-    """Uids of its pods, by name."""
+    """Return its pods' uids by name."""
     return {name: pod["metadata"]["uid"] for name, pod in world.pods.items() if "-trainer-" in name}
 
 
 def again(world: World) -> None:
-    """Nodes do what they were asked to, and the delay before a restart passes."""
+    """Let nodes act, and the restart delay pass."""
     for _ in range(4):
         world.settle()
         world.end_those_asked()
@@ -55,7 +55,7 @@ def test_a_node_is_told_which_it_is_and_where_the_first_is() -> None:
 
 
 def opened(is_on: bool = True, **roles: Any) -> set[str]:
-    """Ports that the operator opens within a job."""
+    """Return the ports that the operator opens within a job."""
     world = World(job_body(roles=roles), settings=SETTINGS.model_copy(update={"network_policies": is_on}))
     world.to_running()
     made = {name: policy for (kind, name), policy in world.objects.items() if kind == "NetworkPolicy"}

@@ -1,4 +1,4 @@
-"""Every reason a job may show: found at the first look after what happened, with the evidence; and gone with it."""
+"""Every reason of a job appears at the first look, with evidence, and goes with its cause."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def test_every_reason_is_tried_here_or_in_the_life_of_a_job() -> None:
 
 
 def test_what_is_in_the_way_is_named_and_tried_again_soon() -> None:
-    """A Secret of somebody's: no watch tells when it goes."""
+    """No watch tells when a foreign Secret goes."""
     world = World()
     world.settle()
     secret = "sums-prepare-6f1c-42"

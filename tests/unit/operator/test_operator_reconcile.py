@@ -61,7 +61,7 @@ def test_a_job_from_nothing_to_its_last_step() -> None:
 
 
 def test_a_job_that_is_complete_shows_its_last_step() -> None:
-    """The control pod may have ended before it could report it."""
+    """The control pod may have ended before its report."""
     world = running()
     world.say(step=9, total_steps=10)
     world.settle()

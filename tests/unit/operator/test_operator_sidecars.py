@@ -1,4 +1,4 @@
-"""A pod is judged by its worker alone: what a webhook put beside it neither holds up a job nor fails it."""
+"""Sidecars from webhooks neither delay nor fail a job: only the worker counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENDED = {"exitCode": 0, "reason": "Completed", "message": "completed: step 10"}
 
 
 def with_classic(world: World, name: str) -> None:
-    """A container that never ends, as some service meshes add."""
+    """Add a container that never ends, as some service meshes do."""
     status = world.pods[name]["status"]
     status["phase"] = "Running"
     beside = {"name": "mesh", "ready": True, "state": {"running": {}}}
@@ -22,7 +22,7 @@ def with_classic(world: World, name: str) -> None:
 
 
 def with_native(world: World, name: str, code: int) -> None:
-    """An init container that restarts always, and ends after the worker: how does not matter."""
+    """Add a native sidecar that ends after the worker; its exit code does not matter."""
     pod = world.pods[name]
     pod["spec"]["initContainers"] = [{"name": "mesh", "restartPolicy": "Always"}]
     state = {"terminated": {"exitCode": code, "reason": "Error", "message": "terminated"}}
@@ -77,7 +77,7 @@ def view(world: World, **status: Any) -> Any:
 
 
 def test_what_is_said_of_the_pod_as_a_whole_comes_first() -> None:
-    """A worker that was evicted leaves with 0: that is no end of its own."""
+    """An evicted worker exits with 0, which is not its own end."""
     world = World()
     world.settle()
     containers = [{"name": "worker", "state": {"terminated": ENDED}}]

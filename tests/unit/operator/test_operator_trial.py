@@ -1,4 +1,4 @@
-"""Whether pods can be made of what a user wrote is asked before the first of them, and once for what was written."""
+"""Trial creation of pods, once for each user input before the first pod."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_suspended_job_is_tried_when_it_is_edited_and_goes_on_when_it_is_right
 
 
 def test_a_job_that_begins_anew_is_tried_by_the_look_that_finds_its_last_pod_gone() -> None:
-    """Nothing happens after it that would bring about another."""
+    """No later event would cause another look."""
     world = World(job_body(roles={"reward": {"resources": {"limits": {"cpu": 1}}}}))
     world.to_running()
     world.edit(restart={"id": "again"})

@@ -1,5 +1,6 @@
-"""The operator in a world that does what it likes: pods start, fail and finish, nodes go away, watches lag, writes
-fail, the operator is replaced. Some laws hold at every moment; and once the world is kind, every job comes to its end.
+"""The operator keeps its laws in a random world, and in a kind one every job ends.
+
+Pods start, fail and finish, nodes vanish, watches lag, writes fail, and the operator is replaced.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Json = dict[str, Any]
 
 
 class Wild:
-    """A world and an operator that sees old copies of it. What the watch last had of the pods and the job is kept apart
-    from what is there; the status is written only onto the copy that was looked at, as the API server demands."""
+    """A world whose operator sees old copies of it. A status write requires the copy that was read, as in the API
+    server."""
 
     def __init__(self, seed: int, **spec: Any) -> None:
         self.rng = random.Random(seed)
@@ -176,7 +177,7 @@ class Wild:
             self.world.pods[name]["status"] |= {"reason": "Evicted", "message": "low on memory"}
 
     def remove_pod(self) -> None:
-        """Somebody else does."""
+        """Remove a pod as another user."""
         if name := self.some_pod("Running", "Pending"):
             self.world.pods[name]["metadata"].setdefault(
                 "deletionTimestamp", (self.world.now + timedelta(seconds=30)).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -268,7 +269,7 @@ class Wild:
                 self.operate(fails=self.rng.random() < 0.3)
 
     def be_kind(self) -> None:
-        """Everything works from now on, and nobody asks for anything."""
+        """Stop all faults and requests."""
         world = self.world
         world.refuse = {}
         world.lost_nodes.clear()

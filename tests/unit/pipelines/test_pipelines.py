@@ -1,4 +1,4 @@
-"""Interleaved pipelines: every schedule is one that stages could follow, and none is longer than the serial one."""
+"""Interleaved pipelines: schedules are feasible and no longer than the serial one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlhfspec.simulator.pipelines.schedule import (
 
 
 def check(case: PipelineCase, found: PipelineSchedule) -> None:
-    """Slow and obvious: all tasks once, in order, one at a time on a stage, and never more kept than 1F1B allows."""
+    """Check by the definition: all tasks once, in order, one at a time per stage, memory as in 1F1B."""
     placed = {each.task: each for each in found.placed}
     assert len(placed) == len(found.placed) == 4 * case.num_stages * case.num_micro_batches
     for task, each in placed.items():
@@ -81,7 +81,7 @@ def test_every_schedule_is_one_that_stages_could_follow(case: PipelineCase, seed
 @settings(max_examples=60, deadline=None)
 @given(CASES)
 def test_one_after_the_other_is_1f1b(case: PipelineCase) -> None:
-    """Whose length is known: each model's micro-batches, and once through all stages."""
+    """Its known length is each model's micro-batches plus one pass through all stages."""
     times = (case.num_micro_batches + case.num_stages - 1) * (1 + BACKWARD_TIMES)
     assert serial(case).seconds == pytest.approx(times * sum(case.forward_seconds))
     assert serial(case).peak_activations == min(case.num_stages, case.num_micro_batches) * max(

@@ -1,4 +1,4 @@
-"""kubectl-rlhf without a cluster: what control tells becomes a table, and it starts light. See e2e/test_plugin.py."""
+"""kubectl-rlhf without a cluster prints tables and starts light. See also e2e/test_plugin.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever pods and the API server say: no command of kubectl rlhf sends it to a terminal as it is."""
+"""kubectl rlhf sanitises everything from pods and the API server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_tame(text: str) -> bool:
 
 
 class Cluster:
-    """Says the same of everything."""
+    """Cluster that answers everything alike."""
 
     def __init__(self, said: str) -> None:
         self._said = said

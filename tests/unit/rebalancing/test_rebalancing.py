@@ -1,4 +1,4 @@
-"""The laws of a plan: what it may never do, that it is what the slow planner says, and how fast it is."""
+"""Plans keep their laws, equal the slow planner's, and are fast."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = PlannerSettings(pause_seconds=0.001)
 
 
 def random_fleet(seed: int, *, is_alike: bool = False) -> Fleet:
-    """Anything can be true of a generator at once; lengths and curves without ties."""
+    """Return a fleet in any possible state, without ties in lengths and curves."""
     rng = np.random.default_rng(seed)
     num_generators = int(rng.integers(1, 9))
     num_sequences = int(rng.integers(0, 12 * num_generators))
@@ -58,7 +58,7 @@ def moves_of(planned: PlannedMoves) -> list[tuple[int, int, int]]:
 
 
 def after(fleet: Fleet, planned: PlannedMoves) -> Fleet:
-    """All moves made at once."""
+    """Apply all moves at once."""
     generator, moved_at = fleet.generator.copy(), fleet.moved_at.copy()
     rows, tokens = fleet.free_rows.copy(), fleet.free_tokens.copy()
     for sequence, source, destination in moves_of(planned):
@@ -121,7 +121,7 @@ PER_SEQUENCE = ("generator", "generated", "held", "remaining", "limit", "moved_a
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=150, deadline=None)
 def test_with_lengths_fixed_the_ends_sorted_downwards_fall_until_nothing_moves(seed: int) -> None:
-    """So nothing swings: no state of the fleet comes again."""
+    """So no state of the fleet repeats."""
     fleet = replace(random_fleet(seed), is_leaving=np.zeros(0, bool))
     fleet = replace(fleet, is_leaving=np.zeros(fleet.num_generators, bool), alone_step_seconds=fleet.step_seconds)
     ends = sorted(fleet.drain_seconds().tolist(), reverse=True)
@@ -170,7 +170,7 @@ def test_a_memory_bound_fleet_is_left_alone(seed: int) -> None:
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=30, deadline=None)
 def test_lengths_that_work_against_it_cannot_make_it_swing(seed: int) -> None:
-    """What is expected changes at every plan, to what would lure a sequence back: it rests a second in between."""
+    """Expectations change at every plan so as to lure a sequence back; it rests a second in between."""
     rng = np.random.default_rng(seed)
     fleet = replace(random_fleet(seed, is_alike=True), is_leaving=np.zeros(0, bool))
     fleet = replace(fleet, is_leaving=np.zeros(fleet.num_generators, bool))
@@ -214,7 +214,7 @@ def test_who_leaves_is_told_when_nobody_has_room() -> None:
 
 
 def shared_host(num_left: int, free_rows: int = 64) -> Fleet:
-    """Plain decoding on one host, as measured: 8.8 + .37 B ms with both busy, 6.1 + .46 B alone."""
+    """Return a host measured with plain decoding: 8.8 + .37 B ms with both busy, 6.1 + .46 B alone."""
     return Fleet.of(
         step_seconds=[8.8e-3] * 2, sequence_seconds=[0.37e-3] * 2, alone_step_seconds=[6.1e-3] * 2,
         alone_sequence_seconds=[0.46e-3] * 2, host=[0, 0], free_rows=[free_rows] * 2,
@@ -288,7 +288,7 @@ def test_it_says_why_not() -> None:
 
 
 def test_a_plan_of_a_large_fleet_takes_a_few_passes_over_its_arrays() -> None:
-    """Some three times twenty operations over the same arrays, on an idle core. A loop would be ten times slower."""
+    """Some sixty array operations on an idle core; a loop would take ten times as long."""
     rng = np.random.default_rng(0)
     fleet = Fleet.of(
         step_seconds=np.full(4000, 2.5e-3), sequence_seconds=np.full(4000, 1e-3),

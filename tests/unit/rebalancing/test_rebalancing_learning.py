@@ -1,4 +1,4 @@
-"""What plans learn from: the cost of steps, how long sequences still are, and which prompts are answered at length."""
+"""Learning of step costs, remaining lengths, and prompts with long answers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_prefill_in_which_the_process_was_stopped_is_no_news() -> None:
 
 
 def loop_of_mean_residual_life(lengths: list[float], cut: list[bool], elapsed: float) -> float:
-    """By the book: the product-limit estimate, and the area under it past `elapsed`."""
+    """Return the area under the product-limit estimate past `elapsed`."""
     area, here, survival, before = 0.0, None, 1.0, 0.0
     for length in sorted(set(lengths)):
         if elapsed < length:

@@ -1,4 +1,4 @@
-"""The simulator against its slow twin, and what it says of policies where that is known beforehand."""
+"""The simulator equals its slow twin and known results of policies."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 
 
 def random_policy(seed: int) -> Policy:
-    """Anything to anywhere: what a policy must not be able to break."""
+    """Return a policy that moves anything anywhere."""
     random = np.random.default_rng(seed)
 
     def policy(snapshot, now):  # type: ignore[no-untyped-def]
@@ -102,7 +102,7 @@ def test_events_do_what_single_steps_do(scenario: Scenario, kind: str, policy: s
 
 
 def by_hand(lengths: list[list[int]], *, limit: int = 100) -> Workload:
-    """These lengths on generators 0, 1, ..., each of a prompt of its own."""
+    """Return these lengths on generators 0, 1, ..., each of its own prompt."""
     flat = np.array([length for hand in lengths for length in hand])
     return Workload(
         lengths=flat,
@@ -185,7 +185,7 @@ def test_two_engines_of_one_host_come_to_no_harm(curve: str) -> None:
 
 
 def test_lengths_chosen_against_it_do_not_make_it_swing() -> None:
-    """Some 200,000 steps here; `docs/simulator.md` has the command for a million."""
+    """Some 200,000 steps; `docs/simulator.md` has the command for a million."""
     for curve in ("adaptive", "t0=2.5c", "t0=32c"):
         [ours] = trials(stage(curve), lengths("adversarial"), policies=("ours",), seeds=(1, 2))
         assert ours.most_moves <= 8

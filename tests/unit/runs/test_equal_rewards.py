@@ -1,4 +1,4 @@
-"""Steps in which every group's rewards are equal: counted, and said where a person looks."""
+"""Steps in which all groups have equal rewards are counted and shown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAID = "rewards were equal in every group of the last 3 steps: nothing is learnt
 
 
 def steps(*equal_groups: int | None) -> list[StepMetrics]:
-    """Of two groups each."""
+    """Return steps of two groups each."""
     return [
         replace(example_step(step=number), equal_reward_groups=equal) for number, equal in enumerate(equal_groups, 1)
     ]

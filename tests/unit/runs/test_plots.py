@@ -1,4 +1,4 @@
-"""The pictures show the numbers of the run, for runs of any size."""
+"""Pictures show a run's numbers, for runs of any size."""
 
 from __future__ import annotations
 

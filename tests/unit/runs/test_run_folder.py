@@ -1,4 +1,4 @@
-"""The run folder: every line whole, resumable after anything, and never two runs in one place."""
+"""The run folder has whole lines, resumes after any kill, and admits one run."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_resume_drops_later_steps(tmp_path: Path) -> None:
 @given(data=st.data())
 @settings(max_examples=25)
 def test_resume_after_kill_at_any_byte(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Whatever a killed run left of its last step, going on from an earlier checkpoint gives the same two files."""
+    """Resuming from an earlier checkpoint gives the same two files."""
     path = tmp_path_factory.mktemp("run")
     a_run(path, 3)
     whole = {name: (path / name).read_bytes() for name in ("steps.jsonl", "samples.jsonl")}
@@ -230,7 +230,7 @@ def test_a_torn_line_is_dropped_and_not_read(tmp_path: Path) -> None:
 
 
 def test_a_line_that_lacks_only_its_end_is_torn(tmp_path: Path) -> None:
-    """Kept, it would run into the next one."""
+    """Otherwise the next line would be appended to it."""
     folder = a_run(tmp_path, 2)
     folder.steps_file.write_bytes(folder.steps_file.read_bytes()[:-1])
     with RunFolder(tmp_path) as again:
@@ -258,7 +258,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 @pytest.mark.parametrize("resume_at", [4, 6])
 def test_one_damaged_line_costs_no_other(tmp_path: Path, damage: Any, resume_at: int) -> None:
-    """Steps 1 to 6, one line of step 3 damaged in both files: 4 to 6 are neither lost nor told as done again."""
+    """One line of step 3 is damaged in both files; steps 4 to 6 are neither lost nor reported as repeated."""
     folder = a_run(tmp_path, 6)
     for file, place in ((folder.steps_file, 2), (folder.samples_file, 9)):
         lines = file.read_bytes().splitlines(keepends=True)
@@ -459,7 +459,7 @@ def test_steps_may_not_grow_under_a_schedule_that_counts_them(tmp_path: Path) ->
 )
 @settings(max_examples=40)
 def test_the_job_is_read_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
-    """By the folder and, since it is a job file, by the job reader."""
+    """It is read by the folder and, as a job file, by the job reader."""
     from rlhfspec.job.file.yaml_text import parse
 
     job = example_job(optimizer={"name": "AdamW", "arguments": {"text": text, "eps": 1e-8, "betas": [0.9, 0.999]}})

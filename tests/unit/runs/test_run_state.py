@@ -1,4 +1,4 @@
-"""The state of a run: the newest that was told of each worker, whatever came in which order and how often."""
+"""Run state keeps the newest record of each worker in any order and repetition."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ HELD = st.builds(HeldNews, stage=STAGES, worker=NEAR, is_held=st.booleans())
 
 
 def _with_times(told: list[Any], times: list[int], hours: list[int]) -> list[Told]:
-    """In any order. How long a worker worked grows from one start of its process to the next."""
+    """Return records in any order; working time grows within one process."""
     timed: list[Told] = []
     busy: dict[Any, float] = {}
     for at, each in sorted(zip(map(float, times), told, strict=True), key=lambda pair: pair[0]):
@@ -94,7 +94,7 @@ def reduced(told: list[Told]) -> RunState:
 
 
 def by_hand(told: list[Told]) -> RunState:
-    """The slow twin: goes through all that was told in the order of time."""
+    """Return the state by the slow twin, which reads records in order of time."""
     workers: dict[tuple[str, int], dict[str, Any]] = {}
     wanted: dict[str, Any] = {}
     for at, each in sorted(told, key=lambda pair: pair[0]):

@@ -1,4 +1,4 @@
-"""A run is resumed with its own job, also one that was begun before the job had all its present fields."""
+"""A run resumes with its own job, even one written before newer fields existed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_run_from_before_the_engine_was_named_goes_on(tmp_path: Path) -> None:
 
 @given(st.data())
 def test_a_field_that_was_not_there_had_its_default(data: st.DataObject) -> None:
-    """Of any block whose fields all have defaults."""
+    """This holds for blocks whose fields all have defaults."""
     content = as_content(example_job())
     before = copy.deepcopy(content)
     block = before["spec"][data.draw(st.sampled_from(["generation", "training", "checkpoint", "observability"]))]

@@ -1,4 +1,4 @@
-"""TensorBoard's own reader finds what was reported; wandb gets the same numbers and no secrets."""
+"""TensorBoard's reader finds reported values; wandb gets the same, without secrets."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_missing_package_is_named_before_anything_is_loaded(
 
 
 class _Wandb(ModuleType):
-    """The calls that are made of wandb, remembered."""
+    """Recorder of wandb calls."""
 
     def __init__(self, *, refuses: bool = False) -> None:
         super().__init__("wandb")

@@ -1,4 +1,4 @@
-"""Records by THE MAP: who may say and hear what, and what is kept for whom."""
+"""Rights and retention of records follow THE MAP."""
 
 from __future__ import annotations
 

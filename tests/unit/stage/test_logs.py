@@ -1,4 +1,4 @@
-"""Every line says what it is about, is one line, and holds no secret."""
+"""Log lines name their subject, are single lines, and contain no secret."""
 
 from __future__ import annotations
 

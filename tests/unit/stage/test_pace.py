@@ -1,4 +1,4 @@
-"""What beats while nothing happens beats seldom, and at once when something does."""
+"""Idle heartbeats are rare, and news is sent at once."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ from rlhfspec.stage.vitals import Vitals
 
 
 def slow(vitals: Vitals, monkeypatch: pytest.MonkeyPatch) -> Beats:
-    """Whose next beat never comes of itself."""
+    """Return beats that never come due by themselves."""
     beats = Beats(vitals)
     monkeypatch.setattr(beats, "_pace", Pace(1000.0, 1000.0))
     return beats
@@ -59,7 +59,7 @@ async def test_a_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_work_that_goes_on_is_no_news() -> None:
-    """Its time grows, and nothing else does."""
+    """Only its time grows."""
     vitals = Vitals()
     with vitals.worker("reward", 0).working("scoring", deadline_seconds=60.0):
         before = vitals.snapshot()[0]

@@ -1,4 +1,4 @@
-"""Vitals, threads and supervisor, each driven by events and a clock that stands still until told."""
+"""Vitals, threads and supervisor, driven by events and a fake clock."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_cancelled_call_leaves_its_thread_behind_and_says_so(caplog: pytest.Lo
 
 
 class Scripted(Service):
-    """Does what the test says, then notes how it ended."""
+    """Service that follows a script and notes how it ended."""
 
     def __init__(
         self, stage: str, vitals: Vitals, script: Callable[[Scripted], Awaitable[None]] | None = None, worker: int = 0
@@ -189,7 +189,7 @@ async def supervise(
 
 
 def supervised(*scripts: tuple[str, Callable[[Scripted], Awaitable[None]] | None], seconds: float = 0.0) -> list[str]:
-    """Runs services with these scripts for so long; raises what the supervisor raises, else how each ended."""
+    """Run scripted services for some time; raise the supervisor's error, else return how each ended."""
 
     async def main() -> list[str]:
         clock = FakeClock()

@@ -1,4 +1,4 @@
-"""A worker that is not heard is silent at one time: for the roster, control's report, `top` and the dashboard."""
+"""Roster, control, `top` and dashboard use the same age of silence."""
 
 from __future__ import annotations
 

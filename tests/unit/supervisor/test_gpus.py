@@ -1,4 +1,4 @@
-"""One visible GPU a process: dealt in order, shared only where the job says so."""
+"""GPUs are dealt in order, one a process, and shared only if the job says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One trace a sample over all stages: connected, the same when a thing is done twice, told wherever it is asked for."""
+"""One trace a sample over all stages is connected and unchanged by repetition."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SPANS = ("prompt", "generation", "reward", "reference", "training")
 
 
 class Time:
-    """Passes when told to."""
+    """Manual clock."""
 
     def __init__(self) -> None:
         self.seconds = 100.0
@@ -71,7 +71,7 @@ def report(step: int = 3, *, num_dropped: int = 0) -> StepReport:
 
 
 async def one_life(of: dict[str, Bus], clock: Time) -> None:
-    """A sample's way through buses of processes of their own; each stage takes a second, each queue half a second."""
+    """Run a sample through separate buses; a stage takes a second, a queue half a second."""
     prompts, samples, trained, scores = await asyncio.gather(
         of["generator"].of("generator").subscribe(Prompt),
         asyncio.gather(*(of[stage].of(stage).subscribe(Sample) for stage in ("reward", "reference"))),
@@ -160,7 +160,7 @@ def test_nothing_is_kept_of_what_is_over() -> None:
 
 
 async def done_twice(spans: list[Span], taken: type[Prompt] | type[Sample], by: str, made: Sample | Score) -> None:
-    """By a slow worker, and by another one whom it is delivered to meanwhile and who is done first."""
+    """Let a slow worker and, by redelivery, a faster one do the same."""
     transport = MemoryTransport(clock=(clock := FakeClock()))
     first, second = [await opened(transport, Tracer(UID, spans.append)) for _ in range(2)]
     slow, fast = [await bus.of(by).subscribe(taken) for bus in (first, second)]

@@ -1,4 +1,4 @@
-"""The trace of a sample that several generators had: handed over, in a chain, in vain; no second of it is missing."""
+"""The trace of a sample moved in all ways has no gap."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_who_was_only_slow_and_came_second_counts_for_nothing() -> None:
 
 
 def test_a_sample_that_could_not_arrive_was_never_there() -> None:
-    """Its prompt is adopted before the engine takes the sequence, and given back where that fails."""
+    """Its prompt is adopted before the engine takes the sequence, and returned on failure."""
     spans: list[Span] = []
     meters = Meters()
 
@@ -237,7 +237,7 @@ def test_a_sample_that_could_not_arrive_was_never_there() -> None:
 
 @given(st.integers(1, 4), st.randoms(use_true_random=False))
 def test_whatever_the_clocks_of_several_machines_say_nothing_overlaps(num_stays: int, draw: random.Random) -> None:
-    """Up to seconds apart, and in any order in the files."""
+    """Clocks differ by seconds, and files are in any order."""
     now, spans = 0.0, []
     for number in range(1, num_stays + 1):
         skew = draw.uniform(-3.0, 3.0)

@@ -1,4 +1,4 @@
-"""A change chooses the tests that what changed can break, and no others; so it does the slow suites."""
+"""A change selects exactly the tests and slow suites that it can break."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_a_change_chooses(repository: Repository, changed: str, wanted: set
 
 
 def test_of_this_repository() -> None:
-    """By the graph that `make test-fast` builds."""
+    """It uses the graph of `make test-fast`."""
     repository = Repository(ROOT, grimp.build_graph("rlhfspec", cache_dir=None))
     deciding = chosen(repository, "operators/rlhfspec/operator/deciding/reconcile.py")
     assert deciding >= {"operator_reconcile", "operator_world"}

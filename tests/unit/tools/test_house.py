@@ -1,4 +1,4 @@
-"""The rules of the house see what is planted, and say where it is."""
+"""House rules find planted faults and their place."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ NAMED = "class Cache: ...\nclass _Row: ...\nWAIT = 2\nclass Again:\n    WAIT = 1
     ],
 )
 def test_a_name_means_one_thing(tmp_path: Path, text: str, line: int) -> None:
-    """A line of 0: nothing is wrong."""
+    """Line 0 means no fault."""
     faults = house.faults_of(of(tmp_path, {CORE: NAMED, "services/rlhfspec/cli/start.py": text}))
     assert [fault.line for fault in faults] == ([line] if line else [])
     assert all(CORE in fault.words for fault in faults)

@@ -1,4 +1,4 @@
-"""Pulling from NATS, with a connection that tests hold: what a server would do only now and then."""
+"""NATS pulling over a scripted connection, for rare server behaviour."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhfspec.messages.transport.jetstream.reading import PullReading
 
 
 class HeldConnection:
-    """Hands what it is given to the reading, and answers every request with nothing."""
+    """Connection that passes given messages to the reader and answers every request with nothing."""
 
     is_connected, is_closed, patience_seconds, url = True, False, 1.0, "nats://held"
 
@@ -79,7 +79,7 @@ async def test_a_pull_that_is_given_up_while_a_message_is_buried_loses_none_and_
 
 
 async def test_what_comes_to_who_has_left_a_busy_server_goes_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes longer than is waited for until the server says that it has heard of it."""
+    """The server takes longer to confirm than the transport waits."""
     monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.01)
     connection = HeldConnection()
     connection.heard = SimpleNamespace(drain=asyncio.Event().wait)

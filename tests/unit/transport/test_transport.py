@@ -1,4 +1,4 @@
-"""The transport's promises. `TransportContract` asks nothing of the memory transport that NATS could not keep too."""
+"""The memory transport keeps `TransportContract`, which asks nothing that NATS could not keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random interleavings of everything that can happen to messages, against a slow and obvious model."""
+"""Random interleavings of message events against a slow model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = ("reward", "critic")
 
 @dataclass
 class Model:
-    """What each name must see, kept the obvious way: for every name and message its state, looked through each time."""
+    """Expected state of every message by name, searched each time."""
 
     now: float = 0.0
     published: list[str] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Model:
         return [(id, self.num_deliveries[name, id]) for id in ready]
 
     def end(self, how: str, name: str, id: str, delivery: int) -> None:
-        """Ack and term count while the message is owed; nak and in_progress only from the delivery that holds it."""
+        """End a delivery: ack and term count while the message is owed, nak and in_progress only from its holder."""
         key = (name, id)
         holds = self.state[key][0] == "held" and self.num_deliveries[key] == delivery
         if how in ("ack", "term") and self.state[key][0] not in ("done", "dead"):
@@ -137,7 +137,7 @@ async def follow(steps: list[tuple[Any, ...]]) -> None:
 async def everything_arrives(
     transport: MemoryTransport, clock: FakeClock, model: Model, inboxes: dict[str, Subscription]
 ) -> None:
-    """In the end every message was acknowledged by every name, or is in the dead letters, and nothing is left."""
+    """Assert that in the end each name acknowledged each message, or it is dead-lettered."""
     for _ in range(60):
         for name, inbox in inboxes.items():
             messages = await inbox.pull(100, 0.0)

@@ -1,4 +1,4 @@
-"""Records as bytes: nothing changes on the way, and no bytes raise anything but our own error."""
+"""Records survive encoding, and bad bytes raise only our own error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_message_has_the_record_s_fields(record_type: type[Record]) -> None:
 
 
 def unlike(message: Any, kind: Any) -> list[str]:
-    """The fields of a message, and of the messages in it, that are not those of the dataclass."""
+    """Return fields of a message, and nested ones, that differ from the dataclass."""
     hints = get_type_hints(kind)
     told, names = ([f.name for f in each] for each in (message.fields, dataclasses.fields(kind)))
     found = [] if told == names else [f"{kind.__name__}: {told} are not {names}"]
