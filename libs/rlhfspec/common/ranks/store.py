@@ -100,8 +100,8 @@ class SealedStore(Store):
 
 
 def prove(group: Any, rank: int, num_ranks: int, secret: bytes, timeout: timedelta) -> None:
-    """Have each pair of a gloo group prove that it knows the secret; raise RuntimeError if a process does not. gloo
-    accepts whoever connects first, so every connection must be proved before anything else is sent."""
+    """Have each pair of a gloo group prove that it knows the secret; raise RuntimeError if one does not. gloo accepts
+    the first connection, so every connection must be proved before anything else is sent."""
     own = [os.urandom(32) for _ in range(num_ranks)]
     theirs = _exchanged(own, group, rank, timeout)
     answers = [_proof(secret, rank, challenge) for challenge in theirs]

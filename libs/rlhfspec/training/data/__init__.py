@@ -1,4 +1,4 @@
-"""Rows of a dataset, the prompts made of them, and the order in which steps take them. Torch-free.
+"""Dataset rows, the prompts made of them, and the order in which steps take them. Torch-free.
 
 Example:
     >>> from rlhfspec.training.data import Prompts, load_rows, load_tokenizer

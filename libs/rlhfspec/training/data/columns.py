@@ -1,7 +1,6 @@
-"""What rewards get to see of a row: its columns as JSON, whatever their types.
+"""Columns of a row as JSON for rewards.
 
-Dates and times become ISO text, decimals and the like text, numbers that are not finite null. What has no such form
-(bytes, images) is left out.
+Dates become ISO text, decimals text, non-finite numbers null. Types without such a form (bytes, images) are left out.
 
 Example:
     >>> from datetime import date
@@ -23,11 +22,11 @@ from rlhfspec.job import Dataset
 from rlhfspec.training.data.rows import Rows
 
 _LEFT_OUT = object()
-PROMPT, MESSAGES = "prompt", "messages"  # under these names every function finds them
+PROMPT, MESSAGES = "prompt", "messages"  # names under which every function finds them
 
 
 def columns_of(row: Mapping[str, Any], dataset: Dataset) -> dict[str, Any]:
-    """Return all columns: without the text that is the prompt already, and with chat messages under `messages` too."""
+    """Return the columns without the prompt's own text; chat messages appear under `messages` too."""
     columns = {}
     for name, value in row.items():
         if name == PROMPT == dataset.prompt_column:

@@ -1,12 +1,9 @@
-"""Which rows a step takes: a pure function of (seed, step), so the cursor of a resumed run is its step.
+"""Order in which steps take rows: a pure function of (seed, step), so a resumed run needs only its step.
 
-Step s takes positions [(s - 1) * P, s * P) of the epochs' permutations laid end to end, P being `prompts_per_step`.
-Round r of a step's demands (dynamic sampling) takes from a stream of its own, keyed by the step, that leaves out the
-rows the step already has while there are others. Every round owns P places whether it fills them or not, so that a
-round needs nothing but its own number: place r * P + i is its i-th prompt.
-
-A permutation sorts rows by the raw words of a Philox generator keyed by a hash of (seed, what for): raw words are
-the part of numpy's generators that never changes between versions.
+With P = `prompts_per_step`, step s takes positions [(s - 1) * P, s * P) of the concatenated epochs' permutations. Each
+demand (round) of dynamic sampling has its own stream, which first takes rows that the step does not have. Place r * P +
+i is the i-th prompt of round r, whether all are filled or not. Permutations sort the raw words of a Philox generator,
+which never change between numpy's versions.
 
 Example:
     >>> order = Order(num_rows=10, prompts_per_step=4, seed=11)
@@ -51,8 +48,7 @@ def permutation(seed: int, purpose: str, size: int) -> IndexArray:
 
 @dataclass(slots=True, kw_only=True)
 class Order:
-    """Order in which steps take rows. epochs: None goes round for ever. shuffle False: the rows' own order; demands
-    are drawn by the seed all the same."""
+    """Order in which steps take rows. epochs: None repeats for ever. shuffle: if False, only demands are drawn."""
 
     num_rows: int
     prompts_per_step: int

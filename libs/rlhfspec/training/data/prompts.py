@@ -1,4 +1,4 @@
-"""Rows made prompts: text from a column or from chat messages, token ids, columns for the rewards.
+"""Prompts made of rows: text from a column or chat messages, token ids, and columns for rewards.
 
 Example:
     >>> from rlhfspec.training.data.rows import Rows
@@ -41,11 +41,8 @@ class PromptRow:
 
 
 class Prompts:
-    """A dataset that a job can draw from. Malformed rows are refused here, before the first step.
-
-    seed: of the job; decides the order. num_too_long: rows left out by `maxPromptTokens`. longest: tokens of the
-    longest prompt that is kept.
-    """
+    """A dataset's prompts for a job's steps; malformed rows are refused at construction. num_too_long: rows left out by
+    `maxPromptTokens`. longest: tokens of the longest prompt kept."""
 
     def __init__(self, rows: Rows, tokenizer: Tokenizer, dataset: Dataset, seed: int, prompts_per_step: int) -> None:
         check_rows(rows, dataset)
@@ -71,7 +68,7 @@ class Prompts:
         return len(self._kept)
 
     def __getitem__(self, index: int) -> PromptRow:
-        """Return a prompt by its index among those that are short enough, in the order of the data."""
+        """Return a prompt by its index among those kept, in the order of the data."""
         return self._prompt(self._kept[index])
 
     def indices(self, step: int, round: int = 0, count: int | None = None) -> list[int]:
@@ -125,7 +122,7 @@ class Prompts:
 
 
 def render(tokenizer: Any, messages: list[Mapping[str, Any]], rows: Rows, index: int) -> str:
-    """Render chat messages by the model's template, up to where the answer begins."""
+    """Render chat messages with the model's template, up to where the answer begins."""
     from jinja2.exceptions import TemplateError
 
     field = "spec.dataset.messagesColumn"
@@ -140,7 +137,6 @@ def render(tokenizer: Any, messages: list[Mapping[str, Any]], rows: Rows, index:
 
 
 def load_tokenizer(model: Model) -> Any:
-    """Load the job's tokenizer: `model.tokenizer`, or the one beside the policy."""
     from transformers import AutoTokenizer
 
     field, path = ("tokenizer", model.tokenizer) if model.tokenizer else ("path", model.path)
@@ -150,20 +146,19 @@ def load_tokenizer(model: Model) -> Any:
     except _LOAD_ERRORS as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InvalidRequest(field, path, f"no tokenizer can be loaded from it: {first}") from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what some classes make of a folder without their files
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # some classes give this for a folder without their files
         raise InvalidRequest(field, path, "its tokenizer knows no words: the folder lacks tokenizer.json")
     _check_ids(tokenizer, model.path, field, path)
     return tokenizer
 
 
 def _check_ids(tokenizer: Any, model: str, field: str, path: str) -> None:
-    """Refuse a tokenizer whose words, or special tokens of texts and chat templates, have no row in the embedding.
-
-    Other special tokens need none: several models leave those of pictures out."""
+    """Refuse a tokenizer if words or special tokens that prompts use have no row in the embedding. Other special tokens
+    need none, as several models leave out those for images."""
     config = config_of(model)
     num_rows = None if config is None else getattr(config.get_text_config(decoder=True), "vocab_size", None)
     if num_rows is None:
-        return  # loading the model says more
+        return  # loading the model reports why
     template = str(tokenizer.chat_template or "")
     in_template = [number for token, number in tokenizer.get_added_vocab().items() if token in template]
     largest = max([tokenizer.vocab_size - 1, *tokenizer(["a"])["input_ids"][0], *in_template])
@@ -173,7 +168,7 @@ def _check_ids(tokenizer: Any, model: str, field: str, path: str) -> None:
 
 
 def check_rows(rows: Rows, dataset: Dataset) -> None:
-    """Raise JobError unless each row has what the job needs; it names line, column and value of every row that has not.
+    """Raise JobError unless every row is usable, naming line, column and value of each that is not.
 
     >>> try:
     ...     check_rows(Rows(source="d.jsonl", records=[{"promt": "1+1="}], lines=[1]), Dataset(path="d.jsonl"))

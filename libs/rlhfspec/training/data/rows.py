@@ -1,4 +1,4 @@
-"""Where rows come from: a text file (`text_files`), Parquet, a `datasets` folder or a hub id; and which are held out.
+"""Loading of rows from a text file (`text_files`), Parquet, a `datasets` folder or a hub id; held-out rows.
 
 Example:
     >>> import tempfile
@@ -73,7 +73,7 @@ def _from_parquet(path: Path) -> Rows:
         raise unreadable(path, f"is not a readable Parquet file: {_first_line(error)}") from error
     columns = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
-        with suppress(ValueError, OverflowError):  # Python has no such value (a year 10000): the column is left out
+        with suppress(ValueError, OverflowError):  # Python has no such value (a year 10000), so the column is left out
             columns[name] = column.to_pylist()
     records = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return Rows(source=str(path), records=records)
@@ -117,7 +117,7 @@ def _split(loaded: Any, dataset: Dataset, source: str) -> Any:
 
 
 def _without_media(rows: Any) -> Any:
-    """Drop images and sounds, which would be decoded with every row and are not passed on."""
+    """Drop images and sounds, which would be decoded with every row."""
     return rows.remove_columns([name for name, kind in rows.features.items() if hasattr(kind, "decode_example")])
 
 
@@ -126,7 +126,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def held_out_of(rows: Rows, spec: Spec, base_folder: Path) -> tuple[Rows, Rows]:
-    """Return the rows that are trained on, and those that evaluations ask."""
+    """Return the rows to train on, and those held out for evaluation."""
     assert spec.evaluation is not None
     if spec.evaluation.path is not None:
         return rows, load_rows(spec.dataset.model_copy(update={"path": spec.evaluation.path}), base_folder)

@@ -22,12 +22,12 @@ from typing import Any
 from rlhfspec.errors import JobError, Problem
 
 _FIELD = "spec.dataset.path"
-MOST_PROBLEMS = 10  # of one kind of file, then the rest is counted
-Found = tuple[int, Mapping[str, Any] | ValueError]  # a row's line, and the row or what is wrong with it
+MOST_PROBLEMS = 10  # then the rest is counted
+Found = tuple[int, Mapping[str, Any] | ValueError]  # a row's line, and the row or its error
 
 
 def read_text_rows(path: Path) -> tuple[list[Mapping[str, Any]], list[int]]:
-    """Return all rows and their lines (none where lines mean nothing). Every malformed row is named."""
+    """Return all rows and their line numbers, if any; the error names every malformed row."""
     data = _bytes(path)
     suffix = Path(path.name.removesuffix(".gz")).suffix
     unit = "row" if suffix == ".json" and data.lstrip()[:1] == b"[" else "line"
@@ -39,7 +39,7 @@ def read_text_rows(path: Path) -> tuple[list[Mapping[str, Any]], list[int]]:
         else:
             lines = enumerate(data.split(b"\n"), start=1)
             rows = [(number, _tried(lambda line: _object(_json(line)), line)) for number, line in lines if line.strip()]
-    except ValueError as error:  # of the whole file
+    except ValueError as error:  # the whole file is malformed
         raise unreadable(path, str(error)) from error
     problems = [
         Problem(field=_FIELD, problem=str(row), where=f"{unit} {number}")
@@ -60,7 +60,7 @@ def _tried(read: Callable[[Any], Mapping[str, Any]], value: Any) -> Mapping[str,
 
 
 def _json(data: bytes) -> Any:
-    """Return the value of a JSON text. Raise ValueError that says what the text is instead."""
+    """Parse JSON, or raise ValueError with what the text is instead."""
     try:
         return json.loads(data.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -83,7 +83,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _csv_rows(data: bytes) -> Iterator[Found]:
-    """Yield rows whose values are all text. The line of a row is its last, where a quoted text has several."""
+    """Yield rows of text values, each with its last line number, as quoted text may span lines."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -115,7 +115,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def at_most(problems: list[Problem]) -> list[Problem]:
-    """Return the first problems, and one that counts the rest."""
+    """Return the first problems, then one that counts the rest."""
     rest = len(problems) - MOST_PROBLEMS
     if rest <= 0:
         return problems

@@ -1,4 +1,4 @@
-"""How new weights get from the trainer to whoever runs the model: put once a step, announced as a record, fetched."""
+"""Interface of weight transfer from the trainer: put once a step, announced as a record, fetched."""
 
 from __future__ import annotations
 
@@ -17,39 +17,35 @@ StateDict = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorePlace:
-    """Everything that a process knows when it makes its store: each kind takes what it needs."""
+    """Arguments of all kinds of stores; each takes what it needs."""
 
     keep: int  # versions of each role
-    folder: Path | None = None  # that the processes of a run share
+    folder: Path | None = None  # shared by the processes of a run
     stage: str = ""  # of this process
-    readers: tuple[str, ...] = ()  # stages that may have weights from here
-    trainer_address: Callable[[], str | None] = lambda: None  # host:port, as far as it is known
-    peer_addresses: Callable[[], Iterable[str]] = tuple  # of all that may hold versions
+    readers: tuple[str, ...] = ()  # stages that may fetch weights from here
+    trainer_address: Callable[[], str | None] = lambda: None  # host:port, if known
+    peer_addresses: Callable[[], Iterable[str]] = tuple  # of all processes that may hold versions
     credentials: Path | None = None  # folder with certificates; None: no TLS
-    server_name: str | None = None  # that all certificates are for, where it is not the address
+    server_name: str | None = None  # name in all certificates, if not the address
 
 
 class WeightStore(Protocol):
-    """Keeps the newest `keep` versions of each job's role in one run. Safe to use from several threads."""
+    """Store of the newest `keep` versions of each role in a run. Thread-safe."""
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
-        """Keep a version and return the record to publish. The tensors are copied: the caller may train them in place.
-
-        Later versions stay: a trainer that came back at its last checkpoint puts again what others are ahead of.
-        """
+        """Copy a version's tensors, keep it, and return the record to publish. Later versions stay, since a trainer
+        that returned to a checkpoint puts older ones again."""
         ...
 
     def get(self, record: Weights) -> dict[str, torch.Tensor]:
-        """Return the tensors as they were put, for reading only: load them into a module, never change them.
-
-        WeightsVersionError when that version is no longer, or not yet, kept; StorageError when it is not what the
-        record's digest says.
-        """
+        """Return the tensors as they were put. Never change them: load them into a module. Raises WeightsVersionError
+        for a version that is not kept, StorageError if it does not match the record's digest."""
         ...
 
 
 def weights_record(job: str, role: Role, version: int, *, uri: str, digest: str) -> Weights:
-    """
+    """Return a record with a standard id.
+
     >>> weights_record("sums", "policy", 3, uri="memory:sums/policy/3", digest="ab").id
     'sums/weights/policy/3'
     """
@@ -57,24 +53,23 @@ def weights_record(job: str, role: Role, version: int, *, uri: str, digest: str)
 
 
 def identity(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a key that tied names share. Empty tensors, which have no memory, have a key each."""
+    """Return a key shared by tied names; empty tensors, which have no memory, have a key each."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.numel() or name
 
 
 def not_kept(record: Weights, have: int) -> WeightsVersionError:
-    """Return the error for a version that is not kept. `have`: the newest one that is."""
     return WeightsVersionError(record.version, have, f"{record.uri} is not kept")
 
 
 def refuse_other(place: object, found: str, record: Weights) -> None:
-    """Raise StorageError where weights of the digest `found` are not those of the record."""
+    """Raise StorageError if the digest `found` is not the record's."""
     if found != record.digest:
         raise StorageError(place, f"holds weights of digest {found}, not {record.digest}")
 
 
 def newest_kept(store: WeightStore, records: Iterable[Weights]) -> tuple[Weights, dict[str, torch.Tensor]] | None:
-    """Return the newest of these versions and its tensors; None when there is none, or a newer one has replaced it:
-    a reader that was busy for several steps skips them, and the newer record is on its way."""
+    """Return the newest of these versions with its tensors, or None if there is none or a newer one has replaced it. A
+    busy reader thus skips versions, as the newer record is on its way."""
     newest = max(records, key=lambda record: record.version, default=None)
     if newest is None:
         return None

@@ -1,13 +1,11 @@
 """Weights between processes that share a file system: one safetensors file a version, renamed into place.
 
-In memory (`/dev/shm`) nothing is copied but once: what is hashed is the file, tensor by tensor while it is written, in
-threads, and readers map it and check it once each. A file that is unlinked
-stays whole for those who have mapped it.
+In memory (`/dev/shm`) data is copied once: hashing threads and readers map the file. An unlinked file stays whole for
+its readers.
 
-What is checked where: who puts a version notes in the file its digest (sha256) and its checksum (xxh3_128). Who gets it
-uses no tensor before either the file says that it holds what the record announced and every byte of it, as read, has
-that checksum, or else all of it has the record's digest: a damaged or another file is refused whatever it says. A
-checksum can be forged: who may write in the folder is believed.
+The writer notes the digest (sha256) and checksum (xxh3_128). A reader uses no tensor before the note matches the record
+and the bytes match the checksum, or else all bytes match the record's digest. Checksums can be forged, so writers in
+the folder are trusted.
 """
 
 from __future__ import annotations
@@ -37,13 +35,13 @@ from rlhfspec.training.weights.base import StateDict, StorePlace, not_kept, refu
 
 _SCHEME = "file:"
 SUFFIX = ".safetensors"
-HASHES = "hashes"  # the note: digest and checksum
-NOT_YET_HASHED = "?" * 97  # as long as they are
-WRITING = ".writing"  # not yet a version; of a process that was killed, one never
+HASHES = "hashes"  # note with digest and checksum
+NOT_YET_HASHED = "?" * 97  # of the same length
+WRITING = ".writing"  # an unfinished version, or one of a killed process
 
 
 class FileWeightStore:
-    """`folder`: one for each run.
+    """Store of weights in `folder`, one folder per run.
 
     Example:
         >>> import tempfile
@@ -57,13 +55,13 @@ class FileWeightStore:
         assert keep >= 1
         self._folder = folder.absolute()
         self._keep = keep
-        self._right: dict[tuple[Path, str], tuple[int, ...]] = {}  # which file it was that was right
+        self._right: dict[tuple[Path, str], tuple[int, ...]] = {}  # by path and checksum: identity of a verified file
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
         path = self._path(job, role, version)
         gone = [old for old in retired({*self._kept(job, role), version}, self._keep) if old != version]
-        self._remove(self._path(job, role, old) for old in gone)  # first: the new one can have its memory
+        self._remove(self._path(job, role, old) for old in gone)  # first, so that the new one can have their memory
         self._remove(self._numbered(job, role, WRITING))
         writing = path.with_suffix(f".{os.getpid()}{WRITING}")
         try:
@@ -103,7 +101,7 @@ class FileWeightStore:
         return sorted(int(path.stem.removeprefix(f"{job}-{role}-")) for path in found)
 
     def _numbered(self, job: str, role: Role, suffix: str) -> list[Path]:
-        """Return the files of this job's role, and of none whose name only begins alike."""
+        """Return the files of exactly this job's role."""
         prefix = f"{job}-{role}-"
         found = self._folder.glob(f"{prefix}*{suffix}")
         return [path for path in found if path.name.removeprefix(prefix).split(".")[0].isdecimal()]
@@ -114,7 +112,7 @@ class FileWeightStore:
 
 
 def _written(path: Path, state_dict: StateDict) -> list[str]:
-    """Write tensors and return digest and checksum of the file. A device's tensors are copied to the host once."""
+    """Write tensors, a device's with one copy to the host, and return the file's digest and checksum."""
     found: dict[str, Future[tuple[bytes, bytes]]] = {}
     with hashing_threads() as threads:
 
@@ -130,7 +128,6 @@ def _written(path: Path, state_dict: StateDict) -> list[str]:
 
 
 def _hashes(path: Path, begin: int, end: int) -> tuple[bytes, bytes]:
-    """Return sha256 and xxh3 of a part of the file."""
     if begin == end:
         return hash_of(SHA256, b""), hash_of(XXH3, b"")
     page = begin - begin % mmap.ALLOCATIONGRANULARITY
@@ -144,7 +141,7 @@ def _hashes(path: Path, begin: int, end: int) -> tuple[bytes, bytes]:
 
 
 def _note(path: Path, hashes: Iterable[str]) -> None:
-    """Write the hashes into the header of a file, which was written while they were computed."""
+    """Write the hashes into the header's placeholder; they were computed while the file was written."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         at = file.read(size).index(f'"{HASHES}":"{NOT_YET_HASHED}"'.encode())

@@ -1,7 +1,6 @@
-"""Weights between machines: the trainer keeps versions in memory, and whoever needs one takes it from there over gRPC,
-or from a peer that has what the trainer has not.
+"""Weights between machines: receivers fetch versions over gRPC from the trainer's memory, or else from a peer.
 
-Example, trainer and receiver in one process:
+Example:
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> import grpc
     >>> trainer = GrpcWeightStore(keep=2)
@@ -37,16 +36,16 @@ from rlhfspec.training.weights.packed import PackedWeights, machine_memory, pack
 __all__ = ["GrpcWeightStore", "channel_credentials"]
 _SCHEME = "grpc:"
 _STALL_SECONDS = 5.0
-_FETCH_SECONDS = 60.0  # a trainer that is restarted is back by then
+_FETCH_SECONDS = 60.0  # long enough for a restart of the trainer
 
 
 class GrpcWeightStore:
-    """`trainer_address`: host:port of the newest start of the trainer, None while there is none; without it, this is
-    the trainer's. `peer_addresses`: of everybody else who may have versions, asked when the trainer cannot help.
+    """Store of weights served over gRPC; without `trainer_address` it is the trainer's own.
 
-    `credentials`: for TLS (`channel_credentials`); `server_name`: that all their certificates are for, where it is not
-    their address. `readers`: roles, as their certificates name them, that may have
-    weights from here; None: whoever can connect. `max_bytes` of one version: the machine's memory by default.
+    `trainer_address`: current host:port, or None while unknown. `peer_addresses`: other processes that may have
+    versions. `credentials`: for TLS (`channel_credentials`). `server_name`: name in all certificates, if not the
+    address. `readers`: roles in certificates that may fetch, None for all. `max_bytes`: of one version; the machine's
+    memory by default.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Takes a version of weights from one address; whom to ask next is the affair of grpc_fetch."""
+"""Client that takes a version of weights from one address; `grpc_fetch` chooses the address."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rlhfspec.training.weights.packed import MAX_HEADER_BYTES, Buffers, GrowingD
 TICK_SECONDS = 0.25
 OPTIONS = (
     ("grpc.max_receive_message_length", MAX_HEADER_BYTES + PIECE_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),  # who was away a moment ago is tried at once
+    ("grpc.use_local_subchannel_pool", 1),  # an address that just failed can be tried again at once
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchOutcome:
-    """What one attempt brought. `packed`: only of `whole`. `wrong`: bytes, or what was said of them, that are not what
-    was announced. `other`: a version of another digest. `have`: the newest version of who misses this one."""
+    """Result of one attempt. `packed`: only for `whole`. `wrong`: bytes or header do not match the record. `other`: a
+    version of another digest. `have`: newest version of a process that lacks this one."""
 
     kind: Literal["whole", "missing", "busy", "failed", "wrong", "other"]
     problem: str = ""
@@ -40,8 +40,8 @@ def channel_to(
     server_name: str | None,
     options: tuple[tuple[str, int], ...] = (),
 ) -> grpc.Channel:
-    """`server_name`: in the certificate of whoever is asked; None: the address is."""
-    target = f"dns:///{address}"  # whatever an address may look like, it is no other scheme
+    """Open a channel. `server_name`: name in the server's certificate, if not the address."""
+    target = f"dns:///{address}"  # the prefix rules out other schemes
     if credentials is None:
         return grpc.insecure_channel(target, options=options)
     named = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
@@ -50,8 +50,8 @@ def channel_to(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcWeightClient:
-    """`server_name`: in the certificate of whoever is asked; None: the address is. A stream that is silent for
-    `stall_seconds` is given up, and every stream once `closed` is set."""
+    """Client of one process. `server_name`: name in the server's certificate, if not the address. A stream ends after
+    `stall_seconds` of silence, and when `closed` is set."""
 
     credentials: grpc.ChannelCredentials | None
     server_name: str | None
@@ -94,14 +94,14 @@ class GrpcWeightClient:
             digest.advance(num_bytes)
         if num_bytes < header.num_bytes:
             raise MalformedRecord(f"ended after {num_bytes} of {header.num_bytes} bytes")
-        digest.advance(num_bytes)  # empty tensors, too
+        digest.advance(num_bytes)  # includes empty tensors
         if digest.hexdigest() != record.digest:
             raise MalformedRecord(f"the bytes are not those of digest {record.digest}")
         return FetchOutcome(kind="whole", packed=packed)
 
     @contextmanager
     def _watched(self, call: grpc.Call) -> Iterator[_Watch]:
-        """Cancel the call when the other side is silent for too long: a read of its own has no time limit."""
+        """Cancel the call when the other side is silent for too long, as a read has no timeout of its own."""
         watch, clock = _Watch(), AwakeClock()
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""Gets one version from the trainer, or else from any peer that has it, until time is over."""
+"""Fetch of one version from the trainer or a peer, with a deadline."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rlhfspec.training.weights.packed import PackedWeights
 
 log = logging.getLogger(__name__)
 _RETRY_SECONDS = 0.1
-MAX_WRONG = 3  # times that the bytes were not those announced
-BUSY = 10  # times as long a trainer may be busy as it may be away
+MAX_WRONG = 3  # attempts with bytes that do not match the record
+BUSY = 10  # factor of the patience with a busy trainer
 
 
 class Fetch:
-    """`peer_addresses`: of processes that may have what the trainer has not, because it went back to a checkpoint, or
-    because one of them put it. No attempt begins later than `wait_seconds` after the first, or `BUSY` times
-    that where the trainer says that it is busy."""
+    """One fetch. `peer_addresses`: processes asked for versions that the trainer lacks, as after a return to a
+    checkpoint. No attempt begins later than `wait_seconds` after the first, or `BUSY` times that if the trainer is
+    busy."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Fetch:
         raise self._error(f"could not be had: {self._problem}")
 
     def _from_trainer(self) -> FetchOutcome | None:
-        """Ask the trainer. None: peers are to be asked."""
+        """Ask the trainer; return None where peers should be asked."""
         address = self._trainer_address()
         if address is None:
             return None

@@ -1,8 +1,4 @@
-"""What a receiver of weights asks, and what it is answered before the bytes.
-
-One call, `/rlhfspec.Weights/Get`: the request; an answer; and, when the answer is `weights`, the header (packed.py) and
-then the buffer in pieces.
-"""
+"""Messages of `/rlhfspec.Weights/Get`: a request, an answer, and for `weights` the header and the buffer in pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from rlhfspec.errors import MalformedRecord
 from rlhfspec.messages.records import Role
 
 SERVICE, METHOD = "rlhfspec.Weights", "Get"
-PIECE_BYTES = 1 << 20  # well under the 4 MB that gRPC takes without being asked to
+PIECE_BYTES = 1 << 20  # well under the 4 MB that gRPC takes by default
 MAX_MESSAGE_BYTES = 1 << 16
 
 
@@ -29,7 +25,7 @@ class WeightsRequest(WeightsMessage):
 
 
 class WeightsAnswer(WeightsMessage):
-    """`missing`: the newest version here is `have`. `busy`: as many streams are open as may be."""
+    """Answer before the bytes. `missing`: the newest version here is `have`. `busy`: too many open streams."""
 
     kind: Literal["weights", "missing", "busy"]
     have: int = 0
@@ -39,7 +35,8 @@ _M = TypeVar("_M", bound=WeightsMessage)
 
 
 def parse(kind: type[_M], content: bytes, most: int = MAX_MESSAGE_BYTES) -> _M:
-    """
+    """Parse a message, or raise MalformedRecord.
+
     >>> parse(WeightsAnswer, b'{"kind": "missing", "have": "all"}')
     Traceback (most recent call last):
         ...

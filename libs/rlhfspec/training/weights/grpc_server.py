@@ -1,4 +1,4 @@
-"""Serves the versions of weights that a process has to whoever asks and may have them."""
+"""Server of a process's versions of weights, for authorised readers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rlhfspec.training.weights.grpc_messages import METHOD, PIECE_BYTES, SERVICE
 from rlhfspec.training.weights.packed import Buffers, PackedWeights
 
 log = logging.getLogger(__name__)
-MAX_STREAMS = 4  # at once: each holds a thread of the server, which others need for health
+MAX_STREAMS = 4  # at once: each holds a thread of the server, which health checks need too
 
 
 class GrpcWeightServer:
-    """`readers`: names in the certificates of those who may have weights; None: whoever can connect."""
+    """gRPC handler of weights. `readers`: names in certificates that may fetch; None: all."""
 
     def __init__(self, kept: KeptVersions, *, readers: Collection[str] | None = None) -> None:
         self._kept = kept
@@ -31,7 +31,7 @@ class GrpcWeightServer:
         self.refused: Counter[str] = Counter()  # requests, by reason
 
     def add_to(self, server: grpc.Server) -> None:
-        method = grpc.unary_stream_rpc_method_handler(self._serve)  # without serializers: bytes as they are
+        method = grpc.unary_stream_rpc_method_handler(self._serve)  # raw bytes, without serializers
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: method}),))
 
     def _serve(self, content: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -83,7 +83,7 @@ Key = tuple[str, Role, int]  # job, role, version
 
 
 class KeptVersions:
-    """The newest `keep` versions of each job's role, and the memory that they take turns in."""
+    """The newest `keep` versions of each job's role, and their reusable memory."""
 
     def __init__(self, keep: int) -> None:
         assert keep >= 1
@@ -101,7 +101,7 @@ class KeptVersions:
             return max(self._numbers(job, role), default=0)
 
     def make_room(self, key: Key) -> None:
-        """Drop the versions that this one will replace, so that it can have their memory."""
+        """Drop the versions that this one will replace, so that it can reuse their memory."""
         job, role, coming = key
         with self._lock:
             for old in retired({*self._numbers(job, role), coming}, self._keep):

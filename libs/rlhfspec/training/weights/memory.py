@@ -1,4 +1,4 @@
-"""Weights within one process: a copy when put, shared by all who get them."""
+"""Weights within one process: copied when put, shared by all readers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from rlhfspec.training.weights.base import (
 
 
 class MemoryWeightStore:
-    """
+    """Store of weights in this process's memory.
+
     Example:
         >>> store = MemoryWeightStore(keep=2)
         >>> weight = torch.zeros(2)
@@ -52,12 +53,12 @@ class MemoryWeightStore:
             if record.version not in versions:
                 raise not_kept(record, max(versions, default=0))
             kept, tensors = versions[record.version]
-        refuse_other(record.uri, kept, record)  # nobody else can reach the copies: their bytes need no second hash
+        refuse_other(record.uri, kept, record)  # only this process can reach the copies, so no second hash is needed
         return dict(tensors)
 
 
 def _copy(state_dict: StateDict) -> dict[str, torch.Tensor]:
-    """Copy tensors. Tied ones stay one, so that they are copied, kept and loaded once."""
+    """Copy tensors; tied ones stay one."""
     copies: dict[tuple[object, ...], torch.Tensor] = {}
     result = {}
     for name, tensor in state_dict.items():

@@ -1,6 +1,4 @@
-"""All tensors of one version in one buffer, one after another in the order of their names, and what tells of them.
-
-The buffer is what travels: whoever has its header knows where each tensor lies, and hashes it as it grows.
+"""One version's tensors packed into one buffer in name order, and the header that describes them.
 
 Example:
     >>> weight = torch.ones(2)
@@ -30,7 +28,7 @@ from rlhfspec.messages.records import Role
 from rlhfspec.training.modeling.digest import SHA256, HashedTensor, combined, hash_of, hashing_threads
 from rlhfspec.training.weights.base import StateDict, identity
 
-ALIGNMENT = 64  # bytes: each tensor begins at a multiple, so that it can be looked at as what it is
+ALIGNMENT = 64  # bytes: tensors start at multiples, so that they can be viewed in their type
 MAX_HEADER_BYTES = 32 << 20
 MAX_TENSORS = 200_000  # the largest mixtures of experts have some 100,000
 MAX_DIMENSIONS = 16
@@ -44,7 +42,7 @@ DTYPES = {
 
 
 class WeightsHeader(BaseModel):
-    """Header before the bytes of a version. Tied tensors are there once: `same_as` has the other names.
+    """Header before the bytes of a version. Tied tensors are stored once; `same_as` has the other names.
 
     >>> WeightsHeader.parse(b"{", max_bytes=1)
     Traceback (most recent call last):
@@ -131,14 +129,14 @@ class PackedWeights:
 
 
 class GrowingDigest:
-    """Digest (modeling.digest) of a buffer that fills from its beginning."""
+    """Digest (modeling.digest) of a buffer that is filled from its beginning."""
 
     def __init__(self, packed: PackedWeights) -> None:
         self._header = packed.header
         self._places = packed.header.places()
         self._memory = packed.memory
-        self._hashes: list[bytes] = []  # of the places that are whole
-        self._at, self._hash = 0, SHA256()  # of the next one: its bytes up to where are hashed
+        self._hashes: list[bytes] = []  # of complete tensors
+        self._at, self._hash = 0, SHA256()  # of the next one: bytes hashed so far
         self._begin()
 
     def advance(self, num_bytes: int) -> None:
@@ -175,7 +173,7 @@ def digest_of(header: WeightsHeader, hashes: Sequence[bytes]) -> str:
 
 
 def described_tensors(what: str, state_dict: StateDict) -> tuple[list[tuple[str, str, list[int]]], dict[str, str]]:
-    """Return what a header says of tensors: name, type and shape in order, and the other names of tied ones."""
+    """Return name, type and shape of the stored tensors in order, and the aliases of tied ones."""
     stored: list[tuple[str, str, list[int]]] = []
     same_as: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
@@ -194,7 +192,7 @@ def described_tensors(what: str, state_dict: StateDict) -> tuple[list[tuple[str,
 
 
 def pack(job: str, role: Role, version: int, state_dict: StateDict, buffers: Buffers) -> PackedWeights:
-    """Copy tensors into one buffer, and hash each in a thread once it is there."""
+    """Copy tensors into one buffer, and hash each in a thread after its copy."""
     stored, same_as = described_tensors(f"{role}/{version}", state_dict)
     header = WeightsHeader.model_construct(
         job=job, role=role, version=version, digest="", num_bytes=0, tensors=stored, same_as=same_as
@@ -212,7 +210,7 @@ def pack(job: str, role: Role, version: int, state_dict: StateDict, buffers: Buf
 
 
 def machine_memory() -> int:
-    """Return the bytes of this machine's memory: no version can be larger."""
+    """Return the bytes of this machine's memory, the limit of a version's size."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -228,11 +226,11 @@ def _malformed(problem: str) -> MalformedRecord:
     return MalformedRecord(f"header of weights: {problem}")
 
 
-_MINE = 3  # references to memory that nobody uses: the list's, the loop's, and getrefcount's own
+_MINE = 3  # references to unused memory: the list's, the loop's, and getrefcount's own
 
 
 class Buffers:
-    """Buffers that are used again once no tensor looks at them, not even one that a caller of `get` still holds.
+    """Pool of buffers; each is reused once no tensor views it, including those returned by `get`.
 
     Example:
         >>> buffers = Buffers()

@@ -1,5 +1,7 @@
-"""Process groups, apart from the one that ranks of a trainer or of a generator have: each of one rank of the trainer,
-which sends, and of all generators that receive. What one of them does not do in time ends the group for all."""
+"""Process groups of one trainer rank and all receiving generators, apart from the ranks' own groups.
+
+A member that misses a deadline ends the group for all.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ _POLL_SECONDS = 0.0005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Of one member in one group. `host`: where the others reach this process."""
+    """Place of a member in a group. `host`: address at which others reach this process."""
 
-    meeting: str  # host:port of the trainer's store of addresses
+    meeting: str  # host:port of the trainer's rendezvous store
     epoch: str
-    sender: int  # rank of the trainer that sends
-    rank: int  # 0: it is this one
+    sender: int  # rank of the sending trainer process
+    rank: int  # in the group; 0: the sender
     size: int
     backend: Backend
     host: str
@@ -38,7 +40,7 @@ class Place:
 
 
 class Channel:
-    """A broadcast after the other, each with a deadline. RuntimeError when it is given up, and from then on."""
+    """Channel of successive broadcasts, each with a deadline; after a failure every call raises RuntimeError."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -51,7 +53,7 @@ class Channel:
         self._group = _group_of(place, distributed.PrefixStore(f"{place.epoch}/{place.sender}", store), patience)
 
     def broadcast(self, content: Tensor) -> Callable[[float], None]:
-        """Begins; what is returned waits for its end, so many seconds at most."""
+        """Begin a broadcast and return a function that waits a number of seconds for its end."""
         options: Any = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=BUCKET_SECONDS)
         return partial(self._wait, self._group.broadcast([content], options))
@@ -69,7 +71,7 @@ class Channel:
         work.wait()
 
     def close(self) -> None:
-        """Of gloo, what is under way ends in its own time, and connections with it: in whichever thread waits."""
+        """Close the group; gloo's pending work and connections end in their own threads."""
         if self._place.backend == "nccl":
             self._group.abort()
 
@@ -90,7 +92,7 @@ def _group_of(place: Place, store: Any, patience: timedelta) -> Any:
 
 
 class Channels:
-    """The newest epoch's, by sending rank; those of another are given up."""
+    """Channels of the newest epoch by sending rank; those of another epoch are closed."""
 
     def __init__(self) -> None:
         self._epoch = ""
@@ -110,11 +112,11 @@ class Channels:
         self._epoch = ""
         for channel in self._by_sender.values():
             channel.close()
-        self._by_sender = {}  # threads of an epoch that was given up keep theirs
+        self._by_sender = {}  # threads of a closed epoch keep the old ones
 
 
 class TwoBuffers:
-    """Taken in turn: while one is under way, the other is filled or read."""
+    """Two buffers in turn: one is under way while the other is filled or read."""
 
     def __init__(self, plan: Sequence[Bucket], device: str) -> None:
         self._num_bytes = max((bucket.num_bytes for bucket in plan), default=0)
@@ -129,5 +131,5 @@ class TwoBuffers:
 
 
 def name_of(header: WeightsHeader, sender: int, number: int) -> str:
-    """Of a bucket, in its digest."""
+    """Return a bucket's name for its digest."""
     return f"{header.job}/{header.role}/{header.version}/{sender}/{number}"

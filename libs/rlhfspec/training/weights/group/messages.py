@@ -1,5 +1,7 @@
-"""What generators and the trainer say to each other about a group, all of it by `/rlhfspec.WeightsGroup/GroupAsk`: a
-generator asks what is to be done, does it, and says with its next question what became of it."""
+"""Messages of weight groups, sent by `/rlhfspec.WeightsGroup/GroupAsk`.
+
+A generator asks for an order, carries it out, and reports the result with its next question.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +30,22 @@ Address = Annotated[str, AfterValidator(_host_and_port)]
 
 
 class Wish(WeightsMessage):
-    """`wants`: to have the next version by the group. `dtype`: in which it keeps weights; empty: as they are."""
+    """Wish for the next version by the group. `dtype`: type in which the generator keeps weights; empty: unchanged."""
 
     wants: bool
     dtype: Literal["", "bfloat16", "float32"] = ""
-    device: str = Field("cpu", max_length=20)  # type of the device that it receives on
+    device: str = Field("cpu", max_length=20)  # type of the receiving device
 
 
 class GroupSaid(WeightsMessage):
-    """Of an order. `problem`: empty: it is as it should be; else why not."""
+    """Result of an order; an empty `problem` means success."""
 
     order: str = Field(pattern="^[0-9a-f]{16}$")
     problem: str = Field("", max_length=1000)
 
 
 class GroupAsk(WeightsMessage):
-    """`member`: where others reach the process that asks. `said`: of the order that it had last.
+    """Question of a generator. `member`: address of the asking process. `said`: result of its last order.
 
     >>> from rlhfspec.training.weights.grpc_messages import parse
     >>> parse(GroupAsk, b'{"member": "unix:/tmp/x", "wish": {"wants": true}}')
@@ -58,13 +60,13 @@ class GroupAsk(WeightsMessage):
 
 
 class GroupBegin(WeightsMessage):
-    """`epoch`: of a membership; whoever has it already has its groups. `rank`: of the receiver in each of the groups,
-    one for each rank of the trainer, which is its rank 0. `header`: of the version, in JSON."""
+    """Order to receive a version. An unchanged `epoch` means that groups are kept. `rank`: the receiver's in the group
+    of each trainer rank (rank 0 there). `header`: of the version, in JSON."""
 
     job: str = Field(max_length=253)
     role: Role
     version: int = Field(ge=0)
-    transfer: str = Field(pattern="^[0-9a-f]{16}$")  # this one
+    transfer: str = Field(pattern="^[0-9a-f]{16}$")  # id of this transfer
     epoch: str = Field(pattern="^[0-9a-f]{16}$")
     meeting: Address
     rank: int = Field(ge=1, le=MAX_MEMBERS)
@@ -76,7 +78,7 @@ class GroupBegin(WeightsMessage):
 
 
 class GroupCommit(WeightsMessage):
-    """`digests`: of the buckets, by rank of the trainer. `digest`: of the version, as its record says."""
+    """Order to commit a version. `digests`: of the buckets, by rank of the trainer. `digest`: the record's."""
 
     transfer: str = Field(pattern="^[0-9a-f]{16}$")
     digest: str = Field(pattern="^[0-9a-f]{64}$")
@@ -84,7 +86,7 @@ class GroupCommit(WeightsMessage):
 
 
 class GroupOrder(WeightsMessage):
-    """One of the two; neither: there is nothing to do. An order is given until it is answered."""
+    """Answer with at most one order, which is repeated until it is answered."""
 
     order: str = Field("", pattern="^([0-9a-f]{16})?$")
     begin: GroupBegin | None = None

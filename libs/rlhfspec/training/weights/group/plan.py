@@ -1,6 +1,6 @@
-"""What is sent in which bucket: a function of the header and of how many ranks share the weights.
+"""Plan of the buckets of a version, from its header and the number of ranks that share the weights.
 
-Example (two ranks, each with half of the rows):
+Example:
     >>> header = described("sums", "policy", 1, {"a": torch.zeros(4, 8), "b": torch.zeros(3)}, lambda _: torch.bfloat16)
     >>> header.num_bytes, [bucket.num_bytes for bucket in buckets(header, 0, 1)]
     (70, [70])
@@ -25,11 +25,11 @@ from rlhfspec.messages.records import Role
 from rlhfspec.training.weights.packed import ALIGNMENT, DTYPES, TensorPlace, WeightsHeader, described_tensors, end_of
 
 BUCKET_BYTES = 256 << 20
-KeptAs = Callable[[str], torch.dtype | None]  # of a name: as what a receiver keeps it; None: as it is
+KeptAs = Callable[[str], torch.dtype | None]  # name -> type kept by a receiver, or None if unchanged
 
 
 class BucketPiece(NamedTuple):
-    """Elements of one tensor. `at`: the byte in the bucket; `begin`: the byte in the version."""
+    """Elements of one tensor. `at`: byte in the bucket; `begin`: byte in the version."""
 
     name: str
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class Bucket:
 
     @property
     def begin(self) -> int | None:
-        """Where in the version it lies as it is; None: its pieces lie apart."""
+        """Return the byte in the version at which the bucket lies in one piece, or None."""
         first = self.pieces[0].begin
         return first if all(piece.begin - piece.at == first for piece in self.pieces) else None
 
@@ -61,7 +61,7 @@ class Bucket:
 def described(
     job: str, role: Role, version: int, state_dict: Mapping[str, Tensor], kept_as: KeptAs = lambda _: None
 ) -> WeightsHeader:
-    """What is sent of whole tensors, or of shares of them; the digest is not known yet."""
+    """Describe whole tensors, or shares of them, in a header without a digest."""
     local = {name: local_of(tensor) for name, tensor in state_dict.items()}
     stored, same_as = described_tensors(f"{role}/{version}", local)
     tensors = [
@@ -75,7 +75,7 @@ def described(
 
 
 def buckets(header: WeightsHeader, rank: int, num_ranks: int, most: int = BUCKET_BYTES) -> list[Bucket]:
-    """Those of one rank, in the order of the tensors' names. Rows are shared out as FSDP2 does."""
+    """Return one rank's buckets in the order of the tensors' names. Rows are divided as in FSDP2."""
     found: list[Bucket] = []
     pieces: list[BucketPiece] = []
     at = 0
@@ -97,7 +97,7 @@ def buckets(header: WeightsHeader, rank: int, num_ranks: int, most: int = BUCKET
 
 
 def share(place: TensorPlace, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Its first element, and the one after its last.
+    """Return the first element of a rank's share, and the one after its last.
 
     >>> [share(TensorPlace("a", "int8", (5, 2), 0, 10), rank, 4) for rank in range(4)]
     [(0, 4), (4, 8), (8, 10), (10, 10)]
@@ -108,7 +108,7 @@ def share(place: TensorPlace, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def fill(bucket: Bucket, buffer: Tensor, weights: Mapping[str, Tensor], rank: int, num_ranks: int) -> Tensor:
-    """Of what this rank has, in the types of the pieces."""
+    """Fill the buffer with a bucket of this rank's tensors, converted to the types of the pieces."""
     for piece in bucket.pieces:
         tensor = weights[piece.name].detach()
         offset = 0
@@ -125,8 +125,9 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def bucket_digest(content: Tensor, what: str) -> str:
-    """Of a bucket's bytes and of what it is said to be, so that no bucket passes for another: xxh3_128 on a host, the
-    sum of mixed words of `engine.forward.checksums` on a device.
+    """Return the digest of a bucket's bytes and its name, so that no bucket passes for another.
+
+    It is xxh3_128 on a host, and the sum of mixed words of `engine.forward.checksums` on a device.
 
     >>> bucket_digest(torch.zeros(2, dtype=torch.uint8), "sums/policy/1/0/0")
     'ed48dfba94750adbf3e8b708398ad3cc'

@@ -1,4 +1,4 @@
-"""A generator's side: asks what is to be done, takes part in a group, and has a version once all was compared."""
+"""The generator's side of weight groups: asks for orders, receives, and keeps a version once its digests match."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rlhfspec.training.weights.grpc_client import OPTIONS, channel_to
 from rlhfspec.training.weights.grpc_messages import parse
 from rlhfspec.training.weights.packed import Buffers, PackedWeights, WeightsHeader, machine_memory
 
-COMMIT_SECONDS = 5.0  # for what is under way when the sender has sent all
+COMMIT_SECONDS = 5.0  # for pending buckets when the sender has sent all
 _ASK_SECONDS = 0.1
 _CALL_SECONDS = 2.0
 _OPTIONS = (*OPTIONS, ("grpc.max_reconnect_backoff_ms", 1000))
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 
 class GroupReceiver:
-    """`wish`: what this process says when it asks, `ways` whether it wants at all. `address`: where others reach it,
-    `trainer_address`: the trainer's gRPC server, None while there is none."""
+    """Receiver of weights by group. `wish`: sent with each question if `ways` wants the group. `address`: where others
+    reach this process. `trainer_address`: of the trainer's gRPC server, or None while unknown."""
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class GroupReceiver:
         self._asking.start()
 
     def take(self, record: Weights) -> dict[str, torch.Tensor] | None:
-        """The version, if it came by the group."""
+        """Return the version if it came by the group."""
         with self._lock:
             if self._taken is None or self._taken[0] != (record.job, record.role, record.version, record.digest):
                 return None
             return self._taken[1].tensors()
 
     def close(self) -> None:
-        """The trainer is told, so that it waits for this process no more."""
+        """Leave the group and tell the trainer, so that it does not wait for this process."""
         self._closed.set()
         self._asking.join(_CALL_SECONDS)
         self._channels.close()
@@ -96,7 +96,7 @@ class GroupReceiver:
         self._forget_trainer()
 
     def _ask(self, said: GroupSaid | None) -> GroupOrder | None:
-        """None: there was no answer, so what was said has to be said again."""
+        """Ask for an order; None means no answer, so `said` must be sent again."""
         address = self._trainer_address()
         if address is None:
             return None
@@ -123,7 +123,7 @@ class GroupReceiver:
         try:
             problem = self._begin(order.begin) if order.begin is not None else ""
             problem = problem or (self._commit(order.commit) if order.commit is not None else "")
-        except (MalformedRecord, RuntimeError, MemoryError) as error:  # torch's own are of the second
+        except (MalformedRecord, RuntimeError, MemoryError) as error:  # torch's own errors are RuntimeErrors
             problem = str(error)
         return GroupSaid(order=order.order, problem=problem[:1000])
 
@@ -154,7 +154,7 @@ class GroupReceiver:
 
 
 class _Arriving:
-    """One version, in memory that nobody sees: a thread for each rank of the trainer."""
+    """One version on its way into private memory, with a thread for each rank of the trainer."""
 
     def __init__(self, begin: GroupBegin, packed: PackedWeights, channels: Channels, device: str, address: str) -> None:
         self.begin = begin
@@ -166,7 +166,7 @@ class _Arriving:
         self._digests = [self._started(sender) for sender in range(begin.num_senders)]
 
     def compared(self, digests: list[list[str]]) -> str:
-        """What is wrong; empty: every bucket is what its sender says."""
+        """Compare all buckets with the senders' digests; return the problem, or ""."""
         deadline = time.monotonic() + COMMIT_SECONDS
         if len(digests) != len(self._digests):
             return f"{len(digests)} ranks sent, not {len(self._digests)}"
@@ -188,7 +188,7 @@ class _Arriving:
         def run() -> None:
             try:
                 future.set_result(self._received(sender))
-            except (RuntimeError, OSError, ValueError) as error:  # torch's own are of the first
+            except (RuntimeError, OSError, ValueError) as error:  # torch's own errors are RuntimeErrors
                 future.set_exception(RuntimeError(str(error)))
 
         threading.Thread(target=run, name=f"weights-group-{sender}", daemon=True).start()

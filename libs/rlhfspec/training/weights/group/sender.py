@@ -1,7 +1,7 @@
-"""The trainer's side: knows which generators are in, and brings them versions before they are announced.
+"""The trainer's side of weight groups: tracks the members, and sends them versions before they are announced.
 
-A version is held up for no longer than `hold_up_seconds` of its size, whatever generators do; what they did not get
-they take from the store. Then the group is no more, and the next version has another, of all that still ask.
+A version waits at most `hold_up_seconds` of its size. After a failure generators fetch from the store, and the next
+version gets a new group of all that still ask.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from rlhfspec.training.weights.group.receiver import COMMIT_SECONDS
 from rlhfspec.training.weights.group.shares import Shares, Told
 from rlhfspec.training.weights.grpc_messages import parse
 
-_SILENT_SECONDS = 3.0  # without a question, a generator is not in
+_SILENT_SECONDS = 3.0  # a generator that asks nothing for so long is out
 _CALL_SECONDS = 5.0
-SLOWEST = 100e6  # bytes a second; a group that is slower is given up
+SLOWEST = 100e6  # bytes a second; a slower group is closed
 MOST_RESTING = 64  # versions
 log = logging.getLogger(__name__)
 
 
 def hold_up_seconds(num_bytes: int) -> float:
-    """The most that a version waits for its group.
+    """Return the longest time that a version waits for its group.
 
     >>> hold_up_seconds(0), hold_up_seconds(16 * 10**9)
     (40.0, 200.0)
@@ -55,14 +55,13 @@ def hold_up_seconds(num_bytes: int) -> float:
 
 
 def _sending_seconds(num_bytes: int) -> float:
-    """Until the last bucket has to be under way."""
+    """Return the time until the last bucket must be under way."""
     return FORM_SECONDS + BUCKET_SECONDS + num_bytes / SLOWEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendingRanks:
-    """How a trainer sends a version. `send`: by all its ranks; None: by this process alone. `kept_as`: for a type that
-    a generator keeps weights in, which of them it does."""
+    """Sending by a trainer's ranks. `send`: by all ranks; None: this process only. `kept_as`: by a receiver's dtype."""
 
     num_senders: int = 1
     send: Callable[[Told], list[list[str]]] | None = None
@@ -79,8 +78,7 @@ class _Member:
 
 
 class GroupSender:
-    """`host`: where generators reach this process. `askers`: roles, as their certificates name them, that may be in;
-    None: whoever can connect."""
+    """Sender of versions to members. `host`: this process's address. `askers`: allowed roles; None: all."""
 
     def __init__(
         self,
@@ -98,9 +96,9 @@ class GroupSender:
         self._bucket_bytes = bucket_bytes
         self._lock = threading.Condition()
         self._members: dict[str, _Member] = {}
-        self._num_told = 0  # members, in the log
+        self._num_told = 0  # number of members last logged
         self._orders: dict[str, GroupOrder] = {}  # not answered yet
-        self._said: dict[str, str] = {}  # what became of them
+        self._said: dict[str, str] = {}  # their results
         self._epoch, self._epoch_of = "", frozenset[str]()
         self._num_failures = self._num_resting = 0
         self._shares = Shares()
@@ -113,7 +111,7 @@ class GroupSender:
         )  # fmt: skip
 
     def add_to(self, server: grpc.Server) -> None:
-        method = grpc.unary_unary_rpc_method_handler(self._answer)  # without serializers: bytes as they are
+        method = grpc.unary_unary_rpc_method_handler(self._answer)  # raw bytes, without serializers
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(GROUP_SERVICE, {GROUP_METHOD: method}),))
 
     def close(self) -> None:
@@ -121,14 +119,14 @@ class GroupSender:
 
     @property
     def members(self) -> frozenset[str]:
-        """Addresses of those that want the next version by the group."""
+        """Return the addresses of generators that want the next version by the group."""
         with self._lock:
             return frozenset(self._still_in())
 
     def begin(
         self, role: Role, version: int, weights: Mapping[str, Tensor], ranks: SendingRanks = ONE_RANK
     ) -> VersionUnderWay | None:
-        """Sends, in a thread of its own; None where nobody wants it. The tensors must stay as they are until `end`."""
+        """Start sending in a thread; return None if nobody wants it. Tensors must not change until `end`."""
         with self._lock:
             members = dict(self._still_in())
         if not members or len(members) >= MAX_MEMBERS:
@@ -156,7 +154,7 @@ class GroupSender:
         return VersionUnderWay(self, told, send, sorted(members))
 
     def tell_all(self, orders: Mapping[str, GroupOrder], seconds: float) -> None:
-        """RuntimeError with the first that does not answer, or says what is wrong."""
+        """Send orders and wait; raise RuntimeError with the first member that fails or does not answer."""
         with self._lock:
             self._orders, self._said = dict(orders), {}
             self._lock.wait_for(lambda: not self._orders, seconds)
@@ -170,7 +168,7 @@ class GroupSender:
         self._num_failures = 0
 
     def failed(self) -> None:
-        """All have to ask anew; the more often it fails, the more versions go without."""
+        """Reset the membership after a failure; repeated failures pause the group for more versions."""
         self._shares.close()
         with self._lock:
             self._epoch, self._members = "", {}
@@ -207,7 +205,7 @@ class GroupSender:
         self._lock.notify_all()
 
     def _still_in(self) -> dict[str, _Member]:
-        """Of those who asked lately. With the lock."""
+        """Return the members that asked lately; the caller must hold the lock."""
         since = time.monotonic() - _SILENT_SECONDS
         self._members = {address: member for address, member in self._members.items() if member.asked > since}
         if len(self._members) != self._num_told:
@@ -217,7 +215,7 @@ class GroupSender:
 
 
 class VersionUnderWay:
-    """One version under way. `end` it once its digest is known, or `give_up_unless_ended`."""
+    """One version on its way. Call `end` once its digest is known, or `give_up_unless_ended`."""
 
     def __init__(
         self, sender: GroupSender, told: Told, send: Callable[[Told], list[list[str]]], members: list[str]
@@ -234,7 +232,7 @@ class VersionUnderWay:
         self._thread.start()
 
     def end(self, digest: str) -> str:
-        """Whether all have it: empty, or what went wrong."""
+        """Commit on all members; return the problem, or ""."""
         self._thread.join()
         self._has_ended = True
         if not self._problem:
@@ -265,7 +263,7 @@ class VersionUnderWay:
         try:
             self._sender.tell_all(self._beginnings(), _CALL_SECONDS)
             self._digests = send(self._told)
-        except RuntimeError as error:  # torch's own, also
+        except RuntimeError as error:  # includes torch's own errors
             self._problem = str(error)
 
     def _beginnings(self) -> dict[str, GroupOrder]:

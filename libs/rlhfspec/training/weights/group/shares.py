@@ -1,4 +1,4 @@
-"""A rank of the trainer sends its share of a version, whoever else sends another."""
+"""Sending of one trainer rank's share of a version, independently of the other ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rlhfspec.training.weights.packed import WeightsHeader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What every rank has to know: the place is that of rank 0."""
+    """Facts that every rank needs; `place` is that of rank 0."""
 
     place: Place
     header: WeightsHeader
     num_senders: int
     bucket_bytes: int
-    deadline_seconds: float  # until the last bucket is under way
+    deadline_seconds: float  # until the last bucket must be under way
 
     def fields(self) -> dict[str, Any]:
-        """Return what JSON can say of it, for `of`."""
+        """Return the fields as JSON values, for `of`."""
         return {**asdict(self), "header": self.header.model_dump_json()}
 
     @classmethod
@@ -35,14 +35,14 @@ class Told:
 
 
 class Shares:
-    """Keeps its channel from version to version, as long as the epoch is the same."""
+    """Sender of shares that keeps its channel as long as the epoch is the same."""
 
     def __init__(self) -> None:
         self._channels = Channels()
 
     def send(self, told: Told, weights: Mapping[str, Tensor], rank: int = 0, **own: str) -> list[str]:
-        """Digests of the buckets. RuntimeError when a receiver did not take part in time: then the group is no more.
-        `own`: what of the place is another than rank 0's (host, device)."""
+        """Send this rank's share and return the digests of its buckets. `own`: this rank's host and device. Raises
+        RuntimeError, and closes the group, if a receiver does not take part in time."""
         place = replace(told.place, sender=rank, **own)  # type: ignore[arg-type]
         self._channels.keep_only(place.epoch)
         try:

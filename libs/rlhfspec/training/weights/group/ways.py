@@ -1,4 +1,4 @@
-"""Which way a receiver takes: that which was quicker, of what it saw last.
+"""Choice of a receiver between group and store: the faster of its last measurements.
 
 Example:
     >>> ways = Ways("auto")
@@ -19,14 +19,14 @@ from statistics import median
 from typing import Literal
 
 Way = Literal["group", "store"]
-TRIALS = 2  # of the group before it is judged: the first meets, too
-AGAIN = 64  # versions by the store after which the group is tried once more
-_KEPT = 3  # of each way: the median of the last counts
+TRIALS = 2  # of the group before it is judged, as the first includes the meeting
+AGAIN = 64  # versions by the store after which the group is tried again
+_KEPT = 3  # of each way; their median counts
 log = logging.getLogger(__name__)
 
 
 class Ways:
-    """`transfer`: `auto` measures, the others have no choice. `told`: each time. Safe to use from several threads."""
+    """Record of both ways' speed. Only `transfer` auto measures. `told`: called after each version. Thread-safe."""
 
     def __init__(
         self, transfer: Literal["auto", "group", "store"], told: Callable[[str, float], None] = lambda *_: None
@@ -36,10 +36,10 @@ class Ways:
         self._lock = threading.Lock()
         self._seconds: dict[Way, deque[float]] = {"group": deque(maxlen=_KEPT), "store": deque(maxlen=_KEPT)}
         self._since_group = 0
-        self.taken: Counter[str] = Counter()  # versions, by way
+        self.taken: Counter[str] = Counter()  # versions by way
 
     def took(self, way: Way, seconds: float) -> None:
-        """From when a version was announced, by whoever brings it, to when it could be loaded."""
+        """Record the seconds from a version's announcement until it could be loaded."""
         with self._lock:
             self._seconds[way].append(seconds)
             self._since_group = self._since_group + 1 if way == "store" else 0
@@ -48,7 +48,7 @@ class Ways:
         log.info("weights came by the %s in %.3f s", way, seconds, extra={"fields": {"way": way, "seconds": seconds}})
 
     def seconds(self, way: Way) -> float | None:
-        """The median of the last."""
+        """Return the median of the last measurements."""
         with self._lock:
             return median(self._seconds[way]) if self._seconds[way] else None
 
