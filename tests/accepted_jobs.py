@@ -24,7 +24,6 @@ JSON = st.recursive(
 
 
 def values(node: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """Draw values that the API server accepts for a field."""
     made = _plain(node)
     return made | st.none() if node.get("nullable") else made
 
@@ -84,7 +83,6 @@ def _excluded(node: dict[str, Any]) -> set[float]:
 
 @st.composite
 def manifests(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw a job with a few extreme fields."""
     chosen = draw(st.lists(st.sampled_from(sorted(FIELDS)), min_size=1, max_size=3, unique=True))
     outer = [path for path in chosen if not any(path.startswith(f"{other}.") for other in chosen)]
     edits = {path: draw(values(FIELDS[path])) for path in outer if not path.startswith("rewards.sources")}

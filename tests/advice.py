@@ -96,8 +96,6 @@ async def _end(listening: asyncio.Task[None] | None) -> None:
 
 
 class Adviser(Listener):
-    """Adviser that moves a random sample to another generator every `every_seconds`."""
-
     def __init__(self, file: Path, seed: int, *, every_seconds: float = 0.05) -> None:
         super().__init__(file)
         self.under_way: dict[str, tuple[float, Move]] = {}  # advised when, and not told of; the last one last

@@ -43,8 +43,6 @@ SPLIT_OPTIONS: list[Options] = [{"split": split, **options} for split in (64, 12
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape with eight query heads and a small cache."""
-
     num_kv_heads: int = 2
     dim: int = 16
     dtype: torch.dtype = torch.float32
@@ -55,8 +53,6 @@ class Shape:
 
 @dataclass(frozen=True)
 class Sequence:
-    """One sequence of a call: its cached tokens and its new rows."""
-
     committed: int
     parents: tuple[int, ...]  # of each new row; -1: the last committed token
     as_tree: bool  # its rows come as tree nodes (extra), else as a prefill chunk (then parents are -1, 0, 1, ...)
@@ -75,7 +71,6 @@ class Case:
         return kernel(self.query, self.key, self.value, self.kv, layer, self.meta, scale=scale, **options)
 
     def doubled(self) -> Case:
-        """Return the case in float64, from the values as stored."""
         key, value = (x.to(self.kv.dtype).double() for x in (self.key, self.value))
         return Case(self.query.double(), key, value, self.kv.double(), self.meta)
 
@@ -94,7 +89,6 @@ def chain(length: int) -> tuple[int, ...]:
 
 
 def ancestors(parents: tuple[int, ...], node: int) -> list[int]:
-    """Return the node's ancestors, root first, and the node itself last."""
     path: list[int] = []
     while node >= 0:
         path.append(node)
@@ -175,7 +169,6 @@ def assert_same_bits(left: torch.Tensor, right: torch.Tensor) -> None:
 
 
 def with_padding(meta: AttentionMeta, count: int) -> AttentionMeta:
-    """Return `meta` with padding rows at its end."""
     zeros = np.zeros(count, np.int32)
     return AttentionMeta(
         slots=np.concatenate([meta.slots, zeros - 1]), table_rows=np.concatenate([meta.table_rows, zeros]),
@@ -187,9 +180,7 @@ def with_padding(meta: AttentionMeta, count: int) -> AttentionMeta:
 
 @functools.cache
 def rows_of_dots_are_their_own() -> None:
-    """Skip where Triton's interpreter cannot keep a row's bits.
-
-    Its BLAS uses other instructions at a tile's edge on some CPUs; tensor cores do not."""
+    """Make Triton's interpreter multiply without BLAS, so that a row's bits do not depend on its place in a tile."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:

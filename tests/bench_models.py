@@ -8,7 +8,6 @@ from rlhfspec.tiny import models as tiny_models
 
 
 def untrained_pair_in(folder: Path) -> tiny_models.TinyModels:
-    """Return the byte-level models without training, for all tests but those of speed."""
     from rlhfspec.tiny.recipe import Recipe
     from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
     from rlhfspec.tiny.train import build

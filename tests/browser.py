@@ -86,7 +86,6 @@ class Page:
         return found["result"].get("value")
 
     async def _is_true(self, script: str) -> bool:
-        """Return whether the script is true; false while the page navigates."""
         try:
             return bool(
                 await self.value(f"(() => {{ try {{ return Boolean({script}); }} catch {{ return false; }} }})()")

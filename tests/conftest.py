@@ -42,7 +42,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
-    """Yield a setter of the CPU kernels' thread count, which is restored after the test."""
     from rlhfspec.kernels.cpu import build
 
     yield build.set_num_threads
@@ -72,14 +71,12 @@ def starting(job_file: Path) -> Iterator[Callable[..., Started]]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Yield a file system of two megabytes."""
     with mounted(tmp_path / "disk", "2m") as disk:
         yield disk
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """Yield a file system with room for a run."""
     with mounted(tmp_path / "disk", "32m") as disk:
         yield disk
 
@@ -112,6 +109,5 @@ def object_credentials(object_server: ObjectServer, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]:
-    """Yield the servers of a release."""
     with SharedServers(tmp_path_factory.mktemp("release")) as servers:
         yield servers

@@ -90,8 +90,6 @@ class Operator:
 
 
 class Job:
-    """Context manager of a job whose processes start as pods do, each with its role's credentials."""
-
     def __init__(self, folder: Path, servers: SharedServers, job_file: Path) -> None:
         self.storage = job_file.parent
         self.run_folder = self.storage / "run"
@@ -160,7 +158,6 @@ class Job:
         return self._processes[-1]
 
     def show(self, *how: str) -> subprocess.Popen[bytes]:
-        """Start `show` as kubectl exec does in control's pod."""
         command = [sys.executable, "-m", "rlhfspec.control.show", "--connections", str(self.mounted("control")), *how]
         self._processes.append(subprocess.Popen(command, stdout=subprocess.PIPE))
         return self._processes[-1]

@@ -49,7 +49,6 @@ HOSTILE = (
 
 
 def write_run(folder: Path, *, steps: int = 3, texts: Sequence[str] = ("4",), finished: bool = True) -> Path:
-    """Write a run folder with one sample per text in each step."""
     with RunFolder(folder) as run:
         run.begin(example_job(steps=steps), resume=False)
         run.go_on_after(0)
@@ -82,7 +81,6 @@ def write_trace(folder: Path, sample: str) -> None:
 
 @asynccontextmanager
 async def served(source: JobSource, access: Access | None = None) -> AsyncIterator[tuple[Dashboard, str]]:
-    """Yield the dashboard and its URL."""
     dashboard = Dashboard(source, access or LaptopAccess(TOKEN))
     server = TestServer(dashboard.app(), host="127.0.0.1")
     await server.start_server(access_log=None, shutdown_timeout=0.1)
@@ -104,8 +102,6 @@ class Told:
 
 
 class Stream:
-    """Server-sent events as a browser receives them."""
-
     def __init__(self, session: aiohttp.ClientSession, url: str, *, last_id: str = "") -> None:
         headers = {"Last-Event-ID": last_id} if last_id else {}
         self._asked = session.get(url, headers=headers, timeout=aiohttp.ClientTimeout(total=None))
@@ -121,7 +117,6 @@ class Stream:
         self._answer.close()
 
     async def next(self, *names: str) -> Told:
-        """Return the next event of these names, or of any."""
         async with asyncio.timeout(60.0):
             while (told := await self._next()).name not in (names or told.name):
                 pass
@@ -172,7 +167,6 @@ def beat(worker: int = 0, *, job: str = "sums") -> Heartbeat:
 
 
 def snapshot(worker: int = 0, *, owned: tuple[str, ...] = (), what: str = "64 samples") -> tuple[Record, ...]:
-    """Return all records that a generator sends about itself."""
     ready = WorkerInfo(
         id="w", job="sums", stage="generator", worker=worker, host="node-a", pid=4711, grpc_address="", http_address=""
     )
@@ -181,8 +175,6 @@ def snapshot(worker: int = 0, *, owned: tuple[str, ...] = (), what: str = "64 sa
 
 
 class LiveRun:
-    """Servers of a run with processes in its folder, with one speaker for all stages."""
-
     def __init__(self, folder: Path) -> None:
         self._place = (folder / "processes").absolute()
         self._folder = folder.absolute()
@@ -250,7 +242,6 @@ class LiveRun:
 
 
 def many_snapshots(count: int, owned: int) -> list[Record]:
-    """Return snapshots with `owned` samples in total."""
     each = owned // count
     return [
         record

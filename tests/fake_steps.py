@@ -53,7 +53,6 @@ class Peak(TorchDispatchMode):
         return result
 
     def see(self, thing: Any) -> bool:
-        """Return whether the storage is new."""
         if isinstance(thing, torch.Tensor) and thing.device.type == DEVICE.type:
             storage = (thing.to_local() if isinstance(thing, DTensor) else thing).untyped_storage()
             key = storage._cdata
@@ -144,7 +143,6 @@ def _others(ranks: Ranks, parts: int, patch: pytest.MonkeyPatch) -> Iterator[Ran
 
 
 def _prepared(model: Any) -> Any:
-    """Prepare the model as `loading.prepared` does, without the proof, which reads values."""
     text = model.config
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     paths = [name for name, module in model.named_modules() if hasattr(module, "q_proj")]

@@ -67,8 +67,6 @@ def unmoved(index: int, versions: tuple[int, ...], make: Callable[..., Engine] =
 
 @dataclass
 class Going:
-    """A move under way."""
-
     source: Engine
     destination: Engine
     mark: Watermark
@@ -110,7 +108,6 @@ class Fleet:
         self.going[name] = Going(source, destination, mark, bool(self.rng.integers(2)))
 
     def advance(self) -> None:
-        """Send one range of a move, or end it."""
         if not self.going:
             return
         name = self.some(list(self.going))

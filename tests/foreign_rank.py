@@ -13,8 +13,6 @@ PATIENCE = timedelta(seconds=5.0)
 
 
 class RunsCode:
-    """Pickle that makes a folder when loaded."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 

@@ -37,7 +37,6 @@ def spec(name: str = "grpo", *, algorithm: Any = None, model: Any = None, **trai
 
 
 def stored_spec(folder: Path, dtype: str) -> job.Spec:
-    """Return a job of the model in this folder, with a critic."""
     return spec("ppo", model={"path": str(folder / "stored"), "dtype": dtype}, tokensPerMicroBatch=40, fuse="off")
 
 
@@ -63,7 +62,6 @@ def learner(settings: job.Spec) -> Learner:
 
 
 def rollouts(seed: int = 0, *, version: int = 0, num_samples: int = 8) -> Rollouts:
-    """Return samples of two prompts, with log-probs of the initial policy."""
     return copy.deepcopy(_rollouts(seed, version, num_samples))
 
 

@@ -105,7 +105,6 @@ def _held() -> Counter[str]:
 
 
 def warm(kind: str) -> None:
-    """Create once what a library keeps after its first use."""
     landing = make_landing(kind)
     sending = open_sending(landing.offer)
     sending.room(1)

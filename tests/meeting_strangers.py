@@ -15,7 +15,6 @@ from rlhfspec.errors import StageStalled
 
 
 def listening() -> list[tuple[str, int]]:
-    """Return this process's listening IPv4 and IPv6 addresses."""
     inodes = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):

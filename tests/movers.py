@@ -35,8 +35,6 @@ def alone(seed: int) -> Bits:
 
 
 class Held:
-    """Custody of one generator, and what its engine finished."""
-
     def __init__(self) -> None:
         self.prompts: dict[str, tuple[bytes, str]] = {}
         self.lost: list[str] = []

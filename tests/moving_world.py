@@ -23,8 +23,6 @@ NODES = 3
 
 @dataclass
 class Engine:
-    """The set of samples at an engine."""
-
     running: set[str] = field(default_factory=set)
     away: set[str] = field(default_factory=set)
     arriving: set[str] = field(default_factory=set)
@@ -171,7 +169,6 @@ class World:
                 node.keeps.add(message.sample)
 
     def act(self, node: Node, judgement: Judgement, back: int) -> bool:
-        """Return whether there was a reply."""
         self.free(node, judgement.freed)
         if judgement.reply is not None:
             self.replies.append((self.now + MESSAGE_SECONDS, back, judgement.reply))
@@ -183,7 +180,6 @@ class World:
             node.engine.cancel(sample)
 
     def work(self, index: int) -> None:
-        """Let the engine of a node handle one call."""
         node = self.nodes[index]
         if not node.work:
             return
@@ -281,7 +277,6 @@ class World:
             assert all(sample in node.keeps for node in runs), f"{sample} runs and nobody keeps its prompt"
 
     def settle(self) -> None:
-        """Repair the network and run until nothing is in flight."""
         for second in range(300):
             for _ in range(200):
                 if not self.told and not self.replies and not any(node.work for node in self.nodes):

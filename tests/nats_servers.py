@@ -42,7 +42,6 @@ class NatsServer:
         return self._port
 
     def start(self) -> None:
-        """Restart on the same port with the stored data."""
         self._folder.mkdir(parents=True, exist_ok=True)
         config, log = self._folder / "nats.conf", self._folder / "nats.log"
         config.write_text(self._config)

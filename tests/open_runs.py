@@ -33,8 +33,6 @@ PATIENCE_SECONDS = 60.0
 
 @dataclass
 class Known(Cache):
-    """A cache of runs alone."""
-
     runs: set[tuple[str, str]] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
 

@@ -50,7 +50,6 @@ SETTINGS = ChartSettings(
 
 
 def spec_of(**changes: Any) -> dict[str, Any]:
-    """Return the smallest job: one worker of each stage, no reference."""
     return {
         "model": {"path": "tiny:llama"},
         "dataset": {"path": "sums.jsonl"},
@@ -299,7 +298,6 @@ class World:
         }
 
     def end_those_asked(self) -> None:
-        """End and remove the pods that were asked to end."""
         for name, pod in list(self.pods.items()):
             if pod["metadata"].get("deletionTimestamp") and pod["spec"].get("nodeName") not in self.lost_nodes:
                 del self.pods[name]

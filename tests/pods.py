@@ -61,8 +61,6 @@ class Pod:
 
 @dataclass
 class Job:
-    """One run of a job. `number`: of the run."""
-
     job_file: Path
     servers: SharedServers
     number: int = 1

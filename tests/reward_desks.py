@@ -35,8 +35,6 @@ def sample(
 
 
 class Naps:
-    """Record of requested delays, in place of waiting."""
-
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
@@ -60,7 +58,6 @@ class Desk:
         return RewardSources(rewards, self.folder, sleep=self.naps)
 
     def score(self, code: str, samples: Sample | list[Sample] | None = None, **source: Any) -> list[Score]:
-        """Score all `samples` by `reward` of `code`."""
         self.write(code)
         return run(self.sources({"function": "rewards:reward", **source}), samples)
 

@@ -22,7 +22,6 @@ def group(prompts, completions):
 
 
 def write_models(folder: Path, model: Any) -> None:
-    """Write the policy, and itself as a drafter."""
     from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
     for name in ("policy", "drafter"):

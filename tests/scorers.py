@@ -28,7 +28,6 @@ def row_sensitive_scorer(context: int) -> LogProbScorer:
 
 
 def classifying_model(kind: str, *, num_labels: int = 1, **options: Any) -> Any:
-    """Return a random sequence-classification model."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     torch.manual_seed(0)

@@ -39,7 +39,6 @@ class Scraper:
         self.first: Scrape = {}  # what a process that is gone since had to say
 
     def look(self) -> dict[str, str]:
-        """Return present processes and their addresses."""
         connections = Connections.read(self._file)
         found = asyncio.run(_workers(connections))
         assert connections.supervisor_address is not None
@@ -47,7 +46,6 @@ class Scraper:
         return self._targets
 
     def scrape(self) -> Scrape:
-        """Scrape all processes and keep the result."""
         self.scrapes.append(self.ask())
         return self.scrapes[-1]
 
@@ -64,7 +62,6 @@ class Scraper:
 
 
 def values_of(scrape: Scrape, name: str, **wanted: str) -> list[float]:
-    """Return the values of all series with these labels."""
     told = [(dict(labels), value) for labels, value in scrape.items()]
     return [value for labels, value in told if {**wanted, "__name__": name}.items() <= labels.items()]
 

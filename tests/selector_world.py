@@ -134,7 +134,6 @@ class World:
         self._unseen = np.full(512, _PROMPT, np.int32)  # tokens of the row that a draft model has yet to run
 
     def profiled(self) -> CostModel:
-        """Return cost tables as after a start-up profile: no host kinds, a little noise."""
         return CostModel.profile(
             lambda kind, rows, kv_tokens: self._jittered(self.machine.seconds(kind, rows), outliers=0.0),
             drafters=tuple(name for name in self.agreement if DRAFTERS[name].runs_draft_model),
@@ -174,7 +173,6 @@ class World:
         return run
 
     def renew(self, row: int, acceptance: AcceptanceModel) -> None:
-        """Give the row to another sequence."""
         acceptance.forget(row)
         self._unseen[row] = _PROMPT
         self._shift[row] = self._random.normal(0.0, self._spread)

@@ -32,8 +32,6 @@ NO_REDIS = "needs a redis-server with TLS in the PATH (apt-get install redis-ser
 
 
 class _Opening(Runs):
-    """Opener of runs that only this operator knows."""
-
     def __init__(self, run: OpenRun) -> None:
         super().__init__(Cache(), set, lambda: True)
         self._run = run
@@ -69,7 +67,6 @@ class SharedServers:
         self._nats.wait()
 
     def start_nats(self) -> None:
-        """Restart NATS at the same port."""
         command = [BINARY, "-c", self.folder / "nats" / "nats.conf", "-a", "127.0.0.1", "-p", str(self._port)]
         command += ["-m", str(self._http_port), "-l", self.folder / "nats.log"]
         self._nats = self._program([str(part) for part in command], self._port)
@@ -79,7 +76,6 @@ class SharedServers:
         self._redis.wait()
 
     def start_redis(self) -> None:
-        """Restart Redis, empty, at the same port."""
         assert REDIS is not None
         self._redis = self._program([REDIS, str(self.folder / "redis" / "redis.conf")], self._redis_port)
 
@@ -107,7 +103,6 @@ class SharedServers:
     def credentials(
         self, role: str, *, job: str = "sums", job_uid: str = "6f1c", run: str = "3f2a", namespace: str = "rl"
     ) -> Path:
-        """Return a credentials folder as mounted in a pod."""
         secret = credentials_of(
             self.keys, namespace=namespace, job=job, job_uid=job_uid, run=run, role=role, created=CREATED
         )

@@ -9,8 +9,6 @@ from rlhfspec.messages.transport.memory import MemoryTransport
 
 
 class ShuffledTransport(MemoryTransport):
-    """Transport that shuffles pulled messages and splits batches."""
-
     async def subscribe(self, subject: str, consumer: Consumer) -> Subscription:
         return _Shuffled(await super().subscribe(subject, consumer), random.Random(subject + consumer.name))
 

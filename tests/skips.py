@@ -9,7 +9,6 @@ import pytest
 
 
 def by_reason(reports: Iterable[pytest.TestReport]) -> list[str]:
-    """Return lines, the most frequent first."""
     reasons = Counter(
         report.longrepr[2].removeprefix("Skipped: ") for report in reports if isinstance(report.longrepr, tuple)
     )

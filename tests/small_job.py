@@ -10,7 +10,6 @@ JOB = "sums"
 
 
 def a_job(**spec: Any) -> RLHFJob:
-    """Return a GRPO job without a reference: two prompts a step, two samples each, three steps."""
     blocks: dict[str, dict[str, Any]] = {
         "model": {"path": "m"},
         "dataset": {"path": "data.jsonl", "shuffle": False},

@@ -20,7 +20,6 @@ def subject(record: type) -> str:
 
 
 def looked_at_by(role: str) -> set[type]:
-    """Return the record types that the role only observes, by the map."""
     if role == CONTROL:
         return set(loop.KINDS)
     stage = loop.BY_NAME[role]

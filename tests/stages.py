@@ -125,8 +125,6 @@ class FakeEngine:
 
 
 class FakeSources:
-    """Sources whose reward is the response's length in characters, or `reward` of its id."""
-
     concurrency = 4
 
     def __init__(self, grouping: Literal["sample", "group"] = "sample", rewards: Mapping[str, float] | None = None):
@@ -276,7 +274,6 @@ class Stages:
             await self.bus.of(stage).publish(record)
 
     async def redeliver(self, record_type: type[Prompt] | type[Sample], stage: str) -> None:
-        """Redeliver all messages that the stage's worker holds, as after its death."""
         await self.transport.release(self.bus.subject(record_type), stage)
 
     def has_read(self, stage: str) -> bool:
@@ -286,7 +283,6 @@ class Stages:
         return not any(stage in message.owed for message in stored)
 
     def stored(self) -> dict[str, list[str]]:
-        """Return unacknowledged messages by subject."""
         subjects = self.transport._subjects
         return {
             name.rpartition(".")[2]: [m.id for m in s.stored.values()]

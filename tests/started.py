@@ -62,7 +62,6 @@ class Started:
         self.lines: list[str] = []
 
     def until(self, said: str) -> str:
-        """Return the line with this text; the run must not end first."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
@@ -92,7 +91,6 @@ class Started:
         return content
 
     def pid_of(self, stage: str, worker: int = 0) -> int:
-        """Return the pid of a worker."""
         return named(self.connections["uid"], f"{stage}-{worker}")[0]
 
     def kill_unguarded(self) -> None:
@@ -114,7 +112,6 @@ class Started:
 
 
 def eventually(condition: Callable[[], Any], what: str) -> Any:
-    """Poll until the condition holds and return its value."""
     end = time.monotonic() + PATIENCE_SECONDS
     while not (found := condition()):
         assert time.monotonic() < end, f"never: {what}"
@@ -169,8 +166,7 @@ def letters(completion):
 def hold_rewards(job_file: Path, after: str = "") -> Path:
     """Hold all scoring while the returned file exists, so that no step ends.
 
-    `after`: the file's contents. `2 many` holds only the run in the folder `many`, after its second or third step, as
-    weights are published before their step is written."""
+    `after` is written into it: `2 many` holds only the run in the folder `many`, after its second or third step."""
     (job_file.parent / "rewards.py").write_text(HOLD)
     job = yaml.safe_load(job_file.read_text())
     job["spec"]["rewards"]["sources"][0]["timeoutSeconds"] = PATIENCE_SECONDS

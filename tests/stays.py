@@ -44,8 +44,6 @@ def place(worker: int) -> WorkerPlace:
 
 
 class Watched:
-    """Generators, each with its own tracer, and one clock."""
-
     def __init__(self) -> None:
         self.now = 100.0
         self.spans: list[Span] = []
@@ -90,7 +88,6 @@ class Watched:
         self._tracers[worker].published(place(worker), LOAD, self.now, True)
 
     def finishes(self, worker: int, *, is_new: bool = True) -> str:
-        """Finish a sample; return the span that scores attach to."""
         sample = replace(SAMPLE, generator=f"generator-{worker}")
         headers = self._tracers[worker].publishing(place(worker), sample)
         self._tracers[worker].published(place(worker), sample, self.now, is_new)

@@ -34,7 +34,6 @@ def learner_of(kind: str, ranks: Ranks | None = None) -> Learner:
 
 
 def own_share(learner: Learner) -> float:
-    """Return this rank's share of the policy's parameters."""
     whole = sum(parameter.numel() for parameter in random_model("llama", seed=1).parameters())
     own = [
         parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -61,7 +60,6 @@ def trained(ranks: Ranks, folder: Path) -> None:
 
 
 def replicas(learner: Learner) -> str:
-    """Return a digest of what ranks of one layer share."""
     weights = learner._networks["policy"].own_weights()
     return digest({
         name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -70,7 +68,6 @@ def replicas(learner: Learner) -> str:
 
 
 def resumed(ranks: Ranks, folder: Path) -> None:
-    """Resume the checkpoint before this step, write it again, train a step and report."""
     step = int(sys.argv[4])
     learner = learner_of(KINDS[0], ranks)
     if ranks.rank > 0:

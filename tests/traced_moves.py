@@ -42,7 +42,7 @@ def _moved(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def check_a_life(life: Life, told: list[dict[str, Any]], *, num_tokens: int) -> set[int]:
-    """Check a life against its lines of moves.jsonl (`told`). Return the token counts at its moves."""
+    """Check a sample's trace against its lines of moves.jsonl (`told`), and return the token counts at its moves."""
     stays = [span for span in life.spans if span.name == "generation"]
     moves = [span for span in life.spans if span.name == "move" and span.attributes["how"] in WENT_ON]
     by_id = {span.attributes["move"]: span for span in moves}
@@ -64,9 +64,7 @@ def check_a_life(life: Life, told: list[dict[str, Any]], *, num_tokens: int) -> 
 
 
 def check_steps(stay: Span, *, has_kv: bool) -> None:
-    """Check that each step of this generator adds a token and accepted ones. Without KV it prefills first, which also
-    gives
-    a token unless siblings have the whole KV."""
+    """Check that each step of this stay adds a token and accepted drafts, after a prefill if no KV came."""
     made = {name: stay.attributes[name] for name in ("tokens", "engine_steps", "accepted", "verifications")}
     parts = [part.rpartition(" x ") for part in str(stay.attributes["strategies"]).split(", ") if part]
     may_be_read = made["tokens"] > 0 and not has_kv
@@ -101,7 +99,6 @@ def _sums(stays: list[Span], name: str) -> list[int]:
 
 
 def told_by_trace(output: str) -> list[dict[str, Any]]:
-    """Return the spans printed by `rlhfspec trace --json` for one sample."""
     [life] = json.loads(output)
     spans: list[dict[str, Any]] = life["spans"]
     return spans

@@ -88,7 +88,6 @@ class Groups:
 
 
 def a_move(make: Callable[..., Engine]) -> Found:
-    """Move one sequence in rounds; read its KV at both ends."""
     here, there = make(), make()
     here.submit(moving.request("x", max_tokens=60))
     for _ in range(4):
@@ -116,7 +115,6 @@ def a_move(make: Callable[..., Engine]) -> Found:
 
 
 def refused(make: Callable[..., Engine]) -> Found:
-    """Check refusals: between whole and split models, and for weights that differ in the second part."""
     whole, here, there = moving.make(), make(), make()
     found: Found = {}
     for name, source, destination in (("a whole", whole, here), ("parts", here, whole)):

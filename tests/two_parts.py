@@ -38,7 +38,6 @@ def config(**options: Any) -> EngineConfig:
 
 
 def requests() -> list[Request]:
-    """Return several samples of few prompts, of odd lengths."""
     rng = np.random.default_rng(5)
     stems = [tuple(rng.integers(3, 97, length).tolist()) for length in (3, 21, 37)]
     return [
@@ -69,7 +68,6 @@ def run(engine: Engine, some: list[Request], *, disturbed: bool = False) -> Foun
 
 
 def driven(engine: Engine) -> Iterator[tuple[str, Found]]:
-    """Yield results of an engine under each kind of event."""
     alone: Found = {}
     for request in requests():
         alone |= run(engine, [request])

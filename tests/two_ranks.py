@@ -55,7 +55,6 @@ def lead(leader: Leader, folder: Path, fuse: str) -> None:
 
 
 def mixed(ranks: Ranks, folder: Path, recompute: str) -> None:
-    """Train a bfloat16 model with float32 routers and sinks."""
     policy = prepared(tiny_model(tiny_config("flint")), dtype="bfloat16", max_context=64)
     learner = Learner(spec(activationCheckpointing=recompute), policy, ranks=ranks, num_threads=1)
     log_probs, state = learner.learn(rollouts(0)).log_probs, learner.policy_state()
@@ -78,7 +77,6 @@ def stored(ranks: Ranks, folder: Path, dtype: str) -> None:
 
 
 def refused(ranks: Ranks, folder: Path) -> None:
-    """Check that no rank waits for a model that the first one refuses."""
     with pytest.MonkeyPatch.context() as patch:
         if ranks.rank == 0:
             patch.setattr(loading, "TOLERANCES", dict.fromkeys(loading.TOLERANCES, -1.0))
@@ -98,7 +96,6 @@ def overflow(learner: Learner, ranks: Ranks, folder: Path) -> None:
 
 
 def silence(learner: Learner, ranks: Ranks, folder: Path) -> None:
-    """Let rank 0 leave without a word."""
     if ranks.rank > 0:
         try:
             follow(learner, ranks)

@@ -19,8 +19,6 @@ from rlhfspec.runs.view.view import View
 
 
 class Hand:
-    """Manual clock."""
-
     def __init__(self) -> None:
         self.seconds = 100.0
 

@@ -119,7 +119,6 @@ def run(
 
 @cache
 def own_nursery() -> Nursery:
-    """Return this process's nursery, which ends with it."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     atexit.register(ours.close)
     ours.settimeout(PATIENCE_SECONDS)
@@ -164,7 +163,6 @@ def main() -> None:
 
 
 def leave_empty(_steps: object, path: Path, **_how: object) -> None:
-    """Write an empty file in place of the run's picture."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
 
@@ -189,7 +187,6 @@ def serve(channel: socket.socket) -> None:
 
 
 def _become(told: dict[str, Any], handles: list[int], channel: socket.socket) -> None:
-    """Become the requested process."""
     os.setsid()
     end = time.monotonic() + PATIENCE_SECONDS
     while os.getppid() != told["parent"]:

@@ -35,8 +35,6 @@ def record_of(version: int, state: dict[str, Tensor]) -> Weights:
 
 
 class GroupTrainer:
-    """A trainer's sender, at an address."""
-
     def __init__(self, **settings: Any) -> None:
         self.sender = GroupSender("sums", host=LOOPBACK, **settings)
         self.server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])

@@ -18,8 +18,6 @@ LOOPBACK = "127.0.0.1"
 
 
 class Node:
-    """A store and the server of its weights."""
-
     def __init__(self, *, server_credentials: grpc.ServerCredentials | None = None, **settings: Any) -> None:
         self.store = GrpcWeightStore(**{"keep": 2, "fetch_seconds": 20.0} | settings)
         self.pool = ThreadPoolExecutor(8)
@@ -40,8 +38,6 @@ class Node:
 
 
 class Cluster:
-    """A trainer and receivers that know its address."""
-
     def __init__(self, leaving: ExitStack, **settings: Any) -> None:
         self._leaving = leaving
         self._settings = settings

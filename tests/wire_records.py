@@ -63,14 +63,12 @@ def lists(values: st.SearchStrategy[Any], number: int) -> st.SearchStrategy[Any]
 
 
 def samples_of(number: int) -> st.SearchStrategy[Sample]:
-    """Draw samples of `number` tokens."""
     floats = {name: lists(st.floats(), number) for name in ("log_probs", "tempered_log_probs")}
     tokens = {"token_ids": lists(halves, number), "weights_versions": lists(counts, number)}
     return of_class(Sample, **floats, **tokens, finish_reason=st.sampled_from(["stop", "length"]))
 
 
 def loads_of(number: int) -> st.SearchStrategy[Load]:
-    """Draw loads of `number` sequences."""
     tokens = {name: lists(halves, number) for name in ("num_generated", "num_held")}
     return of_class(Load, **SECONDS, **tokens, sample_ids=lists(texts, number))
 

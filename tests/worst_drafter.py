@@ -11,7 +11,6 @@ from rlhfspec.engine import Engine
 
 
 def noisy(engine: Engine, rng: np.random.Generator) -> Engine:
-    """Return the engine with a drafter of its policy that is noise in every step."""
     genuine, draft = engine.step, engine.state.draft
     assert draft is not None
     assert engine.state.student is not None

@@ -38,8 +38,7 @@ Case = dict[str, Any]
 
 
 def make_batch(seed: int, sizes: list[int]) -> Batch:
-    """Return a batch: the first group's rewards are equal, the first response has one token, lengths are at most
-    MAX_TOKENS."""
+    """Return a batch with equal rewards in the first group and one token in the first response."""
     rng = np.random.default_rng(seed)
     n = sum(sizes)
     lengths = rng.integers(1, MAX_TOKENS + 1, n)
@@ -61,8 +60,6 @@ def make_batch(seed: int, sizes: list[int]) -> Batch:
 
 
 class Padded:
-    """A batch as [n, longest] tensors, and back."""
-
     def __init__(self, batch: Batch) -> None:
         self.lengths = torch.tensor(batch["lengths"], dtype=torch.int64)
         self.groups = np.array(batch["groups"])
@@ -181,8 +178,6 @@ def advantage_cases(data: Padded, equal_groups: bool) -> Iterator[Case]:
 
 
 class OneProcess:
-    """Stand-in for Accelerator in TRL's loss."""
-
     num_processes = 1
     sync_gradients = True
 

@@ -42,7 +42,6 @@ def _trials(arguments: argparse.Namespace) -> None:
 
 
 def _lives(seed: int, num_kills: int) -> None:
-    """Run trials of one run each until `num_kills` processes were killed."""
     struck: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="rlhfspec-faults-") as folder:
         work_seconds = lives.work_seconds(Path(folder))

@@ -67,13 +67,11 @@ class FaultyRun:
             self.clean_up()
 
     def interrupt(self) -> None:
-        """Interrupt the run by Ctrl-C and wait for its orderly end."""
         assert self._supervisor is not None
         self._right_code = STOPPED
         self._supervisor.send_signal(signal.SIGINT)
 
     def connections(self) -> Connections:
-        """Return the current connections of the run."""
         uid = self._uid()
         assert uid is not None, "it runs"
         return self._known[uid]
@@ -99,7 +97,6 @@ class FaultyRun:
         return 0
 
     def _uid(self) -> str | None:
-        """Return the current uid of the run, or None while it starts."""
         file = self.out / "processes" / "connections.json"
         with suppress(OSError, ValueError):
             connections = Connections.model_validate_json(file.read_bytes())
@@ -211,7 +208,6 @@ class FaultyRun:
         return found + [str(path) for path in [self.out / "processes"] if path.exists()]
 
     def clean_up(self) -> None:
-        """Clean up after a failure, by the run's guardian or else by force."""
         self._let_go(float("inf"))
         if self._supervisor is not None and self._supervisor.poll() is None:
             self._supervisor.kill()

@@ -70,7 +70,6 @@ class Joined:
         return self._run.out.with_suffix(".by-hand.log")
 
     def _num_made(self) -> int:
-        """Return the number of its samples, from the run's folder."""
         file = self._run.out / "traces" / f"generator-{NUMBER}.jsonl"
         return file.read_bytes().count(b'"generation"') if file.exists() else 0
 

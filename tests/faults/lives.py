@@ -107,7 +107,6 @@ class StruckRun(FaultyRun):
         return self._ended() == 0
 
     def _await_moment(self, strike: Strike, began: float) -> bool:
-        """Wait for the moment; return False if the life ended first."""
         come = {
             "start": lambda: True,
             "step": lambda: self.num_steps >= 1,
@@ -161,7 +160,6 @@ class StruckRun(FaultyRun):
             raise Disturbed(f"it has not ended after {self.limit_seconds:.0f} s:\n{self._last_words()}")
 
     def _judge(self) -> None:
-        """Check how the life ended and that nothing is left."""
         code, words = self._ended(), self._last_words()
         named = bool(NAMED_END.search(words)) and "Traceback" not in words
         right = code in (0, -signal.SIGKILL) or (code == FAILED and named) or (code == STOPPED and self._interrupted)
@@ -202,7 +200,6 @@ def trial(
 
 
 def work_seconds(folder: Path) -> float:
-    """Return the duration of the undisturbed run."""
     job = a_job(folder)
     run = StruckRun(job, folder / "faults", [*OVERRIDES, f"training.steps={NUM_STEPS}"], print)
     try:

@@ -181,7 +181,6 @@ def _trial(folder: Path, seed: int, faults: Sequence[Fault], say: Callable[[str]
 
 
 def _check_logs(out: Path, say: Callable[[str], None]) -> None:
-    """Check the logs: a leaving generator reports leftovers of moves as an error."""
     texts = [file.read_text(errors="replace") for file in sorted((out / "logs").glob("generator-*.jsonl*"))]
     left = sum(text.count('"left: of') for text in texts)
     say(f"  generators that left, and nothing of moves in their engines: {left}")

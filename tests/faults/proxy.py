@@ -60,7 +60,6 @@ class Proxy:
                 threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
 
     def _reach(self, near: socket.socket) -> socket.socket:
-        """Return the other end for a new connection."""
         return socket.create_connection(self._server)
 
     def _passed(self, piece: bytes) -> bytes:

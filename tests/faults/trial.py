@@ -60,7 +60,6 @@ def join_and_leave(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def _trial(folder: Path, faults: Sequence[Fault], say: Callable[[str], None]) -> FaultyRun:
-    """Run PPO, which has every stage."""
     job = written(folder, name="ppo", samplesPerPrompt=2)
     overrides = [*OVERRIDES, f"training.steps={faults[-1].after_step + STEPS_AFTER}"]
     hold = hold_rewards(job, f"{faults[-1].after_step + STEPS_HELD} faults")

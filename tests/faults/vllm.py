@@ -43,13 +43,11 @@ def _is_child(pid: int) -> bool:
 
 
 def trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], *, held_seconds: float) -> VllmRun:
-    """Run a trial. Raise `Disturbed` with the command to repeat it."""
     with again(seed, f"--vllm --kills {num_kills}"):
         return _trial(folder, seed, num_kills, say, held_seconds)
 
 
 def _trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], held_seconds: float) -> VllmRun:
-    """Run until all faults struck, then interrupt in mid-step."""
     write_models(folder, random_model("llama", seed=0, vocab_size=VOCAB_SIZE, head_dim=32))
     write_data(folder)
     job, overrides = write_job(folder, folder, name="grpo"), [*OVERRIDES, *LONG]

@@ -55,7 +55,6 @@ def _library() -> Any:
 
 
 def seen() -> SimpleNamespace:
-    """Return the counts since the last `counted()` began."""
     room = ctypes.create_string_buffer(1 << 16)
     _library().second_names(room, len(room))
     pairs = [line.rsplit(" ", 1) for line in room.value.decode().splitlines()]
@@ -125,7 +124,6 @@ def without_kernels() -> Iterator[None]:
 
 
 def _ask_anew() -> None:
-    """Reset what kernel modules cached about the library."""
     names = [name for name in sys.modules if name.startswith("rlhfspec.kernels.") and not name.endswith(".build")]
     for each in (each for name in names for each in vars(sys.modules[name]).values()):
         if hasattr(each, "cache_clear"):

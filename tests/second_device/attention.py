@@ -20,7 +20,6 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, meta: AttentionMeta,
     **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute `tree_attention` on tensors of any device."""
     if query.is_cpu:
         return tree_attention(query, key, value, kv, layer, meta, **options)
     here = AttentionMeta(**{name: _here(getattr(meta, name)) for name in INDICES})

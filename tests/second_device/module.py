@@ -36,8 +36,6 @@ class Event:
 
 
 class Stream:
-    """The only stream."""
-
     def __init__(self, library: Any, device: torch.device) -> None:
         self._library = library
         self.device = device
@@ -117,6 +115,5 @@ _ALLOCATED, _PEAK = 9, 10  # of the counts of second.cpp
 
 
 def _memory(library: Any) -> tuple[int, int]:
-    """Return free and total bytes."""
     limit = library.second_limit()
     return limit - library.second_count(_ALLOCATED), limit

@@ -40,7 +40,6 @@ class _OracleGenerator:
     sequences: list[_OracleSequence] = field(default_factory=list)
 
     def end(self, *more: float) -> float:
-        """Return the end time with additional sequences."""
         lengths = [*(sequence.remaining for sequence in self.sequences), *more]
         return self.step * max(lengths, default=0.0) + self.per_sequence * sum(lengths) + self.owed
 
@@ -62,7 +61,6 @@ class _OracleGenerator:
 
 
 def plan_slowly(fleet: Fleet, now: float, settings: PlannerSettings = STANDARD) -> list[tuple[int, int, int]]:
-    """Return (sequence, source, destination) of each move, in order."""
     generators = _generators(fleet, now, settings)
     leaving = [generator for generator in generators if generator.is_leaving]
     moves = _hand_over(leaving, generators, settings, lambda one, other: one.version == other.version)

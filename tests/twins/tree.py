@@ -7,7 +7,6 @@ from rlhfspec.engine.drafting.base import Forest
 
 
 def accept_slow(forest: Forest, num_sequences: int, root_choice: IntArray, node_choice: IntArray) -> list[list[int]]:
-    """Return the accepted node indices of every sequence, by the definition."""
     paths: list[list[int]] = []
     for sequence in range(num_sequences):
         path: list[int] = []

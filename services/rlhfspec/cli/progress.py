@@ -14,7 +14,7 @@ def wide_console() -> Console:
 
 
 class StatusLine:
-    """Status line. Call it with the current activity. Example:
+    """Line that shows the current activity when called with it. Example:
 
     >>> with StatusLine(Console(force_terminal=False)) as status:
     ...     status("halfway")

@@ -18,8 +18,7 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def on_signals(act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` in a new thread on either signal. Inside another such block, the inner one replaces it until it
-    ends."""
+    """Call `act` in a new thread on either signal; within another such block, replace that one's until the end."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     thread = threading.Thread(target=_hear, args=(reading, act), name="signals", daemon=True)
@@ -45,7 +44,7 @@ def _hear(reading: int, act: Callable[[], object]) -> None:
 
 
 def leave_at_once(message: str) -> NoReturn:
-    """Exit without unwinding. This restores what the live view took of the terminal."""
+    """Exit without unwinding, after restoring the terminal from the live view."""
     if os.isatty(sys.stderr.fileno()):
         os.write(sys.stderr.fileno(), SHOW_CURSOR)
     os.write(sys.stderr.fileno(), f"\n{message}\n".encode())

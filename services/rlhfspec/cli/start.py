@@ -34,9 +34,7 @@ def main() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit without unwinding the interpreter, which would abort under a running computation, and takes torch a second
-    or two.
-    Everything has been written by then."""
+    """Exit without unwinding, which would abort under a running computation. Everything has been written by then."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -79,8 +79,7 @@ class RunKnowledge:
             self._failing[key] = Failing(beat.trouble, self._clock.now())
 
     def ready(self, info: WorkerInfo) -> None:
-        """Record a ready worker. The broker replays old ready records, so only workers that send heartbeats count as
-        present."""
+        """Record a ready worker. The broker replays old records, so only workers with heartbeats are present."""
         key = (info.stage, info.worker)
         if info.stage in STAGE_NAMES:
             self._infos[key] = info
@@ -107,7 +106,6 @@ class RunKnowledge:
 
     @property
     def is_trained(self) -> bool:
-        """Return whether the last step is known to be trained."""
         return bool(self._steps) and self._steps[-1].step >= self._total_steps
 
     def kept(self, checkpoint_step: int) -> None:
@@ -148,7 +146,7 @@ class RunKnowledge:
         return sum(running) if running else None
 
     def _troubles(self) -> list[Trouble]:
-        """Return current troubles. While the broker is away, and shortly after, silent workers are not counted."""
+        """Return current troubles. Silent workers do not count while the broker is away and shortly after."""
         troubles = undeliverable(self._letters)
         if self._is_broker_away():
             since = self._answered_today.strftime("%H:%M:%SZ")
@@ -212,5 +210,4 @@ def eta_seconds(seconds: Sequence[float], steps_left: int, since_step: float) ->
 
 
 def lines_of(steps: Sequence[StepMetrics]) -> list[str]:
-    """Return the steps as lines of the live view's window."""
     return [json.dumps(json.loads(metrics.to_line())) for metrics in steps]

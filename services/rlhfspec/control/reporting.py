@@ -98,8 +98,7 @@ class Turn:
         self._not_before, self._at_latest = now + AT_MOST_EVERY_SECONDS, now + AT_LEAST_SECONDS
 
     def was_not_taken(self, now: float) -> bool:
-        """Record a failure and return whether it is the first. Retries are randomised, so that jobs do not return at
-        once."""
+        """Record a failure and return whether it is the first. Retries are randomised across jobs."""
         self._num_failures += 1
         wait = min(AT_MOST_EVERY_SECONDS * 2.0 ** min(self._num_failures - 1, 10), LONGEST_REPORT_WAIT_SECONDS)
         self._not_before = self._at_latest = now + wait * self._draw.uniform(0.5, 1.0)

@@ -152,9 +152,7 @@ async def _view(connections: Connections) -> None:
 
 
 async def _end_when_nobody_reads(stop: asyncio.Event) -> None:
-    """End this process when its output has no reader.
-
-    A process in a pod outlives its client, and a write to the unread terminal blocks for ever."""
+    """End this process when its output has no reader, as a write to an abandoned terminal blocks for ever."""
     from rlhfspec.worker import exits
 
     read_at = time.monotonic()

@@ -369,6 +369,5 @@ def _number(request: web.Request, name: str) -> int:
 
 
 def _plain(status: int, text: str, location: str | None = None) -> web.Response:
-    """Return a response of one line of text."""
     headers = {} if location is None else {"Location": location}
     return web.Response(status=status, text=" ".join(text.split()) + "\n", headers=headers)

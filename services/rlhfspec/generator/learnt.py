@@ -87,7 +87,6 @@ class LearntSharing:
             self.arrived = Learnt(version=newest.version, tensors=tensors)
 
     def take(self) -> None:
-        """Load the fetched drafter."""
         arrived, self.arrived = self.arrived, None
         if arrived is None:
             return
@@ -115,7 +114,6 @@ class LearntSharing:
         return self.learner.report.version > self._announced
 
     def begin_handing_out(self, learnt: Learnt) -> None:
-        """Start sharing in the background of the engine."""
         self._handing_out = asyncio.create_task(self._hand_out(learnt))
 
     async def handed_out(self) -> None:

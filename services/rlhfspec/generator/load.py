@@ -91,7 +91,6 @@ class LoadMeter:
         return self._record(self._strategies.most_common(1)[0][0])
 
     def now(self) -> Load:
-        """Return the load, due or not."""
         return self._record("")
 
     def idle(self) -> Load | None:
@@ -139,8 +138,7 @@ class LoadMeter:
         return record
 
     def experts(self) -> Experts:
-        """Return the rows per expert since the last report, or nothing right after one. The last sample takes the
-        rest."""
+        """Return the rows per expert since the last report, or nothing right after one."""
         if not self._is_due(self._experts_said):
             return ()
         self._experts_said = self._now()

@@ -122,9 +122,7 @@ class OwnMoves:
                 task.result()
 
     async def leave(self) -> None:
-        """Move running samples to others while there is time. One that also leaves, or is silent, is asked only once:
-        at the
-        end of a run no worker waits for another."""
+        """Move running samples to others while there is time. A peer that leaves or is silent is asked only once."""
         await self.mover.refuse()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_SECONDS):

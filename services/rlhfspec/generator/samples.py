@@ -61,7 +61,6 @@ def request_of(prompt: Prompt, params: SamplingParams, history: tuple[Tokens, ..
 
 
 def sample_of(prompt: Prompt, completion: Completion, generator: str, *, seconds: float, experts: Experts) -> Sample:
-    """Return the record of a finished response."""
     failed = completion.finish_reason not in ("stop", "length")
     return Sample(
         id=prompt.id,

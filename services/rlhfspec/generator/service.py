@@ -34,10 +34,9 @@ class GeneratorService(Service):
     """Generating stage. Consumes Prompt, Weights; produces Sample, Load; waits for prompts, and room in the KV cache;
     unblocked by prompts, trainer.
 
-    A prompt is acknowledged after its sample is published, so a lost generator loses no sample. Records arrive in
-    `state`,
-    and `_work` is the loop that acts on them. On stop, running samples move to other generators; the rest is returned.
-    """
+    A prompt is acknowledged after its sample is published, so a lost generator loses no sample. On stop, running
+    samples
+    move to other generators; the rest is returned."""
 
     def __init__(self, job: RLHFJob, context: GeneratorContext, engine: EngineProtocol) -> None:
         super().__init__("generator", context.worker, context.vitals)
@@ -139,7 +138,6 @@ class GeneratorService(Service):
         await learnt.note_cost()
 
     def _submit_ready(self) -> None:
-        """Submit the prompts that may be sampled now to the engine."""
         for delivery in self.state.take_ready(self._engine.weights_version, self._moving):
             prompt = delivery.record
             if prompt.id not in self.state.running:  # else a redelivery of what already runs here
@@ -234,7 +232,6 @@ class GeneratorService(Service):
     # -- what comes, while the engine works -----------------------------------------------------------------
 
     async def _pull(self, inbox: Inbox[Prompt]) -> None:
-        """Pull prompts while there is room."""
         while not self.stopping.is_set():
             await self.state.has_room.wait()
             pulling = inbox.pull(max_records=self._job.spec.pulled_at_a_time, timeout_seconds=PULL_SECONDS)

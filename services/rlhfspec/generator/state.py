@@ -53,13 +53,11 @@ class GeneratorState:
     # -- what comes -----------------------------------------------------------------------------------------
 
     def pulled(self, arrived: Sequence[Delivery[Prompt]]) -> None:
-        """Queue pulled prompts."""
         self.queued.extend(arrived)
         self._set_room(self._room - len(arrived))
         self.news.set()
 
     def announced(self, record: Weights) -> None:
-        """Record the announced policy version as wanted."""
         if record.role == "policy":
             self.wanted.append(record)
             self.news.set()
@@ -75,7 +73,6 @@ class GeneratorState:
 
     @property
     def waits_for(self) -> str:
-        """Return what an idle generator waits for."""
         if not self.queued:
             return "prompts"
         return f"weights version {min(delivery.record.weights_version for delivery in self.queued)}"
@@ -114,7 +111,6 @@ class GeneratorState:
         self._seconds_each += seconds / max(len(self.running), 1)
 
     def seconds_of(self, sample_id: str) -> float:
-        """Return the engine seconds of a running sample so far."""
         return self._seconds_each - self.running[sample_id].before
 
     def end(self, sample_id: str) -> tuple[Delivery[Prompt], float]:

@@ -47,7 +47,7 @@ class Prepared:
 
 
 def prepare(connections: Connections, source: Path) -> Prepared:
-    """Prepare the job. source: the job as in the cluster. It may be repeated after a kill at any moment.
+    """Prepare the job, as written in the cluster. It may be repeated after a kill at any moment.
 
     Raise InvalidRequest for errors of the job's author, StorageError for those of the storage."""
     mirror = mirrored(connections, PREPARE, 0)

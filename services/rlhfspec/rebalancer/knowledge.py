@@ -46,8 +46,6 @@ class _UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class SeenFleet:
-    """Fleet, with the generator of each row."""
-
     fleet: Fleet
     workers: tuple[int, ...]
     sample_ids: list[str]

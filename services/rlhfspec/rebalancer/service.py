@@ -111,7 +111,6 @@ def work_of(spec: Spec) -> StageWork:
 
 
 def plan_of(advice: Advice, wanted: Wanted | None, *, id: str, job: str) -> Plan:
-    """Return the record of an advice. Pure."""
     planned, seen = advice.planned, advice.seen
     ends = zip(seen.workers, planned.before, strict=True) if len(seen.workers) <= _MOST_NAMED else ()
     return Plan(

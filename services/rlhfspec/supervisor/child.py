@@ -79,7 +79,6 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Return the pid of the running process."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self) -> None:

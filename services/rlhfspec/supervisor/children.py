@@ -101,7 +101,6 @@ class Children(Service):
             await self.end()
 
     async def end(self) -> None:
-        """End every process."""
         self._leaving.set()
         for task in self._tasks:
             task.cancel()
@@ -132,7 +131,6 @@ class Children(Service):
                 wait.cancel()
 
     async def _keep(self, child: Child) -> None:
-        """Keep one worker running over all its processes."""
         while True:
             await child.start()
             self._num_starts[child.stage, child.worker] += 1
@@ -269,8 +267,7 @@ class Children(Service):
                     os.kill(info.pid, signal.SIGTERM)
 
     async def _leave(self) -> None:
-        """Ask all workers to stop; kill and name those that exceed the grace. Workers without a process are not
-        restarted."""
+        """Ask all workers to stop; kill and name those that exceed the grace. None is restarted."""
         self._leaving.set()
         grace = _LEAVE_SECONDS if self._over.is_set() else GRACE_SECONDS
         for task, child in self._keeping.items():

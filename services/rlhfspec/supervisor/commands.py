@@ -40,9 +40,7 @@ def arguments_of(job: RLHFJob, place: ProcessPlace, gpus: Dealt, stage: str, wor
 
 
 def _threads_of_a_generator(job: RLHFJob) -> int | None:
-    """Return the threads of each of several generators. Other processes keep the threads of a single process, as the
-    bits
-    of the trainer's sums may depend on them."""
+    """Return the threads of each of several generators. Other processes keep theirs, as sums may depend on it."""
     count = workers_of(job)["generator"] * job.spec.num_processes("generator")
     if count == 1:
         return None

@@ -191,7 +191,6 @@ def main() -> None:
 
 
 def _become(request: dict[str, Any], supervisor: int, replies: int) -> NoReturn:
-    """Turn this fork into the requested process."""
     os.setsid()
     while os.getppid() != supervisor:
         time.sleep(0.001)

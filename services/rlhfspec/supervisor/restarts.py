@@ -35,8 +35,8 @@ class Restarts:
         return failure in self._policy.counted
 
     def delay_after(self, failure: Failure, *, counts: bool | None = None) -> float | None:
-        """Return the delay before a restart, or None to give up. Jitter separates workers that failed together.
-        `counts`: whether the policy counts this kind."""
+        """Return the delay before a restart, with jitter, or None to give up. `counts`: whether the policy counts
+        it."""
         if counts is None:
             if failure == "permanent":
                 return None
@@ -55,5 +55,4 @@ class Restarts:
         return min(doubled, self._policy.max_backoff_seconds) * self._draw.uniform(0.5, 1.0)
 
     def forget(self) -> None:
-        """Reset the counts after progress."""
         self.num_counted = self.num_uncounted = 0

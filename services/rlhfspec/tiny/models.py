@@ -75,9 +75,7 @@ def ensure_recipe(recipe: Recipe, report: Report = print) -> Path:
 def widened(model: LlamaForCausalLM, intermediate_size: int, *, seed: int) -> LlamaForCausalLM:
     """Return the same function with wider FFNs: extra gate and up columns are random, extra down columns zero.
 
-    The extra products are exact zeros, so logits differ at most by the summation order; in ascending column order, by
-    no
-    bit."""
+    Logits differ at most by the summation order; in ascending column order, by no bit."""
     generator = torch.Generator().manual_seed(seed)
     wide = copy.deepcopy(model)
     wide.config.intermediate_size = intermediate_size

@@ -68,8 +68,7 @@ def random_model(
 ) -> PreTrainedModel:
     """Return a float32 model in evaluation mode, with logits of standard deviation about `logit_scale`.
 
-    Fresh models are nearly uniform, which hides mistakes, so the head is rescaled. head_dim: another width of attention
-    heads, and of the model, for engines that support only some."""
+    head_dim: another width of attention heads, and of the model, for engines that support only some."""
     config = CONFIGS[kind]()
     config.vocab_size = vocab_size
     if head_dim is not None:

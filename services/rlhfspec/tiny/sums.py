@@ -91,7 +91,6 @@ def lessons(*, seed: int) -> Iterator[list[tuple[str, str]]]:
 
 
 def lesson_texts(count: int, *, seed: int) -> list[str]:
-    """Return the texts of `count` batches."""
     batches = islice(lessons(seed=seed), count)
     return [prompt + response for batch in batches for prompt, response in batch]
 

@@ -21,7 +21,6 @@ _IGNORED = -100
 
 
 def build(recipe: Recipe, *, seed: int) -> LlamaForCausalLM:
-    """Return the recipe's model with random float32 weights."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -42,8 +41,7 @@ def build(recipe: Recipe, *, seed: int) -> LlamaForCausalLM:
 def train(recipe: Recipe, report: Report) -> LlamaForCausalLM:
     """Return a trained model with weights exact in bfloat16, so that every dtype has the same function.
 
-    Bfloat16 autocast on the corpus only; Muon for the matrices of the layers, AdamW for the rest. All is seeded: one
-    machine makes the same model twice."""
+    All is seeded: one machine makes the same model twice."""
     model = build(recipe, seed=recipe.seed)
     batches = _lessons(recipe) if recipe.task == "sums" else _windows(recipe)
     optimizers = _optimizers(model, recipe.learning_rate)

@@ -54,16 +54,11 @@ class Chosen:
 
     @property
     def rewards(self) -> dict[str, Score]:
-        """Return the rewards of all samples by id."""
         return {score.sample_id: score for score in self.all_scores if score.stage == "reward"}
 
 
 class Collector:
-    """Collector of one step's records.
-
-    Samples of a demand that an earlier process of this trainer made are kept, and count once it is made again. So a
-    step
-    repeats itself exactly."""
+    """Collector of one step's records. Samples of a demand count once it is made, also by a restarted trainer."""
 
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
@@ -111,7 +106,6 @@ class Collector:
         return Demand(id=name, job=shape.job, step=shape.step, round=round, num_prompts=missing)
 
     def collected(self) -> Chosen:
-        """Return everything, used or not."""
         assert self.is_complete
         every = tuple(self._ordered())
         scores = tuple(self._scores_of(every))
@@ -179,7 +173,6 @@ class Collector:
 
 
 def example_sample(prompt: int, replica: int, *, step: int = 1, job: str = "sums") -> Sample:
-    """Return a sample for examples and tests."""
     return Sample(
         id=sample_id(job, step=step, prompt=prompt, replica=replica),
         job=job,
@@ -199,7 +192,6 @@ def example_sample(prompt: int, replica: int, *, step: int = 1, job: str = "sums
 
 
 def example_score(prompt: int, replica: int, reward: float, *, step: int = 1, error: str = "") -> Score:
-    """Return a score for examples and tests."""
     of = sample_id("sums", step=step, prompt=prompt, replica=replica)
     values = () if error else (reward,)
     return Score(id=f"{of}/reward", sample_id=of, job="sums", step=step, stage="reward", values=values, error=error)

@@ -27,7 +27,8 @@ log = logging.getLogger("rlhfspec.stage")
 
 class LoadedModels(Service):
     """Recorder of loaded models. Consumes WorkerInfo; produces nothing but the manifest's models; waits for: a worker's
-    load report; unblocked by: every stage."""
+    load
+    report; unblocked by: every stage."""
 
     def __init__(self, bus: StageBus, folder: RunFolder) -> None:
         super().__init__("folder", 0, Vitals())  # no process has to hear of it
@@ -64,9 +65,7 @@ class KeptFolder:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Finish the folder. A temporary error does not end the run, as the trainer restarts. Log the error even if the
-        end
-        cannot be written."""
+        """Finish the folder unless the error is temporary. Log the error even if the end cannot be written."""
         try:
             if error is None:
                 self._finish(*self._ended())

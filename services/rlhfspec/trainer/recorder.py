@@ -39,8 +39,6 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """One trained step."""
-
     step: int
     chosen: Chosen
     rollouts: Rollouts
@@ -50,9 +48,8 @@ class Trained:
 
 
 class RunRecorder:
-    """Recorder of a run's steps, called from the trainer's thread in step order.
-
-    `export` writes the policy for other programs; `verify` is that of `CheckpointStore`."""
+    """Recorder of a run's steps, for the trainer's thread in step order. `export` writes the policy for other
+    programs."""
 
     def __init__(
         self,
@@ -92,7 +89,6 @@ class RunRecorder:
         return state
 
     def record(self, trained: Trained) -> StepMetrics:
-        """Write the step's lines and return that of `steps.jsonl`."""
         assert self._trackers is not None, "restore comes first"
         self._folder.append_samples(trained.chosen.all_samples, trained.chosen.rewards)
         metrics = step_metrics(self._job, trained)
@@ -101,7 +97,6 @@ class RunRecorder:
         return metrics
 
     def evaluate(self, collected: Collector, seconds: float) -> Evaluation:
-        """Write the line of an evaluation and return it."""
         assert self._trackers is not None, "restore comes first"
         chosen, step = collected.collected(), collected.shape.step
         evaluation = evaluation_of(

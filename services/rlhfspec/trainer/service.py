@@ -98,7 +98,6 @@ class TrainerService(Service):
             await self._work("writing the policy", self._finish)
 
     async def _train_all(self) -> None:
-        """Train until the last step, or until asked to stop."""
         while await self._evaluated() and not self.is_done:
             step = self._learner.version + 1
             chosen = await self._collected(step)
@@ -254,9 +253,7 @@ class TrainerService(Service):
         return [*records, self._weights.put(name, "policy", version, self._learner.policy_state())]
 
     async def _publish_weights(self, records: Sequence[Weights]) -> None:
-        """Publish under ids of this process. A restarted trainer publishes versions again; deduplication of a later one
-        would
-        leave an earlier one as the latest for new workers."""
+        """Publish under ids of this process, so that versions of a restarted trainer are not taken for duplicates."""
         for record in records:
             await self._bus.publish(replace(record, id=f"{record.id}/{self._start}"))
 
@@ -284,8 +281,6 @@ class TrainerService(Service):
 
 
 class _Lap:
-    """Stopwatch of the trainer's work since the last step's end."""
-
     def __init__(self, vitals: WorkerVitals, clock: Clock) -> None:
         self._vitals = vitals
         self._clock = clock
@@ -297,7 +292,6 @@ class _Lap:
         self._checkpoint_seconds = 0.0
 
     def end(self) -> StepTime:
-        """Return the time of this lap and begin the next."""
         ended = StepTime(
             began_unix=self._began_unix,
             passed=self._clock.now() - self._began,

@@ -172,7 +172,7 @@ def test_a_namespaced_operator_has_rights_in_the_job_namespaces_alone() -> None:
 
 @needs_helm
 def test_with_a_label_the_operator_makes_what_the_chart_makes_for_named_namespaces() -> None:
-    """It has no right on pods or Secrets but through the binding that it makes."""
+    """The operator gets no right on pods or Secrets but through the binding that it makes."""
     kinds = ("ServiceAccount", "PersistentVolumeClaim", "NetworkPolicy")
     team = rendered({"operator": {"jobNamespaces": ["team"]}})
     wanted = {(each["kind"], each["metadata"]["name"]): each.get("spec") for each in of_kind(team, *kinds)
@@ -256,7 +256,7 @@ def test_alerts_and_monitors_are_made_where_their_api_exists() -> None:
 
 @needs_helm
 def test_what_the_operator_counts_of_a_job_keeps_the_jobs_namespace() -> None:
-    """Prometheus would otherwise replace it by the operator's own."""
+    """Prometheus would otherwise replace the label by the operator's own namespace."""
     objects = rendered({}, "--api-versions", MONITORING)
     [endpoint] = named(objects, "PodMonitor", "rlhfspec-operator")["spec"]["podMetricsEndpoints"]
     assert endpoint["honorLabels"] is True

@@ -139,12 +139,10 @@ ALL_OWN: dict[str, Any] = {"trainer": {"nodes": 2}, "generator": {"workers": 2, 
 
 
 def of_job(name: str, roles: dict[str, Any]) -> tuple[list[Policy], dict[str, Pod]]:
-    """Return the operator's policies for a job, and its pods by role."""
     world = World(job_body(roles=roles), settings=SETTINGS.model_copy(update={"network_policies": True}))
     world.to_running()
 
     def named(thing: dict[str, Any]) -> Any:
-        """Return the object as the operator names it for this job."""
         return json.loads(json.dumps(thing).replace("sums", name))
 
     policies = [

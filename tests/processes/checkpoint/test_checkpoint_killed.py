@@ -48,7 +48,6 @@ def save_for_ever(folder: Path, pipe: int) -> None:
 
 
 def write_learnt_for_ever(folder: Path, pipe: int) -> None:
-    """Save learnt drafters in a loop, announcing each after its save."""
     try:
         version = (read_learnt(folder) or (0,))[0]
         while True:
@@ -80,7 +79,6 @@ def killed_at_some_moments(draw: random.Random, save: Callable[[Path, int], None
 
 
 def test_a_kill_at_any_moment_loses_nothing(folder: Path) -> None:
-    """A kill during a save leaves every announced checkpoint complete."""
     for announced in killed_at_some_moments(random.Random(7), save_for_ever, folder):
         with CheckpointStore(folder, keep=2) as store:
             assert store.latest() in (announced, announced + 1)

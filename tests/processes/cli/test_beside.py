@@ -22,7 +22,6 @@ OUTSIDE = {"bench", "simulator", "sweep"}
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the wheel as published, unpacked."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)

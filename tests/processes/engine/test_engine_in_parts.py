@@ -31,7 +31,6 @@ def save_models(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the results of two processes."""
     folder = tmp_path_factory.mktemp("parts")
     save_models(folder)
     run_ranks("two_parts", 2, str(folder))
@@ -66,7 +65,7 @@ def test_all_that_an_engine_does_gives_the_tokens_of_the_whole_model(
 
 
 def test_every_row_has_its_own_bits(folder: Path, found: dict[str, dict[str, two_parts.Found]]) -> None:
-    """The log-probs are equal alone, among others, in trees and after a preemption."""
+    """A row's log-probs are equal alone, among others, in trees and after a preemption."""
     theirs = found[two_parts.DRIVEN]
     for name, run in theirs.items():
         if name != "newer":

@@ -18,7 +18,6 @@ MOST = {"engine": 3.2, "policy": 2.5, "policy of a GPU": 2.5, "reference of a GP
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model of about 190 MB in bfloat16."""
     folder = tmp_path_factory.mktemp("large")
     config = LlamaConfig(
         vocab_size=256, hidden_size=768, intermediate_size=3072, num_hidden_layers=10, num_attention_heads=12,

@@ -15,7 +15,6 @@ Found = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Return the results of two processes that forced random moves."""
     folder = tmp_path_factory.mktemp("groups")
     moving.model().save_pretrained(folder)
     num_examples = 4 if settings.get_current_profile_name() == "whole" else 1

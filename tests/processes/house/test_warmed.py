@@ -61,7 +61,7 @@ def test_it_is_told_what_the_command_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("given", "warm"), [("os.environ | {'A': 'b'}", True), ("{'A': 'b'}", False)])
 def test_what_it_starts_is_its_child(given: str, warm: bool) -> None:
-    """A process that it starts is warm too, unless its imports would read other variables."""
+    """A process that it starts is warm too, unless its environment has other variables that imports read."""
     command = [sys.executable, "-c", STARTS.replace("ENVIRONMENT", given)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = warmed.run(command, capture_output=True, env=environment, text=True)

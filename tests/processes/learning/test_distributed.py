@@ -28,7 +28,6 @@ from rlhfspec.training.modeling.loading import prepared
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the results of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     random_model("llama", seed=1).bfloat16().save_pretrained(folder / "stored")
     run_ranks("two_ranks", 2, str(folder))
@@ -37,7 +36,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_devices(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the results of two ranks, each on its own device."""
     import second_device
 
     try:
@@ -124,7 +122,7 @@ def test_the_first_rank_alone_proves_the_model_and_all_have_what_one_has(found: 
 
 
 def test_no_rank_waits_for_a_model_that_the_first_one_refuses(found: Path) -> None:
-    """Each rank raises; which error comes first is not fixed."""
+    """Each rank raises an error; which one is reported first is not fixed."""
     for rank in (0, 1):
         assert "logits differ from Hugging Face's" in (found / f"refused-{rank}").read_text()
 

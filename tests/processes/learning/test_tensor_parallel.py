@@ -19,7 +19,6 @@ BIASES_OF_KEYS = ("k_proj.bias", "query_key_value.bias")  # gradients are nothin
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the results of four ranks, two by two."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks("tensor_ranks", 4, str(folder), "trained", "2")
     return folder

@@ -124,7 +124,6 @@ def test_nobody_there_any_more(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["shm", *NIXL])
 def test_an_end_that_is_killed_leaves_no_file(kind: str) -> None:
-    """Shared memory is anonymous, so nothing has to be unlinked."""
     before = shared_names()
     with other(DESTINATION, kind) as destination, other(SOURCE) as source:
         source.say(destination.hear())
@@ -157,7 +156,6 @@ sys.stdin.readline()
 
 
 def let_in(landing: Landing) -> socket.socket:
-    """Connect with the token."""
     offer = json.loads(landing.offer)
     (way,) = offer["ways"]
     if way["kind"] == "shm":
@@ -401,8 +399,6 @@ def test_a_place_that_was_never_handed_over_is_refused() -> None:
 
 
 class Relay:
-    """Relay from source to destination. `passes(num_bytes)` decides whether the next piece passes."""
-
     def __init__(self, offer: str, passes: Callable[[int], bool], piece: int = 1 << 16) -> None:
         self._passes = passes
         self._piece = piece

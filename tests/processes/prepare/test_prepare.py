@@ -25,8 +25,6 @@ from rlhfspec.worker import exits
 
 
 class Place:
-    """A job's pod with its mounts and storage."""
-
     def __init__(self, storage: Path, config: Path, job_file: Path) -> None:
         self.storage, self.folder = storage, storage / "runs" / "letters-6f1c"
         self.config = config
@@ -54,7 +52,6 @@ class Place:
         return done.returncode
 
     def prepare(self) -> str:
-        """Run prepare in this process, where torch is loaded already."""
         self.write()
         return str(prepare(self.connections, self.config / "job.json"))
 

@@ -61,7 +61,6 @@ def dead(memory: Path, uid: str, place: Path, *, guarded: bool = False) -> Path:
 
 @pytest.fixture
 def worker() -> Iterator[subprocess.Popen[bytes]]:
-    """Yield a process of run d1 that outlived its supervisor."""
     command = [sys.executable, "-S", "-c", "import time; print(1, flush=True); time.sleep(120)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={MARK: "d1"}) as process:
         assert process.stdout is not None
@@ -82,7 +81,7 @@ def test_a_dead_runs_processes_memory_and_keys_go(memory: Path, place: Path, wor
 def test_its_place_has_its_uid_from_the_first_moment(
     memory: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a late guardian of an earlier run would remove it."""
+    """A late guardian of an earlier run would otherwise remove the folder."""
     seen: list[bool] = []
     write = Path.write_text
 
@@ -170,7 +169,7 @@ def test_what_was_never_made_is_not_removed_and_least_of_all_the_current_folder(
 
 
 def test_who_goes_on_in_a_run_folder_waits_for_the_guardians_of_the_run_before(memory: Path, place: Path) -> None:
-    """Otherwise they would remove what the new run makes."""
+    """The guardians would otherwise remove what the new run makes."""
     folder = dead(memory, "d6", place, guarded=True)
     end_run_in(place)
     assert guardians_of("d6") == []

@@ -144,8 +144,6 @@ LIVES = "import time\nwhile True: time.sleep(60)"
 
 
 class Run:
-    """Children over a memory transport; the test speaks for their processes."""
-
     def __init__(self, tmp_path: Path, programs: dict[tuple[str, int], str], **policy: object) -> None:
         self.tmp_path = tmp_path
         self.job = a_job(failurePolicy={"backoffSeconds": 0.01, "maxBackoffSeconds": 0.01} | policy)
@@ -187,7 +185,6 @@ class Run:
         await self.clock.settle()
 
     async def begun(self, children: Children) -> asyncio.Task[None]:
-        """Return the task of `children.run` once all are ready."""
         starting = asyncio.create_task(children.start())
         await self.until(lambda: all(child.pid for child in self.children.values()))
         for stage, worker in self.children:
@@ -196,7 +193,6 @@ class Run:
         return asyncio.create_task(children.run())
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Advance the clock until the condition, while real processes start and end."""
         end = time.monotonic() + PATIENCE_SECONDS
         while not condition():
             assert time.monotonic() < end, self.said
@@ -408,7 +404,7 @@ async def test_last_words_that_the_log_had_no_room_for_are_told(tmp_path: Path) 
 
 
 async def test_who_says_nothing_is_killed_and_what_it_was_at_is_told(tmp_path: Path) -> None:
-    """A call that holds the interpreter's lock looks like this."""
+    """The worker's call holds the interpreter's lock."""
     run = Run(tmp_path, {("reward", 0): AT_WORK + LIVES}, maxRestarts=0)
     run.job = a_job(roles={"reward": {"deadlineSeconds": 5}}, failurePolicy={"maxRestarts": 0})
     async with opened(run) as children:

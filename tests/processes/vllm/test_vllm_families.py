@@ -44,7 +44,7 @@ def first_other(ours: Completion, theirs: Completion) -> int | None:
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_our_engines(family: str) -> None:
-    """Near-ties, found by the slow decoder, are excepted."""
+    """Only near-ties, which the slow decoder finds, may differ."""
     model = random_model(family, seed=5, head_dim=32)
     asked = requests(model.config.vocab_size)
     config = EngineConfig(max_sequences=16, max_context=160, profile=False, num_threads=1, speculation="off")

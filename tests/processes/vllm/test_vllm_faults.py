@@ -68,7 +68,7 @@ def test_new_weights_forget_what_the_old_ones_computed_of_a_prompt(children: Chi
 
 
 def test_a_killed_child_costs_no_token(engine: VllmEngine) -> None:
-    """This holds for weights that came meanwhile, and for text that a stop string ends."""
+    """This includes new weights that came meanwhile, and text ended by a stop string."""
     undisturbed = run(engine, *some())
     word = hugging_face_tokenizer().decode(list(undisturbed["r0"].token_ids[8:10]), skip_special_tokens=True)
     for each in some():

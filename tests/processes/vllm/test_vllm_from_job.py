@@ -34,7 +34,6 @@ def asked() -> list[Any]:
 
 
 def ranks_of(pid: int) -> list[str]:
-    """Return the names of vLLM's workers, found by the session of its child."""
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -23,8 +23,6 @@ START = f"import sys, runpy; sys.path.insert(0, {str(Path(__file__).parents[2])!
 
 
 class Member:
-    """A process of group_member.py."""
-
     def __init__(self, leaving: ExitStack, call: str) -> None:
         self.process: Any = warmed.Popen(
             [sys.executable, "-c", START + call], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -81,7 +81,6 @@ class Overlay:
             (mirror / file.name).symlink_to(file)
 
     def pytest(self, block: Shown) -> subprocess.CompletedProcess[str]:
-        """Run a test block; the suites that it subclasses lie outside of the overlay."""
         path = self._folder / block.path
         path.parent.mkdir(parents=True)
         path.write_text(block.text)
@@ -179,7 +178,7 @@ def test_a_drafter_is_added(models: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_an_engine_is_added(job_file: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Two workers move nothing and equal one of our own engine."""
+    """Two workers of the added engine move nothing, and equal our own engine."""
     small = ("training.steps=2", "generation.speculation.mode=off")
     ours = invoke(job_file, "ours", *small)
     assert ours.exit_code == 0, ours.output

@@ -93,7 +93,7 @@ def test_a_cache_that_cannot_be_made_is_named_with_what_to_set(job_file: Path, m
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container may use an unknown user id."""
+    """A container may run with an unknown user id."""
     from rlhfspec.kernels.cpu import build
 
     def unknown(uid: int) -> NoReturn:
@@ -130,7 +130,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
 def test_a_limit_of_the_machine_is_one_line(
     job_file: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
 ) -> None:
-    """It is found before anything runs: nothing is left, and existing files stay."""
+    """The limit is found before the run starts, so nothing is left and existing files stay."""
 
     def refuse(self: Guardians) -> NoReturn:
         raise error

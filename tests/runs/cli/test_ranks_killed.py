@@ -43,7 +43,6 @@ def in_an_exchange(run: Started, ranks: dict[int, int], rank: int) -> None:
 
 
 def seconds_of(pid: int) -> str:
-    """Return the processor time of a process."""
     return " ".join(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])
 
 
@@ -91,7 +90,6 @@ def whole_set(run: Started, before: set[int]) -> dict[int, int] | None:
 
 
 def left(run: Started) -> str:
-    """Return the output of a run asked to end, unless it is done."""
     run.process.send_signal(signal.SIGINT)
     code, output = run.ended()
     assert code in (0, 130), output

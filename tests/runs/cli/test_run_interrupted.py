@@ -203,7 +203,7 @@ def test_a_full_disk_loses_nothing(
 
 
 def test_a_disk_that_is_really_full_is_one_line(job_file: Path, whole: list[dict[str, Any]], small_disk: Path) -> None:
-    """Another process fills it while the second step is scored. With room again the run resumes."""
+    """Another process fills the disk while the second step is scored. With room again the run resumes."""
     filler = small_disk / "filler"
     rewards = (job_file.parent / "rewards.py").read_text()
     (job_file.parent / "rewards.py").write_text(

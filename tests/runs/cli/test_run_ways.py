@@ -31,7 +31,6 @@ def steps_of(job_file: Path, out: str, *overrides: str) -> list[dict[str, Any]]:
 
 
 def with_spec(job_file: Path, **blocks: Any) -> Path:
-    """Return the job with entries of its blocks replaced."""
     job = yaml.safe_load(job_file.read_text())
     for name, entries in blocks.items():
         job["spec"][name] = job["spec"].get(name, {}) | entries
@@ -182,7 +181,7 @@ def test_when_all_rewards_failed_the_first_is_told(job_file: Path) -> None:
 
 
 def test_a_run_tells_no_secret(job_file: Path) -> None:
-    """Neither terminal nor folder contain it, except job.yaml, which only the owner can read."""
+    """Secrets appear only in job.yaml, which its owner alone can read."""
     secret = "s3cr3t"
     http = {"type": "http", "url": f"http://me:{secret}@127.0.0.1:9/?key={secret}", "retries": 0}
     header = f"rewards.sources[0].headers.key={secret}"
@@ -228,7 +227,7 @@ def test_a_long_prompt_leaves_no_room(job_file: Path) -> None:
 
 
 def test_ctrl_c_twice_in_the_live_view_gives_the_terminal_back(job_file: Path) -> None:
-    """The first ends the step, which a hanging reward delays; the second leaves at once."""
+    """The first Ctrl-C ends the step, which a hanging reward delays; the second leaves at once."""
     hangs = job_file.parent / "hangs"
     with_reward(job_file, f"import pathlib, time; pathlib.Path({str(hangs)!r}).touch(); time.sleep(1000)")
     arguments = ["run", str(job_file), "--out", str(job_file.parent / "out"), "--set", "observability.view=live"]

@@ -44,8 +44,6 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectSe
 
 
 class StoredJob(Job):
-    """Job whose pods each have a temporary storage."""
-
     def base(self, number: int) -> Path:
         return self.job_file.parent / "storages" / str(number)
 

@@ -121,7 +121,6 @@ def test_a_run_is_told_of_from_beginning_to_end(job: Job, job_file: Path) -> Non
 
 
 def check_what_control_counts(job: Job) -> None:
-    """Check control's metrics."""
     with urllib.request.urlopen(f"http://127.0.0.1:{job.control_port}/metrics", timeout=60) as answer:
         told = samples_of(answer.read().decode(), {})
     servers = {dict(labels).get("server") for labels in told if dict(labels)["__name__"] == "rlhfspec_reconnects_total"}

@@ -31,7 +31,6 @@ PPO = ("generation.speculation.mode=off", "roles.generator.workers=2")
 
 
 def ppo(job_file: Path) -> None:
-    """Return a PPO job whose steps are long enough to strike a worker within one."""
     job = yaml.safe_load(job_file.read_text())
     job["spec"]["algorithm"] = {"name": "ppo", "samplesPerPrompt": 2, "klCoefficient": 0.05}
     job["spec"]["training"] |= {"steps": 8, "promptsPerStep": 8}

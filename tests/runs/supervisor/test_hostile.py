@@ -78,7 +78,6 @@ async def connected(connections: Connections, role: str) -> NatsTransport:
 
 
 async def attack(connections: Connections) -> tuple[int, int]:
-    """Return the numbers of hostile messages published and dead-lettered."""
     num_published = 0
     for record_type, role in PRODUCERS.items():
         transport = await connected(connections, role)

@@ -34,7 +34,6 @@ def asking(run: Started) -> Iterator[redis.Redis]:
 
 
 def top(run: Started) -> dict[str, list[str]]:
-    """Return the cells of each worker."""
     result = CliRunner().invoke(app, ["top", str(run.folder)])
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines()]
     return {cells[0]: cells for cells in rows if cells}

@@ -207,7 +207,7 @@ def test_a_job_that_a_stage_refuses_leaves_no_folder(job_file: Path, starting: C
     ],
 )
 def test_a_server_that_cannot_be_run_is_one_line(job_file: Path, program: str, mode: int, code: int, said: str) -> None:
-    """A wrapper replaces it beside a missing interpreter."""
+    """A wrapper stands in for the server beside a missing interpreter."""
     beside = job_file.parent / "nats-server"
     beside.write_text(program)
     beside.chmod(mode)

@@ -27,7 +27,7 @@ def test_what_runs_at_a_generator_that_leaves_goes_on_elsewhere(
     job_file: Path,
     starting: Callable[..., Started],
 ) -> None:
-    """It leaves in the second step; the first waits for the test's setup."""
+    """The generator leaves in the second step; the first is held until the test is ready."""
     hold = hold_rewards(job_file, "0 many")
     whole = train(job_file, "one", *LONG)
     run = starting("many", *LONG)
@@ -59,7 +59,7 @@ def test_what_runs_at_a_generator_that_leaves_goes_on_elsewhere(
 
 
 def in_the_middle(listener: Listener) -> list[int]:
-    """Return generators in mid-answer that have another one to move to."""
+    """Return generators with samples in mid-answer, if there is another generator to move to."""
     loads = list(listener.loads.values())
     begun = {load.worker: sum(number > 16 for number in load.num_generated) for load in loads}
     return [worker for worker, number in begun.items() if number >= 3 and len(loads) > 1]

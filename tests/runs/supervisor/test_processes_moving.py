@@ -39,7 +39,7 @@ def test_random_moves_every_50_ms_change_no_bit_of_the_curve(
     job_file: Path,
     starting: Callable[..., Started],
 ) -> None:
-    """Drafts and shared memory; other drafts, stop strings and a critic over TCP."""
+    """One run has drafts over shared memory; one has other drafts, stop strings and a critic over TCP."""
     policy = yaml.safe_load(job_file.read_text())["spec"]["model"]["path"]
     write_job(job_file.parent, Path(policy).parent, **algorithm)
     hold = hold_rewards(job_file, "0 many")

@@ -29,7 +29,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_its_cause_in_the_last_line(
     disk: Path,
     starting: Callable[..., Started],
 ) -> None:
-    """The trainer meets it at a checkpoint and is not restarted."""
+    """The trainer fails at a checkpoint and is not restarted."""
     run = starting("disk/out", "training.steps=3000", "observability.traces=false")
     run.until(" 1/3000 ")
     fill(disk)
@@ -43,7 +43,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_its_cause_in_the_last_line(
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="without unshare /dev/shm cannot be made small")
 def test_shared_memory_that_is_too_small_for_the_weights(job_file: Path) -> None:
-    """0.3 MB for weights of a quarter; containers default to 64 MB. The curve is the same."""
+    """Shared memory has .3 MB, where containers default to 64 MB. The curve is the same."""
     whole = train(job_file, "one")
     command = [sys.executable, "-m", "rlhfspec.cli.start", "run", "--processes", str(job_file), "--set", OFF]
     script = 'mount -t tmpfs -o size=300k tmpfs /dev/shm && exec "$@"'

@@ -101,9 +101,7 @@ def watch(run: Started, job_file: Path) -> Watched:
 
 
 def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper, go_on: Path) -> int:
-    """Kill a generator with traced work, in the second step, and return its number.
-
-    Processes run only in short intervals, so that stays last long enough to be traced on a fast machine."""
+    """Kill a generator with traced work in the second step, and return its number."""
     before, pids = scraper.look(), {worker: run.pid_of("generator", worker) for worker in (0, 1)}
     scraper.first = scraper.ask()
     assert set(values_of(scraper.first, "rlhfspec_restarts_total", stage="generator")) == {0.0}, "said before the first"
@@ -134,7 +132,7 @@ def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper, go_on: Path
 
 
 def last_of(life: Life) -> Span:
-    """Return the last stay of the first delivery."""
+    """Return the latest span, preferring the first delivery."""
     return max((*life.stays, *life.moves), key=lambda span: (span.delivery == 1, span.began))
 
 
@@ -158,7 +156,7 @@ def lose_the_servers(run: Started, scraper: Scraper) -> None:
 
 
 def test_every_metric_that_is_named_is_served_with_a_value(watched: Watched) -> None:
-    """Metrics of learning drafters are in supervisor/test_processes_learning.py."""
+    """Metrics of learning drafters are checked in supervisor/test_processes_learning.py."""
     wanted = {name for name in named_anywhere() if not name.startswith("rlhfspec_operator_")} - OF_LEARNING
     assert len(wanted) > 25
     served = {name for name in names_of(watched.scrapes) if name.startswith("rlhfspec_")}
@@ -167,7 +165,7 @@ def test_every_metric_that_is_named_is_served_with_a_value(watched: Watched) -> 
 
 
 def test_a_server_that_is_lost_more_than_five_times_is_told(watched: Watched) -> None:
-    """The maximum over processes counts, as each loses the server every time."""
+    """The process that counts most decides, though each one loses the server every time."""
     expression = rule(BROKER_AWAY)["expr"]
     metric, bound = "rlhfspec_reconnects_total", float(expression.rpartition(">")[2])
     assert expression == f"max by (namespace, rlhfjob, server) (increase({metric}[10m])) > {bound:g}"
@@ -177,7 +175,7 @@ def test_a_server_that_is_lost_more_than_five_times_is_told(watched: Watched) ->
 
 
 def test_what_a_killed_generator_had_was_in_vain_and_its_samples_traces_say_so(watched: Watched) -> None:
-    """It had traced some samples, and got others only just before."""
+    """The generator had traced some samples, and received others only just before the kill."""
     lost = [life for life in lives(read_spans(watched.folder)) if any(map(life.is_in_vain, life.stays))]
     lasts = [last_of(life) for life in lost]
     assert any(last.is_open for last in lasts)

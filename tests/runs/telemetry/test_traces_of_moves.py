@@ -28,7 +28,6 @@ LONG = (
 
 @pytest.fixture
 def moved_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the rebalancer by random moves at every signal."""
     adviser = Adviser(Path("none"), seed=1, every_seconds=0.0)
     hear = FleetKnowledge.moved
 

@@ -16,7 +16,6 @@ GROUP = "roles.generator.weights=group"
 
 
 def told(run: Started, stage: str, words: str) -> int:
-    """Count the log lines of a stage's workers with these words."""
     lines = [line for log in (run.folder / "logs").glob(f"{stage}-*.jsonl") for line in log.read_text().splitlines()]
     return sum(words in json.loads(line)["message"] for line in lines)
 

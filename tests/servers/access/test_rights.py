@@ -53,7 +53,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @asynccontextmanager
 async def everybody(place: Place) -> AsyncIterator[dict[str, NatsTransport]]:
-    """Yield a connection of each role to the open run."""
     transports = {
         role: await NatsTransport.connect(
             place.url,

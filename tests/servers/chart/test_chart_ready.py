@@ -34,7 +34,6 @@ def ready() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def secret() -> dict[str, bytes]:
-    """Return the Secret RELEASE-nats of a release whose Service is localhost."""
     made = install_secrets(new_keys(), namespace="ml", release="localhost", created=datetime.now(UTC))
     assert set(made) == {f"localhost-{name}" for name in ("keys", "nats", "redis", "operator-tls", "dashboard")}
     assert "servers-ca.pem" in made["localhost-dashboard"], "what the test's pod mounts"
@@ -58,7 +57,6 @@ def nats(folder: Path, config: str) -> Iterator[int]:
 
 
 def written(folder: Path, secret: dict[str, bytes]) -> str:
-    """Write the configuration with paths of this folder in place of the mounts."""
     for name, content in secret.items():
         (folder / name).write_bytes(content)
     return secret["nats.conf"].decode().replace("/etc/nats", str(folder)).replace('"/data"', f'"{folder}/data"')

@@ -210,8 +210,6 @@ async def test_the_job_is_shown_as_its_yaml_and_where_its_run_lies(tmp_path: Pat
 
 
 class Pods:
-    """An API server with one job."""
-
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = {"metadata": {"name": "sums", "namespace": "team", "uid": "u", "managedFields": [{}]}, **job}
 

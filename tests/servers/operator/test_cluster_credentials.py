@@ -44,7 +44,6 @@ def secret(role: str, keys: Keys = KEYS, **other: str) -> dict[str, bytes]:
 
 
 def secrets_of(data: dict[str, bytes]) -> dict[str, bytes]:
-    """Return the secret parts."""
     found = {name: content for name, content in data.items() if name.endswith((".key", ".password"))}
     seeds = {
         name: re.findall(rb"\n(SU\w{56})\n", content)[0] for name, content in data.items() if name.endswith(".creds")
@@ -73,7 +72,7 @@ def test_the_same_keys_make_the_same_install() -> None:
     other=st.tuples(st.sampled_from(PODS), *[st.sampled_from(["a", "b", "a/b", '"'])] * 2),
 )
 def test_nothing_secret_is_in_two_secrets(one: tuple[str, str, str], other: tuple[str, str, str]) -> None:
-    """Runs of one job share only the certificate; Redis users are named by run uid."""
+    """Only the certificate is shared, among runs of one job. Redis users are named by run uid."""
     data = [secret(role, job_uid=job, run=_word(run)) for role, job, run in (one, other)]
     if one == other:
         assert data[0] == data[1]
@@ -188,7 +187,7 @@ async def test_every_role_has_its_own_rights_and_no_other(servers: SharedServers
 
 @pytest.mark.parametrize(("job_uid", "run"), [("77aa", "9b9b"), ("6f1c", "9b9b")])
 async def test_another_run_gets_nothing(servers: SharedServers, job_uid: str, run: str) -> None:
-    """This covers other jobs, later runs of the same job, and the inbox of the same role. Redis: below."""
+    """Denied are other jobs, later runs of the same job, and the inbox of the same role. Redis is tested below."""
     publish, subscribe = list(stage_rights.may_publish()), list(stage_rights.may_subscribe())
     for role in (CONTROL, "generator", "trainer"):
         creds = servers.credentials(role, job_uid=job_uid, run=run) / f"{role}.creds"
@@ -199,7 +198,7 @@ async def test_another_run_gets_nothing(servers: SharedServers, job_uid: str, ru
 
 @pytest.mark.parametrize("role", BUS_ROLES)
 async def test_nobody_of_a_run_makes_a_stream_or_a_consumer(servers: SharedServers, role: str) -> None:
-    """A stream or consumer of its own could receive another run's records."""
+    """A worker's own stream or consumer could receive records of another run."""
     await servers.make_streams("a0a0")
     theirs = f"rlhf_{JOB}_a0a0_sample"
     attempts = []
@@ -217,7 +216,7 @@ async def test_nobody_of_a_run_makes_a_stream_or_a_consumer(servers: SharedServe
 
 
 async def test_an_answer_of_the_server_makes_and_deletes_no_stream(servers: SharedServers) -> None:
-    """The requester chooses the reply subject, which rights do not limit; here, one of JetStream's own."""
+    """A requester chooses the reply subject, which rights do not limit: here, one of JetStream's own."""
     await asyncio.gather(*(servers.make_streams(uid) for uid in ("b1b1", "b2b2")))
     generator, role = await opened(servers, "generator", "b1b1"), "reward"
     wanted = {"name": f"rlhf_{JOB}_b1b1_spy", "subjects": ["latest.>"]}

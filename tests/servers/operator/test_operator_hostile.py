@@ -135,7 +135,7 @@ def test_a_job_that_cannot_be_decided_says_why_and_is_tried_again(tmp_path: Path
     ],
 )
 def test_whatever_somebody_wrote_into_a_status_is_digested(memory: dict[str, Any]) -> None:
-    """Users may write the status; an invalid job's pods are counted, and no others."""
+    """Users may write the status. Of an invalid job, only its pods are counted."""
     for changes in ({}, {"no_such": "field"}):
         body = job_body(**changes) | {"status": {"internal": memory}}
         status = reconcile(job_view(body), World(body).observed(), SETTINGS, World().now).status

@@ -14,7 +14,7 @@ from rlhfspec.operator.lease import Lease
 
 @pytest.mark.parametrize(("code", "is_held"), [(200, True), (404, False), (409, False), (500, True)])
 def test_who_finds_its_lease_written_by_another_stops_at_once(code: int, is_held: bool, tmp_path: Path) -> None:
-    """While the API server fails, the holder keeps it until it expires."""
+    """While the API server fails, the holder keeps the lease until it expires."""
     codes = [404, 201, code]  # there is none, it is made, and then
 
     async def answer(_: web.Request) -> web.Response:

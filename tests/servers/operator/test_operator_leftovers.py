@@ -41,7 +41,6 @@ needs_redis = pytest.mark.skipif(REDIS is None, reason=NO_REDIS)
 
 @asynccontextmanager
 async def five_runs(servers: SharedServers) -> AsyncIterator[dict[str, NatsTransport]]:
-    """Yield transports of five new runs by uid."""
     ours = install_of(servers.keys.master)
     marks = {
         "11aa": metadata_of(ours, "team"),
@@ -58,7 +57,7 @@ async def five_runs(servers: SharedServers) -> AsyncIterator[dict[str, NatsTrans
 
 
 async def test_streams_go_with_their_run_and_no_others_do(servers: SharedServers) -> None:
-    """Streams stay of open runs, other installs, laptops, and namespaces that are not visible now."""
+    """Streams of open runs, other installs, laptops and invisible namespaces stay."""
     there, _ = operators(servers)
     async with five_runs(servers) as controls:
 
@@ -95,7 +94,6 @@ async def test_only_work_that_nobody_takes_has_an_end(servers: SharedServers) ->
 
 @contextmanager
 def deaf_server() -> Iterator[int]:
-    """Yield the port of a server that accepts connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening.getsockname()[1]
 
@@ -239,7 +237,7 @@ def test_whoever_is_cancelled_at_any_moment_leaves_no_connection(servers: Shared
 
 @needs_redis
 async def test_a_user_who_may_not_make_users_is_named(servers: SharedServers, tmp_path: Path) -> None:
-    """A user's own Redis may be so."""
+    """This may happen with a user's own Redis."""
     (tmp_path / "redis.username").write_text("somebody\n")
     (tmp_path / "redis.password").write_text("s3cret\n")
     login = redis_login(servers.keys, tmp_path)

@@ -27,8 +27,6 @@ PATIENCE_SECONDS = 60.0
 
 
 class Taking:
-    """API server that stores writes by path; `refuses`: answer with a conflict."""
-
     def __init__(self) -> None:
         self.kept: dict[str, dict[str, Any]] = {}
         self.refuses = False
@@ -60,8 +58,6 @@ def _merge(into: dict[str, Any], what: dict[str, Any]) -> None:
 
 
 class Watched:
-    """An acting operator, with watches controlled by the test."""
-
     def __init__(self, operator: Operator, taking: Taking, session: ClientSession, url: str) -> None:
         self.operator, self.taking = operator, taking
         self._session, self._url = session, url

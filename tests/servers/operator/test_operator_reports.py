@@ -19,8 +19,6 @@ PATH = names.report_path("rl", "sums")
 
 
 class Endpoint:
-    """Endpoint of one job with a running control and the token "good"."""
-
     def __init__(self) -> None:
         self.now = 0.0
         self.asked: Counter[str] = Counter()

@@ -23,7 +23,6 @@ from rlhfspec.runs.live.redis_users import install_of
 
 
 def cache_of(*job_uids: str) -> Cache:
-    """Return a cache in which each has an open run."""
     cache = Cache()
     for uid in job_uids:
         body = job_body()

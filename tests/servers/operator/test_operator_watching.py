@@ -26,8 +26,6 @@ KEY, OTHER = ("rl", "sums"), ("team", "sums")
 
 
 class Cluster:
-    """Jobs of two namespaces; a namespace may be forbidden and its watches cut."""
-
     def __init__(self) -> None:
         self.version = 10
         self.jobs = {KEY: job_body(), OTHER: self.changed(job_body(), namespace="team", uid="other")}

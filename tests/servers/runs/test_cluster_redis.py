@@ -37,7 +37,6 @@ EVERY_COMMAND = ("CONFIG GET *", "ACL LIST", "ACL SETUSER x", "FLUSHALL", "KEYS 
 
 
 def redis_client(servers: SharedServers, role: str, run: ClusterRun = MINE) -> Redis:
-    """Return the client of a pod of this run."""
     if role == DASHBOARD:
         folder = servers.release_credentials(DASHBOARD)
     else:
@@ -48,8 +47,6 @@ def redis_client(servers: SharedServers, role: str, run: ClusterRun = MINE) -> R
 
 @pytest.fixture
 def redis_users(servers: SharedServers) -> None:
-    """Make both runs' users as the operator does."""
-
     async def make() -> None:
         assert servers.redis_url is not None
         login = redis_login(servers.keys, servers.folder)

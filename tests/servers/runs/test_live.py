@@ -49,8 +49,6 @@ def names(view: LiveView) -> list[str]:
 
 
 class Place:
-    """A run's server with credentials, and a count of requests."""
-
     def __init__(self, folder: Path) -> None:
         self.credentials = folder / "credentials"
         create_credentials(self.credentials, [CONTROL, "view"])
@@ -288,7 +286,7 @@ async def _beat(place: Place) -> None:
 def test_whoever_is_cancelled_at_any_moment_leaves_no_connection(
     tmp_path: Path, look: Callable[[Place], Awaitable[None]]
 ) -> None:
-    """It is cancelled repeatedly while closing."""
+    """The writer is cancelled repeatedly while it closes."""
 
     async def cancelled(place: Place, moment: int) -> None:
         task = asyncio.ensure_future(look(place))

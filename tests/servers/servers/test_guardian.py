@@ -200,7 +200,7 @@ def test_a_folder_that_another_run_has_made_by_now_is_left_alone(
 
 
 def test_it_is_there_at_once() -> None:
-    """It imports only the standard library, without additions by the environment."""
+    """The guardian imports only the standard library."""
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); import guardian; print(*sys.modules)"
     command = [sys.executable, "-I", "-S", "-c", code, str(Path(guardian.__file__).parent)]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
@@ -220,7 +220,6 @@ def child_of(uid: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def marked(uid: str) -> set[int]:
-    """Return marked processes, found independently of the code under test."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
@@ -230,7 +229,6 @@ def marked(uid: str) -> set[int]:
 
 
 def start_of(pid: int) -> str | None:
-    """Return the start time, or None if dead."""
     with suppress(FileNotFoundError, ProcessLookupError):
         if is_alive(pid):
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -238,7 +236,6 @@ def start_of(pid: int) -> str | None:
 
 
 def left(uid: str, began_at: dict[int, str | None]) -> dict[int, str]:
-    """Return the commands of these and all marked processes that still run."""
     going = {pid for pid, began in began_at.items() if began is not None and start_of(pid) == began}
     commands = {}
     for pid in going | marked(uid):

@@ -39,7 +39,6 @@ async def started(server: ServerProgram) -> AsyncIterator[str]:
 
 
 async def answers(url: str) -> bool:
-    """Return whether the server answers a client."""
     if url.startswith("unix:"):
         async with redis.asyncio.Redis.from_url(url) as client:
             return bool(await client.ping())

@@ -31,7 +31,6 @@ RIGHTS = {
 
 @asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[tuple[str, Path]]:
-    """Yield the server's URL, and the folder of credentials."""
     credentials = folder / "credentials"
     public_keys = create_credentials(credentials, ROLES)
     users = {role: User.of(public_keys[role], RIGHTS[role]) for role in ROLES}
@@ -81,7 +80,7 @@ async def test_streams_are_the_accounts(tmp_path: Path) -> None:
 
 
 async def test_strangers_are_refused_with_a_reason(tmp_path: Path) -> None:
-    """The client refuses, or the server before the client's first byte, with the reason in its log."""
+    """Either the client refuses, or the server does before the client's first byte and logs the reason."""
     strange, old = tmp_path / "strange", tmp_path / "old"
     create_credentials(strange, ROLES)
     create_credentials(old, ROLES, lifetime=timedelta(seconds=-1))

@@ -87,7 +87,7 @@ async def test_a_server_is_kept_as_long_as_somebody_leaves(tmp_path: Path) -> No
 
 
 async def test_guardians_are_there_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the supervisor died before the next look, nothing would clean up."""
+    """Without guardians, a supervisor that dies before the next look leaves everything behind."""
     monkeypatch.setattr(server_watch, "LOOK_SECONDS", 1e6)
     guardians, said = Guardians("r1"), list[str]()
     guardians.start()

@@ -39,8 +39,6 @@ async def opened(url: str, *consumers: Consumer) -> NatsTransport:
 
 
 class Traffic:
-    """Continuous publishing and handling; `finish` returns the number of times each id was handled."""
-
     def __init__(self, url: str, *, size: int = 1000) -> None:
         self._url = url
         self._size = size
@@ -311,7 +309,7 @@ async def test_a_server_without_tls_is_not_spoken_to_in_the_clear(tmp_path: Path
 
 
 async def test_who_answers_in_its_place_without_tls_hears_no_credentials(tmp_path: Path) -> None:
-    """Another program that took the port offers no TLS."""
+    """The program that took the server's port offers no TLS."""
     credentials = tmp_path / "credentials"
     keys = create_credentials(credentials, ["reward"])
     everything = User(public_key=keys["reward"], publish=[">"], subscribe=[">"])

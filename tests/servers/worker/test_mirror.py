@@ -45,7 +45,6 @@ def mirror_at(base: Path, prefix: str, stage: str = "trainer", worker: int = 0) 
 
 
 def train(folder: Path, checkpoints: CheckpointStore, step: int) -> None:
-    """Write lines, then the checkpoint, as the trainer does."""
     for name in ("samples.jsonl", "steps.jsonl"):
         with (folder / name).open("a") as file:
             file.write(json.dumps({"step": step}) + "\n")

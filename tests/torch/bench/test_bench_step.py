@@ -27,7 +27,6 @@ SETTINGS = StepSettings(model="m/target-1", draft="m/draft-1", steps=2, repeats=
 
 
 def scripted(seconds: float, *, num_tokens: int = 128) -> Measure:
-    """Return a mode whose first step is slow and whose others take `seconds`."""
     warm_up = Step(seconds=50.0, by_stage={"generation": 50.0}, num_tokens=num_tokens)
     step = Step(seconds=seconds, by_stage={"generation": seconds / 2, "training": seconds / 2}, num_tokens=num_tokens)
     return lambda settings: [warm_up] + [step] * settings.steps

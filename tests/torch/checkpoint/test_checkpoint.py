@@ -294,8 +294,6 @@ def test_a_folder_that_cannot_be_one_is_an_error_of_ours(tmp_path: Path) -> None
 
 
 class Full:
-    """Disk that fails after a number of operations."""
-
     def __init__(self, num_good: int) -> None:
         self.left = num_good
         self.failed = False

@@ -102,7 +102,6 @@ def test_moves_are_counted() -> None:
 
 
 def test_loads_of_rebalancing_are_loads(tmp_path: Path) -> None:
-    """Loads planned with in tests survive the wire format."""
     from rlhfspec.messages.wire.codec import decode, encode
 
     load = a_load(1, range(3), is_leaving=True)

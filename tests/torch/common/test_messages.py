@@ -22,7 +22,6 @@ from rlhfspec.training.modeling.stored import Piece, StoredTensor
 
 @pytest.fixture
 def looped(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    """Return rank 1, which receives what this process sent."""
     sent: list[torch.Tensor] = []
 
     def broadcast(tensor: torch.Tensor, group: Any, group_src: int) -> None:

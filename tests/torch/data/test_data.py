@@ -245,7 +245,7 @@ def test_a_folder_without_tokenizer_files_is_no_tokenizer(tmp_path: Path, kind: 
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused_with_both_sizes(tmp_path: Path) -> None:
-    """Checked at once for its vocabulary and chat template tokens; others may lie beyond."""
+    """The vocabulary and the chat template's tokens are checked at once; other tokens may lie beyond."""
     tokenizer = hugging_face_tokenizer()
     tiny_config("llama", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path / "model")
     tiny_config("llama", vocab_size=200).save_pretrained(tmp_path / "small")
@@ -332,7 +332,7 @@ def test_seeds_and_epochs_differ() -> None:
 
 
 def test_the_order_is_for_ever() -> None:
-    """Resumed runs may have newer libraries: these numbers never change."""
+    """A resumed run may have newer libraries, so these numbers must never change."""
     order = Order(num_rows=10, prompts_per_step=4, seed=11)
     assert order.indices(1) == [1, 5, 6, 9]
     assert order.indices(3) == [7, 2, 0, 9]

@@ -161,7 +161,6 @@ def tokens_a_verification(engine: Engine) -> float:
 
 
 def recording_only(model: Any) -> Engine:
-    """Return an engine that records all it verifies, and learns nothing."""
     engine = make(model)
     assert engine.learning is not None
     engine.learning.budget.may_learn = lambda *, idle: False  # type: ignore[method-assign]
@@ -331,7 +330,7 @@ def test_no_more_than_its_share_is_spent() -> None:
 
 
 def test_where_nothing_pays_a_short_step_is_only_noted(model: Any) -> None:
-    """Counts calls of learning in a step of a millisecond, without a clock."""
+    """The test counts the calls that learning makes in a step of a millisecond."""
     engine, counted, num_steps = make(model, learning="auto"), Counter[str](), 0
     learning = engine.learning
     assert learning is not None
@@ -420,7 +419,7 @@ def test_labels_are_paid_for() -> None:
 
 @pytest.mark.parametrize(("pays", "share"), [(True, 0.04), (False, 0.012)])
 def test_it_goes_on_while_it_pays(pays: bool, share: float) -> None:
-    """Without drafts, or gains, one part in a hundred is spent on trials."""
+    """If drafts are unused or no better, one part in a hundred is spent on trials."""
     budget, spent = LearningBudget(share=None), 0.0
     budget.agreed(0.5, 0.8 if pays else 0.5)
     for _ in range(5000):

@@ -71,7 +71,7 @@ def seconds_of(job: Job, budget: LearningBudget | None) -> float:
 
 
 def test_the_rule_is_right_in_nine_jobs_of_ten() -> None:
-    """In no job does it cost more than one part in a hundred."""
+    """In no job does the rule cost more than one part in a hundred."""
     right = []
     for job in JOBS:
         off, always = seconds_of(job, None), seconds_of(job, LearningBudget(share=0.05))

@@ -42,7 +42,6 @@ def engine_on(device: str = "second:0", *, kind: str = "llama", drafts: bool = F
 
 @pytest.fixture
 def taken(second: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the rows of each FlashAttention call."""
     rows: list[int] = []
 
     def counted(query: torch.Tensor, *others: Any, **how: Any) -> torch.Tensor:
@@ -111,7 +110,7 @@ def test_what_is_preempted_computes_its_prompt_and_answer_again(taken: list[int]
 
 
 def test_a_sequence_moves_on_in_the_midst_of_its_prompt(taken: list[int]) -> None:
-    """It also moves after accepted branches, whose slots are out of order."""
+    """The sequence moves after accepted branches too, whose slots are out of order."""
     here, there = (engine_on(speculation=TREE) for _ in range(2))
     for steps in (1, 2, 5):
         for engine in (here, there):
@@ -130,7 +129,7 @@ def test_a_sequence_moves_on_in_the_midst_of_its_prompt(taken: list[int]) -> Non
 
 
 def test_a_turn_goes_on_behind_accepted_branches(taken: list[int]) -> None:
-    """Its chunk reads slots in any order."""
+    """The turn's chunk reads slots in any order."""
     found = []
     for speculation in (TREE, "off"):
         engine = engine_on(speculation=speculation, max_context=160)
@@ -177,7 +176,7 @@ def test_other_devices_have_none(second: Any) -> None:
 
 
 def test_one_that_computes_something_else_is_found_out(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One puts queries at the first keys instead of the last; another fails."""
+    """One kernel puts queries at the first keys instead of the last; another fails."""
 
     def first(*row: Any, window_size: tuple[int, int], **how: Any) -> torch.Tensor:
         return played(*row, window_size=(0, 0), **how)
@@ -205,7 +204,7 @@ sequences = st.lists(
     window=st.none() | st.integers(1, 20), kv_heads=st.sampled_from([1, 2, 4]), seed=st.integers(0, 9),
 )  # fmt: skip
 def test_it_is_tree_attention(decoding: Any, prompts: Any, window: int | None, kv_heads: int, seed: int) -> None:
-    """Sequences with trees, unordered slots and pasts of any length; the cache ends with the same bits."""
+    """The batch has trees, unordered slots and pasts of any length; the cache ends with the same bits."""
     draw = np.random.default_rng(seed)
     num = len(decoding) + len(prompts)
     table = draw.permutation(num * 64).astype(np.int32).reshape(num, 64)

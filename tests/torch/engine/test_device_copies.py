@@ -106,7 +106,7 @@ def test_a_level_of_a_drafting_model_is_one_more_of_each(played: Any) -> None:
 
 
 def test_a_drafting_model_reads_there_what_it_keeps_here(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps accepted tree entries by swapping; a stale table costs draft quality, no token."""
+    """The device keeps accepted tree entries by swapping. A stale table costs draft quality, no token."""
     num_looks, stage = 0, KVSpace.stage
 
     def looking(space: KVSpace, meta: AttentionMeta, **arrays: Any) -> Any:

@@ -19,8 +19,6 @@ TREE = DraftPlan(drafter="model", depth=3, width=2, branch=2)
 
 
 class DeviceClock:
-    """Clock that advances a second per wait for a busy device."""
-
     def __init__(self, second: Any) -> None:
         self.now, self._second, self._num_kernels = 0.0, second, second.seen().kernels
 
@@ -95,7 +93,6 @@ def test_steps_capture_nothing(second: Any, monkeypatch: pytest.MonkeyPatch, spe
 
 
 def captures(engine: Any) -> list[list[int]]:
-    """Return the rows of each captured graph per model, in order."""
     found = []
     for space in engine.state.spaces:
         shapes = [key[:2] for key in space.runner._graphs._captured]

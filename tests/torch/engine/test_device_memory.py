@@ -31,7 +31,7 @@ def kv_bytes(engine: Engine) -> int:
 
 
 def test_weights_reach_the_device_in_the_type_in_which_they_are_kept(second: Any) -> None:
-    """A model may not fit in float32."""
+    """In float32, a model that fits might not."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

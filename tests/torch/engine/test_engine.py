@@ -102,7 +102,7 @@ def test_a_mode_keeps_what_it_learnt_until_the_weights_change(engine: Engine, mo
 
 
 def test_a_completion_says_under_which_strategies_it_decoded(model: Any) -> None:
-    """Counted by hand from step reports, over a preemption and a move; the first token has none."""
+    """The expected counts follow step reports over a preemption and a move; the first token has none."""
     engine, other, steps = make(model), make(model), Counter[str]()
     engine.submit(request("x", max_tokens=60))
     plans = [PLAIN, TREE, DraftPlan(drafter="suffix", depth=2)]
@@ -258,7 +258,7 @@ def test_from_pretrained_with_tokenizer_and_drafter(model: Any, tmp_path: Any) -
 
 
 def test_room_is_what_rows_and_blocks_allow(model: Any) -> None:
-    """Admission stops at zero and takes all that fits."""
+    """Nothing is admitted without room, and as many sequences as stated with it."""
     wide = make(model, speculation="off", max_sequences=4)
     assert wide.stats().room == 4
     for index in range(6):

@@ -195,7 +195,6 @@ REFUSALS = (SequenceStateError, InvalidRequest)
 
 
 def refused(call: Callable[[], object], field: str, there: Engine) -> None:
-    """Assert that the call fails with one line naming the field, and changes nothing."""
     before = (there.stats(), there.sequences(), sorted(there.scheduler.arriving), dict(there.scheduler.promised))
     cached = [space.cached.tolist() for space in there.state.spaces]
     content = [space.runner.kv.clone() for space in there.state.spaces]
@@ -282,7 +281,6 @@ def test_damaged_bytes_are_refused_by_name(data: st.DataObject) -> None:
 
 
 def sealed(header: bytes, rest: bytes) -> bytes:
-    """Return the header sealed as by `to_bytes`."""
     body = b"RLHFMOVE" + len(header).to_bytes(4, "little") + header + rest
     return body + checksum_of([body]).to_bytes(8, "little")
 
@@ -341,7 +339,7 @@ def paths_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_a_header_that_lies_is_refused_by_name_or_harmless(data: st.DataObject) -> None:
-    """The checksum is right, so the content must be checked. Nothing spins or leaks."""
+    """The checksum is right, so only the content can reveal the lie. Nothing spins or leaks."""
     good, there = to_bytes(exported()), target_of_fuzzing()
     length = int.from_bytes(good[8:12], "little")
     header, rest = json.loads(good[12 : 12 + length]), good[12 + length : -8]

@@ -71,7 +71,6 @@ def some_requests(rng: np.random.Generator, count: int, temperature: float) -> l
 
 
 def what_counts(done: Completion) -> tuple[object, ...]:
-    """Return all bits that the law fixes."""
     return done.token_ids, done.log_probs, done.tempered_log_probs, done.finish_reason
 
 
@@ -113,7 +112,7 @@ def test_tokens_and_log_probs_are_the_same_bits_whatever_happens(
 
 
 def test_drafts_are_really_accepted(pair: tuple[Engine, Engine]) -> None:
-    """Without drafts the law would hold trivially."""
+    """Without accepted drafts the law would hold trivially."""
     _, driven = pair
     for mode in (TREE, CHAIN):  # the adaptive ones may rightly find that a tiny model is fastest alone
         driven.set_speculation(mode)

@@ -31,8 +31,6 @@ def make(**options: object) -> Engine:
 
 
 class RandomUser:
-    """Random caller of two engines that exchange sequences."""
-
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.engines = [make(), make(speculation="adaptive", block_size=16)]
@@ -123,7 +121,7 @@ def test_integrity_holds_after_ten_thousand_random_operations() -> None:
     ids=["tree", "suffix-tree", "off", "adaptive"],
 )
 def test_no_memory_grows_over_thousands_of_steps(mode: str | DraftPlan, most_bytes: int) -> None:
-    """The Python heap is constant once windows, journals and indexes are full; KV in use is what sequences own.
+    """The Python heap and the KV in use stay constant once windows, journals and indexes are full.
 
     The adaptive mode's last trees vary in size with the clock, so its bound is wider."""
     engine = make(speculation=mode)

@@ -67,13 +67,11 @@ def make(index: int = 0, **options: Any) -> Engine:
 
 @functools.cache
 def engines() -> tuple[Engine, Engine]:
-    """Return two cramped engines, shared by all examples."""
     return make(kv_cache_tokens=208, tree_slots=12, prefill_chunk=24), make(kv_cache_tokens=264, tree_slots=24)
 
 
 @functools.cache
 def judges() -> list[Engine]:
-    """Return one engine per version; their memory is scratch."""
     return [make(index, speculation="off") for index in range(len(weights()))]
 
 
@@ -234,7 +232,6 @@ class Memory(RuleBasedStateMachine):
         Memory.seen[end] += 1
 
     def _pick(self, names: Iterable[str], which: int, place: int) -> str:
-        """Return one of the names; submit more if there is none."""
         known = sorted(names)
         if not known:
             self.submit(

@@ -95,7 +95,7 @@ def test_no_step_raises_whatever_was_sent(engine: Engine, data: st.DataObject) -
     ids=str,
 )  # fmt: skip
 def test_what_the_law_allows_is_the_oracles(engine: Engine, model: Any, params: dict[str, Any]) -> None:
-    """Extreme but legal: numbers are read as float32, one token always stays, all tokens may stay."""
+    """Numbers are read as float32, one token always stays, and all tokens may stay."""
     chosen = SamplingParams(max_tokens=6, ignore_eos=True, **params)
     engine.submit(Request(id="a", prompt_token_ids=(1, 2, 3), params=chosen, seed=7))
     done = drain(engine)["a"]

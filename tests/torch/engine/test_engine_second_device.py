@@ -56,7 +56,6 @@ def test_what_torch_does_not_know_is_no_device() -> None:
 def test_another_cpu_is_no_reason_to_refuse_a_move_between_devices(
     second: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device computes, so the host's CPU does not matter."""
     here = engine_on("second:0", arithmetic="auto").state.target.runner
     assert here.config.arithmetic == "torch"
     monkeypatch.setattr(linear, "available_arithmetics", lambda dtype: ("amx", "fma", "torch"))
@@ -104,7 +103,7 @@ def test_a_fingerprint_is_computed_where_the_weights_are(second: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("size", [1, 2, 7, 64, 3 * 5000 + 1])
 def test_a_checksum_sees_every_change(monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype) -> None:
-    """One bit, two swapped words, and words beyond one summed part."""
+    """The changes are one bit, two swapped words, and words beyond one summed part."""
     monkeypatch.setattr(checksums, "_WORDS", 4096)
     tensor = torch.randint(1, 100, (size,), generator=torch.Generator().manual_seed(size)).to(dtype)
     seen = {checksums.checksums_on_device([tensor])[0]}

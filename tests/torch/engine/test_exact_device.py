@@ -50,7 +50,7 @@ def test_fast_ones_are_not_and_the_report_says_so(second: Any, exact: str) -> No
 
 
 def test_what_is_not_so_is_refused_at_load(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers may depend on the number of rows; one shape has one number."""
+    """Layers may depend on the number of rows; only a fixed shape gives fixed bits."""
     genuine = ModelRunner._run_layers
 
     def by_company(self: ModelRunner, token_ids: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -99,7 +99,7 @@ def test_flips_are_counted_against_the_oracle(second: Any) -> None:
 
 
 def test_a_flip_is_seen(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's model is not the oracle's: many tokens flip by large leads."""
+    """The engine computes with another model than the oracle, so many tokens flip by large leads."""
     made = iter([random_model("llama", seed=1), random_model("llama", seed=1), random_model("llama", seed=0)])
     found = count_flips(lambda: next(made), "second:0", dtype="bfloat16", exact="off", max_context=160, max_tokens=12)
     assert found.num_flips > 24

@@ -51,7 +51,7 @@ def talk(engine: Engine, turns: range, *, names: tuple[str, ...] = ("chat",)) ->
 
 @pytest.mark.parametrize("speculation", ["off", TREE, SUFFIX, "adaptive"])
 def test_only_what_is_new_runs(speculation: str | DraftPlan) -> None:
-    """Only new tokens run, and the last token of the previous turn, which was chosen but not run."""
+    """Also the last token of the previous turn runs, which was chosen but not run."""
     engine = make(speculation=speculation)
     engine.submit(staying())
     first = drain(engine)["chat"]
@@ -86,7 +86,7 @@ def test_a_sequence_that_stays_has_no_row_and_gives_way_when_memory_is_needed() 
 
 
 def test_nobody_gives_way_in_vain() -> None:
-    """Nothing is preempted for a newcomer that would still not fit."""
+    """No sequence is preempted for a newcomer that would still not fit."""
     engine = make(speculation="off", kv_cache_tokens=16 * 12)
     engine.submit(staying())
     drain(engine)

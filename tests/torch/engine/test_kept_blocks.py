@@ -42,8 +42,6 @@ def an_engine() -> Engine:
 
 
 class Counted:
-    """Runner that counts prompt tokens."""
-
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.before = engine.stats()
@@ -75,7 +73,6 @@ def in_order(counted: Counted) -> None:
 
 
 def chats(counted: Counted) -> None:
-    """Run six chats of five turns (30 tokens, answered by 24) behind a system prompt of 200."""
     prompts = [tokens(seed=99, count=200)] * 6
     for turn in range(5):
         prompts = [prompt + tokens(seed=100 + 10 * chat + turn, count=30) for chat, prompt in enumerate(prompts)]
@@ -290,9 +287,7 @@ def test_siblings_that_come_together_run_their_prompt_once_and_copy_its_tail() -
 
 
 def test_a_tail_whose_block_is_given_out_meanwhile_is_copied_all_the_same() -> None:
-    """The newcomer that gets the block copies it first. The next one, for which a resting sequence gives way, does not
-    read
-    unwritten data."""
+    """The newcomer copies the block first, and the next one does not read it before it is written."""
     engine = make(speculation="off", kv_cache_tokens=16 * 8, max_sequences=3)
     prompt = tokens(seed=3, count=48)  # two whole blocks, and 15 tokens behind them
     engine.submit(request("stays", stays=True, max_tokens=13))

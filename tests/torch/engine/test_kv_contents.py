@@ -34,7 +34,6 @@ def make(model: Any, draft: Any, **options: Any) -> Engine:
 
 
 def written_afresh(runner: ModelRunner, tokens: np.ndarray) -> torch.Tensor:
-    """Return [positions, layers, 2, heads, dim] of one forward over `tokens` alone."""
     positions = np.arange(len(tokens), dtype=np.int32)
     meta = AttentionMeta(
         slots=positions,

@@ -23,7 +23,6 @@ _on_the_cpu = pytest.mark.on_the_cpu("pages come and go with what is used in mai
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """Return an engine with 64 KB of KV a token and 1 MB a block, of at most 285 MB."""
     model = large_kv_model(vocab_size=260)
     config = EngineConfig(
         dtype="bfloat16", max_sequences=4, max_context=1024, num_threads=1, speculation="suffix", profile=True
@@ -42,7 +41,6 @@ def test_the_proof_of_a_model_leaves_nothing_in_memory() -> None:
 
 
 def step_with(engine: Engine, count: int) -> int:
-    """Return the bytes of the blocks for a training step of prompts of 400 tokens."""
     for index in range(count):
         prompt = tuple(np.random.default_rng(index).integers(0, 260, 400).tolist())
         engine.submit(request(str(index), prompt, max_tokens=8))

@@ -88,7 +88,7 @@ def siblings(engine: Engine, count: int, num_steps: int = 6) -> None:
 
 
 def test_siblings_that_arrive_together_bring_their_prompt_once() -> None:
-    """The first promises it to the others, which may land in any order."""
+    """The first sibling promises the prompt to the others, which may land in any order."""
     here, there = make(), make()
     siblings(here, 4)
     used = here.stats().num_blocks - here.stats().num_free_blocks
@@ -174,7 +174,7 @@ def test_what_was_learnt_of_a_sequence_goes_with_it() -> None:
 
 
 def test_it_is_as_old_as_it_was() -> None:
-    """It is neither the youngest running sequence nor last in the queue."""
+    """The sequence is neither the youngest running one nor last in the queue."""
     old, young = make(), make(max_sequences=2)
     old.submit(request("old", seed=1))
     old.step()

@@ -74,7 +74,7 @@ def test_parameters_are_what_hugging_face_makes_of_them(model_type: str) -> None
 
 
 def test_no_buffer_of_any_class_changes_its_type() -> None:
-    """All classes are checked, without values."""
+    """The test checks all classes, without values."""
     num_float = 0
     for model_type in model_types():
         try:
@@ -209,7 +209,6 @@ def test_what_was_found_is_of_the_model_that_runs() -> None:
 
 
 def held(engine: Any, name: str) -> Tensor:
-    """Return a weight as the engine has it."""
     path, _, leaf = name.rpartition(".")
     module = engine.state.target.runner.fused.model.get_submodule(path)
     return module.unpacked_weight() if isinstance(module, PackedLinear) else getattr(module, leaf)

@@ -115,7 +115,7 @@ def test_a_function_of_the_other_rows_is_seen() -> None:
 @pytest.mark.parametrize("terms", [1, 2, 3, 4, 8, 33])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_sums_over_the_terms_of_a_row_are_its_own(terms: int, width: int) -> None:
-    """[T, k, H].sum(1), as in mixtures of experts; and means over heads."""
+    """The sums are [T, k, H].sum(1), as in mixtures of experts, and means over heads."""
     parts = torch.stack([rows_of(width, seed) for seed in range(terms)], dim=1)
     for function in (torch.sum, torch.mean, torch.amax):
         together = function(parts, dim=1)

@@ -86,7 +86,6 @@ def test_the_trunk_and_what_it_returns_are_found() -> None:
 
 
 def probed(model_type: str, max_context: int, **changes: Any) -> list[tuple[int, int]]:
-    """Return (first position, last position) of every probe."""
     model = tiny_model(tiny_config(model_type, **changes))
     anatomy = examine(model, name="model", max_context=max_context)
     return [(probe.past, probe.length - 1) for probe in choose(anatomy, model.config, max_context, 97)]
@@ -321,7 +320,6 @@ def test_every_row_of_a_mixture_is_counted_once() -> None:
 
 
 def saved(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    """Return a tiny model with changed weights on disk."""
     random_model("llama", seed=0).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     change(weights)
@@ -387,7 +385,7 @@ def test_tied_weights_and_old_buffers_do_not_count(kind: str, old: str, tmp_path
 
 
 def test_a_critic_may_begin_from_a_classifier(tmp_path: Path) -> None:
-    """It makes its own head, so a missing or foreign one does not matter."""
+    """A critic makes its own head, so a missing or foreign one does not matter."""
 
     def as_a_classifier(weights: dict[str, Tensor]) -> None:
         weights["score.weight"] = torch.ones(1, weights.pop("lm_head.weight").shape[1])

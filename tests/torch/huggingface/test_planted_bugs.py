@@ -32,13 +32,11 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def in_specs(patch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
-    """Make the engine use another attention than was found."""
     found = anatomy._Tracer.specs
     patch.setattr(anatomy._Tracer, "specs", lambda self, near, far: tuple(map(change, found(self, near, far))))
 
 
 def behind_fuse(patch: pytest.MonkeyPatch, spoil: Callable[[Any], None]) -> None:
-    """Spoil the model after the exchange."""
     fuse = runner.fuse
 
     def spoilt(*arguments: Any, **keywords: Any) -> Any:
@@ -76,7 +74,6 @@ def lost_bias(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgotten_rope(patch: pytest.MonkeyPatch) -> None:
-    """Use plain RoPE angles behind the original length."""
     scaled = RotaryTable._make
 
     def make(self: RotaryTable, x: torch.Tensor, args: Any, kwargs: Any) -> Any:
@@ -102,7 +99,6 @@ def swapped_experts(patch: pytest.MonkeyPatch) -> None:
 
 
 def swapped_expert_weights(patch: pytest.MonkeyPatch) -> None:
-    """Swap the weights of a token's two experts."""
     forward = PackedExperts.forward
     patch.setattr(PackedExperts, "forward", lambda self, x, index, weights: forward(self, x, index, weights.flip(1)))
 

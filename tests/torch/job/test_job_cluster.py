@@ -44,7 +44,6 @@ CLUSTER = {
 
 
 def fields_refused(manifest: dict[str, Any]) -> list[str]:
-    """Return the fields refused by the first pod's checks."""
     try:
         job = RLHFJob.model_validate(manifest)
     except ValidationError as error:
@@ -68,7 +67,7 @@ def test_what_is_wrong_is_named(wrong: Wrong) -> None:
 
 
 def test_what_only_an_api_server_refuses_is_too_long_alone() -> None:
-    """Local jobs need no bounds; nothing else may pass only there."""
+    """Local jobs need no bounds on length; nothing else may pass only there."""
     for wrong in WRONG:
         if wrong.by == "server":
             assert len(next(iter(reversed(wrong.edits.values())))) > 64
@@ -99,7 +98,7 @@ def test_roles_are_those_that_have_a_pod() -> None:
 
 
 def test_the_definition_bounds_everything() -> None:
-    """Otherwise the API server counts a rule's cost as endless."""
+    """Otherwise the API server counts the cost of a rule as endless."""
 
     def walk(node: dict[str, Any], path: str) -> None:
         kind = node.get("type")

@@ -201,7 +201,6 @@ CONFIGS = {
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every path of a job that can be changed, blocks too."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in items:
         yield f"{path}{key}", child

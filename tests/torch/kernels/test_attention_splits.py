@@ -81,7 +81,7 @@ def test_a_chain_has_the_same_bits_as_tree_and_as_prefill(committed: int, option
 
 @needs_native
 def test_splits_matter_only_beyond_the_first() -> None:
-    """It proves that the comparisons can fail, and that one split is one softmax."""
+    """This proves that the comparisons above can fail, and that one split is one softmax."""
     case = make_case(LONG, Shape())
     split, unsplit = case.run(split=64), case.run(split=UNSPLIT)
     is_long = torch.from_numpy(case.meta.context_lens + (case.meta.extra >= 0).sum(1) > 64)
@@ -152,7 +152,7 @@ def test_no_bit_of_a_long_context_depends_on_where_it_is_computed(
     split: int, committed: int, rows: int, dtype: torch.dtype, every_isa: Callable[[str], None],
     threads: Callable[[int], None],
 ) -> None:  # fmt: skip
-    """72 contexts in over 600 comparisons: rows alone, placements, slots, three threads, instruction sets."""
+    """72 contexts vary rows, placements, slots, threads and instruction sets in over 600 comparisons."""
     forest = [Sequence(committed, chain(rows), as_tree=bool(rows % 2)), Sequence(200, chain(20), as_tree=False)]
 
     def case(place_seed: int = 0) -> Case:
@@ -245,7 +245,7 @@ RECORDED_OPTIONS: dict[str, Options] = {
 def test_up_to_a_split_the_bits_are_those_of_the_kernel_without_splits(
     options: str, dtype: torch.dtype, isa: str, every_isa: Callable[[str], None]
 ) -> None:
-    """They were recorded with the kernel before splits: one softmax over all positions."""
+    """The expected bits were recorded with a kernel that takes one softmax over all positions."""
     every_isa(isa)
     out = recorded_case(dtype).run(layer=0, **RECORDED_OPTIONS[options])
     assert digest(out) == RECORDED[options, dtype]
@@ -308,7 +308,7 @@ def test_triton_merges_as_many_rows_at_a_time_as_there_is_room_for(monkeypatch: 
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("options", TRITON_OPTIONS)
 def test_triton_gives_short_contexts_the_bits_of_one_softmax(options: Options) -> None:
-    """The slot table may be larger: empty splits merge as nothing."""
+    """The slot table may have room for more splits, which merge as nothing."""
     short = [Sequence(50, (-1, 0), as_tree=True), Sequence(0, chain(3), as_tree=False)]
     expected = make_case(short, Shape()).run(triton_kernel, split=128, **options)
     wide = make_case(short, Shape())

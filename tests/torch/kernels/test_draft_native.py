@@ -59,7 +59,6 @@ def space_for(vocab_size: int, dtype: str) -> Space:
 
 
 def batch_of(space: Space, rng: np.random.Generator, temperature: float) -> DraftBatch:
-    """Return sequences with little room and few free slots."""
     size = int(rng.integers(1, NUM_ROWS + 1))
     rows = np.sort(rng.permutation(NUM_ROWS)[:size]).astype(np.int32)
     lengths = rng.integers(1, 30, size).astype(np.int32)
@@ -80,7 +79,6 @@ def batch_of(space: Space, rng: np.random.Generator, temperature: float) -> Draf
 
 
 def taught_acceptance(rng: np.random.Generator) -> AcceptanceModel:
-    """Return an acceptance model that differs by cell and row."""
     acceptance, size = AcceptanceModel(NUM_ROWS), 400
     rows, depth, rank = (rng.integers(low, high, size).astype(np.int32) for low, high in ((0, 8), (1, 5), (0, 5)))
     gap = rng.exponential(3.0, size).astype(np.float32)

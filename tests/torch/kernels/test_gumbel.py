@@ -40,7 +40,6 @@ class Batch(NamedTuple):
 
 
 def random_batch(logits: Tensor, generator: torch.Generator, *, masked: bool = True) -> Batch:
-    """Return parameters of every kind by row; `masked=False`: temperatures only."""
     rows, vocab_size = logits.shape
 
     def choose(values: list[float], dtype: torch.dtype) -> Tensor:
@@ -149,7 +148,7 @@ def test_native_equals_reference(vocab_size: int, shape: Callable[..., Tensor], 
 @pytest.mark.parametrize("isa", NATIVE_ISAS)
 @pytest.mark.parametrize("vocab_size", [5, 300, 4096])
 def test_native_resolves_near_ties(vocab_size: int, isa: str) -> None:
-    """Scores differ in the seventh digit, where the float32 search alone fails."""
+    """The scores differ in the seventh digit, where the float32 search alone fails."""
     g = generator(vocab_size, 1)
     batch = near_ties(random_batch(normal(64, vocab_size, g), g, masked=False))
     assert_same_sample(native_sample(isa, batch), gumbel.sample_reference(*batch))
@@ -168,7 +167,7 @@ def test_native_finds_the_nucleus_of_a_large_vocabulary(spread: float) -> None:
 @needs_native
 @given(st.data())
 def test_native_equals_reference_on_odd_rows(data: st.DataObject) -> None:
-    """Small rows of arbitrary floats, with ties and impossible tokens."""
+    """Rows are small, of arbitrary floats, with ties and impossible tokens."""
     value = st.one_of(st.sampled_from([0.0, -0.0, 1.0, -INF, 88.0, -1e30, 1e30]), st.floats(-30, 30, width=32))
     row = data.draw(st.lists(value, min_size=1, max_size=40))
     T = data.draw(st.one_of(st.sampled_from([0.0, 1.0, 1e-30, 1e30]), st.floats(2**-7, 16, width=32)))
@@ -216,7 +215,7 @@ def test_nucleus_boundary_that_is_met_exactly(top_p: float, num_small: int) -> N
 
 @needs_native
 def test_a_row_gives_the_same_bits_in_every_batch(restored_threads: None) -> None:
-    """Alone, in any batch, stride, thread count, AVX2 or AVX-512: tokens, log-probs and scores."""
+    """Batch, stride, thread count and instruction set change no bit of tokens, log-probs and scores."""
     g = generator(5)
     batch = random_batch(torch.cat([normal(40, 3001, g), holed(20, 3001, g), tied(12, 3001, g)]), g)
     build.set_num_threads(1)
@@ -476,7 +475,7 @@ def test_triton_gives_a_given_token_the_bits_of_sampling_it(vocab_size: int, tem
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("shape", [normal, tied, near_ties])
 def test_triton_search_skips_no_tile_wrongly(shape: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results of earlier of many small tiles decide whether later ones are read."""
+    """Results of earlier tiles decide whether later ones are read."""
     gumbel_triton = pytest.importorskip("rlhfspec.kernels.gumbel_triton", reason="no triton", exc_type=ImportError)
     monkeypatch.setattr(gumbel_triton, "MAX_TILE", 16)
     g = generator(9)

@@ -92,7 +92,7 @@ def test_the_kernel_copies_what_torch_copies(data: st.DataObject, shape: tuple[i
 def test_memory_of_others_takes_and_gives_the_same_bits(
     data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype, skew: int
 ) -> None:
-    """It may begin anywhere, and a source may be read-only."""
+    """The memory may begin anywhere, and a source may be read-only."""
     slots = data.draw(some_of(shape[0] * shape[3]))
     source, target = random_kv(shape, dtype, 1), random_kv(shape, dtype, 2)
     reference, expected = pack_slots_reference(source, slots), target.clone()
@@ -127,7 +127,7 @@ def test_memory_that_does_not_fit_is_refused_by_name(name: str, slots: list[int]
 
 
 def test_a_device_is_waited_for_once_where_something_is_read_and_else_not(second: Any) -> None:
-    """Slots are read on the host, where they come from."""
+    """Slots are checked on the host, where they come from."""
     kv = torch.randn(6, 2, 2, 16, 2, 8)
     there = kv.to("second:0")
     slots, others = np.array([3, 90, 17, 40], np.int32), np.array([5, 6, 7, 8], np.int32)

@@ -255,13 +255,11 @@ def _p_value(tokens: np.ndarray, T: float, top_k: int, top_p: float) -> float:
 
 
 def _chi_square(counts: np.ndarray, expected: np.ndarray, freedom: int) -> float:
-    """Return the probability of counts at least as far from the expected ones."""
     distance = float(((counts - expected) ** 2 / expected).sum())
     return float(torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(distance / 2)))
 
 
 def _kolmogorov(values: np.ndarray, distribution: Callable[[np.ndarray], np.ndarray]) -> float:
-    """Return the Kolmogorov p-value (exact for many values)."""
     n, wanted = values.size, distribution(np.sort(values))
     distance = max((np.arange(1, n + 1) / n - wanted).max(), (wanted - np.arange(n) / n).max())
     return float(2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * n * distance**2) for k in range(1, 101)))
@@ -271,7 +269,7 @@ def _kolmogorov(values: np.ndarray, distribution: Callable[[np.ndarray], np.ndar
     ("T", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 4, 1.0), (1.0, 0, 0.8), (0.7, 5, 0.9), (2.5, 3, 0.6)]
 )
 def test_draws_follow_the_softmax(T: float, top_k: int, top_p: float) -> None:
-    """A million seeds at one position, like a million samples of one prompt."""
+    """A million seeds at one position are like a million samples of one prompt."""
     seeds, positions = np.arange(NUM_DRAWS, dtype=np.int64), np.full(NUM_DRAWS, 17, np.int32)
     assert _p_value(_draws(T, top_k, top_p, seeds=seeds, positions=positions), T, top_k, top_p) > 1e-4
 

@@ -60,7 +60,6 @@ def pack_mlp(parts: list[nn.Linear], dtype: torch.dtype, arithmetic: str, activa
 
 
 def differing_batches(layer: nn.Module, x: Tensor) -> list[str]:
-    """Return the batch cuts and thread counts that change a row's bits."""
     build.set_num_threads(1)
     whole = layer(x)
     num_rows, wrong = len(x), []
@@ -199,7 +198,6 @@ def test_any_shape_any_slice_of_rows(
 
 
 def rounded(x: Tensor, arithmetic: str) -> Tensor:
-    """Return activations as the arithmetic sees them, in float64."""
     return (x.to(BF16) if arithmetic in ("amx", "dpbf16") else x).double()
 
 

@@ -88,7 +88,7 @@ def test_chain_has_the_same_bits_as_tree_and_as_prefill(num_rows: int, options: 
     seed=st.integers(0, 99),
 )
 def test_a_key_weighs_the_same_in_the_table_and_in_extra(drawn: tuple[int, list[int], Options], seed: int) -> None:
-    """Rows of one chain, each with its own border between table and extras, before or behind splits."""
+    """Rows of one chain have different borders between table and extras, before or behind splits."""
     committed, places, options = drawn
     chunk = Sequence(committed, chain(len(places)), as_tree=False)
     expected = make_case([chunk], Shape()).run(**options)

@@ -110,7 +110,6 @@ def ragged(draw: st.DrawFn, num_columns: int) -> tuple[Tensor, list[Tensor]]:
 
 
 def slow_gae(rewards: list[float], values: list[float], gamma: float, gae_lambda: float) -> list[float]:
-    """Return one response's GAE by the definition: a double sum."""
     n = len(rewards)
     following = [*values[1:], 0.0]
     deltas = [rewards[t] + gamma * following[t] - values[t] for t in range(n)]

@@ -57,7 +57,6 @@ def score_of(sample: Sample, stage: ScoringStage, values: list[float], **changes
 
 
 def records_of(number: int) -> Records:
-    """Return a reference batch as records in random order."""
     batch = NUMBERS["batches"][number]
     samples, scores, start = [], [], 0
     for i, length in enumerate(batch["lengths"]):
@@ -140,7 +139,6 @@ def test_arrival_order_leaves_no_trace(name: str) -> None:
 
 
 def split_terms(algorithm: Algorithm, targets: Targets, parts: list[list[int]], number: int) -> tuple[Any, ...]:
-    """Return losses, metrics and gradients of a step in these micro-batches."""
     log_probs = flat(number, "log_probs", torch.float64).requires_grad_()
     values = flat(number, "values", torch.float64).requires_grad_()
     starts = (targets.lengths.cumsum(0) - targets.lengths).tolist()

@@ -21,8 +21,6 @@ from rlhfspec.training.modeling.digest import digest
 
 @dataclass
 class Meeting:
-    """Exchange between two threads in place of two ranks."""
-
     said: list[Any] = field(default_factory=lambda: [None, None])
     barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(2, timeout=60.0))
 
@@ -48,8 +46,6 @@ class RankInThread(Ranks):
 
 
 class Apart:
-    """A learner of two ranks, a model on each."""
-
     def __init__(self, **options: Any) -> None:
         meeting = Meeting()
         self.ranks = [learner("auto", ranks=RankInThread(rank=rank, meeting=meeting), **options) for rank in (0, 1)]

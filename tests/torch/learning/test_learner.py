@@ -39,7 +39,7 @@ def test_micro_batches_add_up_to_the_whole(name: str) -> None:
 
 
 def test_the_first_gradient_is_written_out_by_hand() -> None:
-    """GRPO without a clip or KL: minus the mean over samples of the mean advantage-weighted log-prob."""
+    """For GRPO without clip or KL it is minus the mean over samples of the mean advantage-weighted log-prob."""
     settings = spec(algorithm={"klCoefficient": 0.0}, optimizer={"name": "SGD", "learningRate": 1.0}, maxGradNorm=1e9)
     step, trained, by_hand = rollouts(), learner(settings), policy()
     trained.learn(step)
@@ -136,7 +136,6 @@ def test_exact_on_policy_takes_the_engines_forward() -> None:
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    """Save and load the state, as another process does."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

@@ -36,7 +36,7 @@ def test_dropout_leaves_the_random_state_of_every_other_device_alone(
 
 
 def test_auto_keeps_float32_and_computes_in_bfloat16(second: ModuleType) -> None:
-    """An update of 1e-6 stays, which bfloat16 weights would lose; on a CPU nothing is bfloat16."""
+    """An update of 1e-6 stays, which bfloat16 weights would lose. On a CPU nothing is bfloat16."""
     settings = spec(optimizer={"learningRate": 1e-6}, autocast="auto")
     learner = Learner(settings, policy(), num_threads=1, device=DEVICE)
     before = {name: tensor.clone() for name, tensor in learner.policy_state().items()}

@@ -59,7 +59,7 @@ def test_subjects_are_one_a_record_and_beside_the_dead_letters() -> None:
 
 
 def test_a_crash_of_the_trainer_uses_up_no_delivery() -> None:
-    """Each crash counts as a delivery of everything that it holds."""
+    """Each crash counts as a delivery of everything that the trainer holds."""
     trainer = {consumer.name: consumer for consumer in loop.work_consumers(Sample, {"trainer", "reward"})}["trainer"]
     assert trainer.max_deliveries is None
 

@@ -103,7 +103,6 @@ class Stranger:
         self._reader, self.writer = reader, writer
 
     async def read(self) -> bytes:
-        """Return all bytes until the other end hangs up."""
         try:
             return await asyncio.wait_for(self._reader.read(), 30)
         except ConnectionResetError:

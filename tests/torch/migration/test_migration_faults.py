@@ -83,7 +83,7 @@ async def test_a_control_that_fails_at_any_message(kind: type[messages.MoveMessa
 
 
 async def test_nobody_says_whether_it_was_taken() -> None:
-    """The destination has it; the cut-off source forgets it when it leaves."""
+    """The destination has the sequence; its source is cut off, and forgets it when it leaves."""
 
     control = Struck(messages.HandOver | messages.Ask, "back", times=1000)  # type: ignore[arg-type]
     async with generators(control=control, **LONG) as made:
@@ -124,7 +124,7 @@ class BrokenSending:
 @pytest.mark.parametrize("must_go", [False, True])
 @pytest.mark.parametrize("at", ["open", "room", "send", "lies"])
 def test_a_link_that_fails(at: str, must_go: bool) -> None:
-    """It stays; or, from a leaving generator, its tokens go without KV."""
+    """The sequence stays or, from a leaving generator, moves its tokens without KV."""
 
     def links(index: int) -> Links:
         def opened(offer: str) -> Any:

@@ -44,7 +44,6 @@ SHARPENED = ("q_proj", "k_proj", "qkv_proj", "query_key_value", "q_norm", "k_nor
 
 @torch.no_grad()
 def sharp_model(family: str) -> Any:
-    """Return a model with weights exact in bfloat16."""
     changes = {"num_hidden_layers": 2, "max_position_embeddings": 4096} | FAMILIES[family]
     model = tiny_model(tiny_config(family, **changes))
     for name, parameter in model.named_parameters():
@@ -58,7 +57,6 @@ TOKENS = torch.randint(CLASSES_VOCAB_SIZE, (NUM_TOKENS + 1,), generator=torch.Ge
 
 @torch.inference_mode()
 def in_float32(model: Any) -> Tensor:
-    """Return the log-probs of plain Hugging Face, in one forward."""
     model.set_attn_implementation("sdpa")
     log_probs = model(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0, :-1].log_softmax(-1)
     return log_probs.gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]  # type: ignore[no-any-return]
@@ -91,7 +89,7 @@ def test_the_error_in_bfloat16_does_not_grow_with_the_position(family: str) -> N
 
 
 def test_nor_does_it_where_the_engine_computes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, by torch's own functions."""
+    """The engine computes by torch's own functions, as on a GPU."""
     monkeypatch.setattr(runner.ModelRunner, "activation_dtype", property(lambda self: self.config.dtype))
     model = sharp_model("llama")
     wanted = in_float32(copy.deepcopy(model))

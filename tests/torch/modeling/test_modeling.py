@@ -38,7 +38,6 @@ def batch() -> PackedRow:
 
 
 def one_by_one(model: Any, temperature: float) -> torch.Tensor:
-    """Return plain Hugging Face's log-probs of each sequence alone."""
     model.set_attn_implementation("eager")
     found = []
     for prompt, response in zip(PROMPTS, RESPONSES, strict=True):

@@ -67,7 +67,7 @@ def test_it_is_attention_part_by_part(groups: Any, window: int | None, kv_heads:
 
 @pytest.mark.parametrize("recompute", ["off", "on"])
 def test_a_learner_learns_the_same(flash: None, monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
-    """Under autocast, where RoPE makes queries float32 again; and with recomputed layers."""
+    """This covers autocast, where RoPE makes queries float32 again, and recomputed layers."""
     settings = spec(autocast="bfloat16", activationCheckpointing=recompute)
     heads = learner(settings)._policy.config.head_dim
     monkeypatch.setattr(kernel, "_HEAD_UNIT", heads)  # a tiny model's are of no size that FlashAttention knows
@@ -103,7 +103,7 @@ def test_what_it_does_not_know_is_left_to_the_twin(
 def test_a_device_that_computes_something_else_is_found_out(
     flash: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Queries at the first keys instead of the last, as in older versions; and a failing one."""
+    """One puts queries at the first keys instead of the last, as older versions did; another fails."""
 
     def first(*row: Any, window_size: tuple[int, int], **how: Any) -> torch.Tensor:
         return played(*row, window_size=(0, 0), **how)

@@ -102,7 +102,6 @@ def test_where_memory_grows_with_length_squared_it_is_not_told() -> None:
 
 
 def learnt(name: str, **training: Any) -> str:
-    """Return a digest of the weights after two steps."""
     trained = new_learner(spec(name, **training))
     for step in range(2):
         trained.learn(rollouts(step))

@@ -42,7 +42,6 @@ RESPONSES = [drawn(count, 10 + count) for count in (12, 1, 20, 3, 9, 7, 1, 1)]
 
 
 def batches() -> tuple[PackedRow, PackedRow]:
-    """Return the slow twin and the shared row."""
     shared = pack_sequences(PROMPTS, RESPONSES, share_prompts=True)
     return pack_sequences(PROMPTS, RESPONSES), shared
 
@@ -54,7 +53,6 @@ def gradients(module: torch.nn.Module, numbers: torch.Tensor) -> dict[str, torch
 
 
 def assert_close(slow: torch.Tensor, shared: torch.Tensor, tolerance: float) -> None:
-    """Assert closeness relative to the largest value."""
     slow, shared = slow.detach(), shared.detach()
     assert float((slow - shared).abs().max()) <= tolerance * max(1.0, float(slow.abs().max()))
 
@@ -104,7 +102,7 @@ groups = st.lists(
 def test_an_answer_attends_to_its_prompt_and_to_itself(
     groups: list[tuple[int, list[int]]], window: int | None, chunk: int | None, softcap: float, with_sinks: bool
 ) -> None:
-    """By absolute position, against written-out attention of the whole sequence."""
+    """Each answer is compared with written-out attention over its whole sequence, by absolute position."""
     parts: list[RowPart] = []
     for prompt, answers in groups:
         parts += [RowPart(prompt), *(RowPart(answer, len(parts)) for answer in answers)]
@@ -190,7 +188,6 @@ def test_groups_that_were_generated_are_exactly_on_policy(dtype: str) -> None:
 @pytest.mark.parametrize("tokens_per_micro_batch", [4096, 40])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_update_is_the_slow_twins(name: str, tokens_per_micro_batch: int) -> None:
-    """With plain SGD an update is the gradient itself."""
     plain = {"optimizer": {"name": "SGD", "learningRate": 0.01}, "criticOptimizer": {"name": "SGD"}}
     plain |= {"tokensPerMicroBatch": tokens_per_micro_batch, "miniBatches": 2}
     shared, slow = (learner(spec(name, sharePrompts=share, **plain)) for share in (True, False))
@@ -202,7 +199,6 @@ def test_an_update_is_the_slow_twins(name: str, tokens_per_micro_batch: int) -> 
 
 
 def num_tokens_run(trained: Any) -> int:
-    """Return the tokens run in the updates of a step."""
     counts: list[int] = []
     embedding = trained.policy.get_input_embeddings()
     embedding.register_forward_hook(lambda module, given, out: counts.append(given[0].numel()))

@@ -57,7 +57,6 @@ def of_ranks(ranks: int, settings: Any, parts: int = 1) -> Any:
 
 
 def fake_peak(size: str, settings: Any, again: bool) -> float:
-    """Return the peak of all layers, extrapolated from two models of few layers."""
     from fake_steps import peak_of_step
 
     counts = LAYERS_AGAIN if again else LAYERS

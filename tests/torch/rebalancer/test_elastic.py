@@ -48,8 +48,6 @@ outlooks = st.builds(
 
 
 class Trial:
-    """Stages in succession, each seen twice, whose advice is applied at once."""
-
     def __init__(self, begins_with: int = 1, **bounds: int) -> None:
         self.elastic = Elastic(**({"least": LEAST, "most": MOST} | bounds))
         self.number, self.now, self.stage = begins_with, 0.0, 0
@@ -163,7 +161,7 @@ def test_a_long_stage_asks_for_more_before_it_ends_and_its_end_asks_for_nothing(
 
 @pytest.mark.parametrize("curve", ["plain", "t0=32c", "t0=2.5c", "memory-bound"])
 def test_by_the_simulator_it_settles_where_one_more_saves_little(curve: str) -> None:
-    """Real lengths, dealt evenly, with the outlook of a stage's beginning."""
+    """Real lengths are dealt evenly, and the outlook is that of a stage's beginning."""
     trial, count, rows = Trial(most=8), 256, 64
 
     def stage(number: int, seed: int) -> tuple[StageOutlook, float]:

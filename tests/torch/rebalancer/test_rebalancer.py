@@ -118,7 +118,7 @@ def test_a_sample_whose_moves_are_refused_rests_longer_each_time() -> None:
 
 
 def test_curves_among_others_and_alone_are_learnt_apart() -> None:
-    """One host: 9.2 ms with one sequence each, 6.6 ms for one alone. In the tail one takes both."""
+    """On one host a step takes 9.2 ms with one sequence each, and 6.6 ms for one generator alone."""
     knowledge = knowing()
     among = {"host": "h", "step_seconds": 8.8e-3, "sequence_seconds": 0.37e-3}
     alone = {"host": "h", "step_seconds": 6.1e-3, "sequence_seconds": 0.46e-3}
@@ -140,7 +140,7 @@ def test_curves_among_others_and_alone_are_learnt_apart() -> None:
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_killed_anywhere_it_plans_again_and_keeps_the_laws(data: st.DataObject) -> None:
-    """Three generators; signals are lost, doubled and late, and the rebalancer dies at any moment."""
+    """Signals are lost, doubled and late among three generators, and the rebalancer dies at any moment."""
     holds: dict[int, set[int]] = {0: set(range(24)), 1: set(), 2: {30}}
     versions, leaving = {0: 0, 1: 0, 2: 0}, set[int]()
     knowledge, now = knowing(), 2.0

@@ -71,7 +71,7 @@ async def reward(completion):
 
 
 def test_a_batched_function_gets_a_prompt_group_in_id_order_whatever_the_order_of_arrival(desk: Desk) -> None:
-    """It may compare members, so the order of arrival must not change the curve."""
+    """A reward may compare the group's members, so the order of arrival must not change the curve."""
     code = """
 def reward(prompts, completions, answer):
     assert prompts == ['2+2='] * 12 and len(answer) == 12

@@ -22,7 +22,6 @@ from rlhfspec.training.scoring.rewards.classifier import Classifier
 
 
 def run(folder: Path, source: dict[str, Any], *samples: Sample) -> list[Score]:
-    """Score by one reward model."""
     sources = Desk(folder).sources({"type": "model", "dtype": "float32", **source})
     return reward_desks.run(sources, list(samples))
 
@@ -146,7 +145,7 @@ ANSWERS = [tokens(4, 30), tokens(5, 1), [7, 0, 0], [0, 0]]
     ],
 )
 def test_a_kept_prompt_leads_to_the_bits_of_one_that_was_not(kind: str, options: dict[str, Any]) -> None:
-    """In any order, and equal to Hugging Face's own forward of the whole text."""
+    """The order does not matter, and the numbers equal Hugging Face's own forward of the whole text."""
     kept, fresh = classifier(kind, **options), classifier(kind, **options)
     assert kept._keeps_prompts
     for _ in range(2):

@@ -41,7 +41,6 @@ def make_critic(kind: str, seed: int = 1) -> Critic:
 
 
 def moved(critic: Critic, seed: int) -> Critic:
-    """Return a critic as after training: all weights moved, the head not zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in critic.parameters():

@@ -98,7 +98,7 @@ def test_what_is_wrong_with_one_is_its_own_result(second: ModuleType) -> None:
 
 
 def test_a_mixture_of_experts_runs_each_alone(second: ModuleType) -> None:
-    """The rows of an expert depend on the routing."""
+    """The routing decides how many rows an expert gets."""
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -116,7 +116,7 @@ def test_a_mixture_of_experts_runs_each_alone(second: ModuleType) -> None:
 def test_forwards_of_as_many_rows_as_there_are_give_other_bits(
     second: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device adds few rows in another order, hence the fixed shape."""
+    """The device sums few rows in another order, hence the fixed shape."""
     scorer = make_scorer(device=DEVICE)
     monkeypatch.setattr(constant_shape, "_filled", lambda numbers, value, num_rows: np.asarray(numbers))
     assert [scorer.log_probs(*pair) for pair in PAIRS] != scorer.log_probs_of(PAIRS)

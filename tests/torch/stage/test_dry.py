@@ -283,7 +283,6 @@ def assert_guests(job: RLHFJob, wanted: dict[str, str | None]) -> None:
 
 
 def ppo(job_file: Path) -> None:
-    """Return a PPO job whose steps are long enough to strike a worker within one."""
     job = yaml.safe_load(job_file.read_text())
     job["spec"]["algorithm"] = {"name": "ppo", "samplesPerPrompt": 2, "klCoefficient": 0.05}
     job["spec"]["training"] |= {"steps": 4, "promptsPerStep": 8}

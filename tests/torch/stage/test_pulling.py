@@ -31,8 +31,6 @@ NUM_PROMPTS = 20
 
 
 class LongEngine(FakeEngine):
-    """Engine that finishes nothing until released."""
-
     def __init__(self, rows: int) -> None:
         super().__init__(random.Random(0))
         self.rows = rows
@@ -154,8 +152,6 @@ async def test_prompts_whose_weights_are_not_here_yet_are_handed_back_too() -> N
 
 
 class AbsentWeights:
-    """Weights of a trainer that is restarting."""
-
     def __init__(self, store: Any) -> None:
         self.store, self.is_there, self.num_asked = store, False, 0
 
@@ -267,8 +263,6 @@ async def test_a_sample_that_a_stopped_scorer_waited_with_is_handed_back() -> No
 
 
 class Together(TokenScoringService):
-    """Service that scores up to four at once, and fails for prompt 9."""
-
     def __init__(self, stages: Stages) -> None:
         super().__init__("critic", 0, stages.vitals, stages.bus.of("critic"), deadline_seconds=9.0, at_once=4)
         self.together: list[list[str]] = []
@@ -301,7 +295,7 @@ def test_samples_of_a_step_are_scored_together_and_what_is_wrong_with_one_is_its
 
 
 def test_what_was_delivered_before_is_scored_alone() -> None:
-    """It may have killed its worker."""
+    """The sample may have killed its worker."""
     record = example_sample(0, 0)
 
     def delivered(*times: int) -> Any:

@@ -107,8 +107,6 @@ def test_a_demand_is_answered_while_weights_are_waited_for() -> None:
 
 
 class NoValues:
-    """A critic whose weights never come."""
-
     version = 0
     at_once = 1
 
@@ -234,8 +232,6 @@ def test_samples_are_scored_once_and_groups_together(seed: int, grouping: Any) -
 
 
 class SlowSources(FakeSources):
-    """Sources that score when released."""
-
     def __init__(self) -> None:
         super().__init__()
         self.go_on = asyncio.Event()
@@ -296,7 +292,7 @@ def test_steps_are_trained_in_order_whatever_arrives_when(seed: int, staleness: 
 
 
 async def test_a_trainer_that_goes_on_hands_out_its_weights_as_the_latest() -> None:
-    """A later version may have been there: new workers must see what the trainer publishes."""
+    """A later version may have existed before; new workers must see the one that the trainer publishes."""
 
     stages = await Stages.open(a_job(), generator=1, reward=1, trainer=1)
     seen = []

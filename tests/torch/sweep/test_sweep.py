@@ -30,7 +30,6 @@ REFUSED = ("bloom", "deepseek_v4", "doge", "mamba", "xlnet")
 
 
 def table_of(document: str) -> dict[str, tuple[str, str]]:
-    """Return by type the heading above its line, and the line."""
     found, heading = dict[str, tuple[str, str]](), ""
     for line in document.partition(BEGIN)[2].partition(END)[0].splitlines():
         if line.startswith("### "):

@@ -70,7 +70,6 @@ def test_log_probs_that_are_off_are_not_taken_for_rounding(monkeypatch: pytest.M
 
 @torch.no_grad()
 def far_seeing() -> Any:
-    """Return a model whose attentions show a wrong angle."""
     model = tiny_model(tiny_config("llama", max_position_embeddings=1024))
     for name, parameter in model.named_parameters():
         if "q_proj" in name or "k_proj" in name:

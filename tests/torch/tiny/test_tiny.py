@@ -65,7 +65,6 @@ def test_prompts_vary_and_end_before_a_word() -> None:
 
 
 def held_out_loss(model: LlamaForCausalLM) -> float:
-    """Return the nats a byte on held-out text."""
     tokens = torch.tensor(token_stream(2 * 64, seed=987_654)).view(2, 64)
     with torch.no_grad():
         return float(_loss(model, tokens[:, :-1], tokens[:, 1:], autocast=True))

@@ -65,7 +65,7 @@ def test_a_restarted_trainer_of_an_exact_job_lets_its_generators_round() -> None
 
 @pytest.mark.parametrize(("versions", "is_seen"), [((1, 1), True), ((0, 1), True), ((1, 0), False), ((0, 0), False)])
 def test_tokens_of_older_weights_are_not_compared(versions: tuple[int, int], is_seen: bool) -> None:
-    """The second token differs, and counts only as one of version 1, which the trainer has in step 2."""
+    """The second token differs; it counts only as one of version 1, which the trainer has in step 2."""
     rollouts = rollouts_of(2, versions)
     agreement, report = Agreement(a_job().spec), report_of(2, rollouts, 0.0, 5e-3)
     if is_seen:

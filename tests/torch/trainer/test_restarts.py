@@ -23,8 +23,6 @@ NUM_STEPS = 12
 
 
 class ChainLearner(FakeLearner):
-    """Learner whose weights are a function of all it learnt, in order."""
-
     def __init__(self) -> None:
         super().__init__()
         self.chain = 0.0
@@ -43,8 +41,6 @@ class ChainLearner(FakeLearner):
 
 
 class KeepingRecorder(FakeRecorder):
-    """Recorder that persists over all trainers of the run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.saved: dict[str, Any] | None = None
@@ -123,7 +119,7 @@ def _whole(found: dict[int, list[float]] = {}) -> dict[int, list[float]]:  # noq
 
 
 def test_a_step_with_demands_repeats_itself_whatever_is_there_already() -> None:
-    """All earlier demands have arrived, but one sample of the first round."""
+    """All samples of earlier demands have arrived, but one of the first round."""
     shape = StepShape(job="sums", step=1, num_prompts=2, samples_per_prompt=1, stages=(), max_demands=2)
     collector = Collector(shape)
     for place in (1, 2, 3, 4):  # 2 and 3 are the first demand's, 4 and 5 the second's

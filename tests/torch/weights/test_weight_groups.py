@@ -72,7 +72,7 @@ def test_version_after_version_comes_to_all_bit_for_bit() -> None:
 
 
 def test_a_model_of_thousands_of_tensors_comes_too() -> None:
-    """Their names and shapes exceed the limit of other messages."""
+    """The names and shapes exceed the limit of other messages."""
     state = {f"model.layers.{number // 40}.experts.{number % 40}.weight": torch.ones(2) for number in range(2000)}
     with group_of(1) as group:
         assert len(described("sums", "policy", 1, state).model_dump_json()) > MAX_MESSAGE_BYTES
@@ -194,7 +194,7 @@ def test_a_transfer_that_is_not_under_way_makes_no_version() -> None:
 
 
 def test_weights_of_another_digest_are_not_taken() -> None:
-    """A trainer may have resumed a checkpoint and trained on differently."""
+    """The trainer may have resumed a checkpoint and trained on differently."""
     with group_of(1) as group:
         assert group.sent(1, weights(1)) == ""
         assert group.nodes[0].receiver.take(record_of(1, weights(2))) is None
@@ -205,7 +205,6 @@ def test_weights_of_another_digest_are_not_taken() -> None:
 
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Return an event that, while set, keeps receivers from taking part."""
     event, received = threading.Event(), receiver._Arriving._received
     event.set()
 

@@ -122,7 +122,7 @@ def test_a_file_that_says_its_digest_is_checked_once_by_each_process(
 
 @pytest.mark.parametrize("others", ["digest", "checksum"])
 def test_what_a_file_says_of_itself_replaces_no_check(tmp_path: Path, others: str) -> None:
-    """Other weights, with the announced digest or the whole note of the announced ones."""
+    """The file has other weights, with the announced digest or with the whole announced note."""
     record = FileWeightStore(tmp_path, keep=1).put("sums", "policy", 1, state(1))
     path = Path(record.uri.removeprefix("file:"))
     _, notes = read_noted(path)

@@ -41,13 +41,11 @@ def nodes() -> Iterator[Cluster]:
 
 
 def state(version: int, *, num_bytes: int = 8 * PIECE_BYTES) -> dict[str, torch.Tensor]:
-    """Return two tensors of several pieces."""
     draw = torch.Generator().manual_seed(version)
     return {name: torch.randn(num_bytes // 8, generator=draw) for name in ("a", "b")}
 
 
 def together(*gets: Callable[[], dict[str, torch.Tensor]]) -> list[str]:
-    """Return the digests found concurrently."""
     with ThreadPoolExecutor(len(gets)) as pool:
         return [digest(done.result()) for done in [pool.submit(get) for get in gets]]
 

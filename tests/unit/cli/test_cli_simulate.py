@@ -77,7 +77,6 @@ def test_what_cannot_be_is_one_line(arguments: tuple[str, str], said: str) -> No
 
 
 def parts_of(whole: Span) -> list[Span]:
-    """Split a span as if moved, without a pause, between equally fast engines."""
     middle, tokens = (whole.began + whole.ended) / 2, int(whole.attributes["tokens"])
     told: dict[str, Attribute] = {"generator": whole.attributes["generator"]}
     rest: dict[str, Attribute] = {"tokens": tokens - tokens // 2, "finish_reason": "stop"}
@@ -97,7 +96,7 @@ def test_a_samples_parts_are_one_sample_of_the_simulated_stage() -> None:
 
 
 def test_it_is_calibrated_by_what_a_run_left(tmp_path: Path) -> None:
-    """The folder is of a stage with a known curve."""
+    """The folder is that of a stage with a known curve."""
     scenario = Scenario(num_generators=2, curve=PRESETS["t0=2.5c"], prefill_seconds=5e-4)
     samples = as_spans(scenario, workload("groups", num_generators=2, per_generator=32, seed=1))
     (tmp_path / "traces").mkdir()

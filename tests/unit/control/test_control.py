@@ -41,8 +41,6 @@ LOAD = Load(
 
 
 class Run:
-    """Run whose workers beat four times a second unless told not to."""
-
     def __init__(self, job: RLHFJob | None = None, **settings: Any) -> None:
         self.clock = FakeClock()
         broker = "tls://rl-nats:4222"
@@ -183,7 +181,7 @@ def test_one_of_several_that_is_killed_for_good_is_forgotten() -> None:
 
 
 def test_what_the_broker_kept_of_workers_that_are_gone_is_not_believed() -> None:
-    """A restarted control is told of every worker that ever was."""
+    """A restarted control is told of every worker that ever existed."""
     run = Run()
     for worker in range(3):
         run.knowledge.ready(replace(INFO, stage="generator", worker=worker))

@@ -9,7 +9,7 @@ from rlhfspec.cli.main import app
 
 
 def test_the_readme_shows_what_validate_prints() -> None:
-    """The data's lines are excepted, as it may be absent."""
+    """Lines on the data are excepted, as it may be absent."""
     readme = (ROOT / "README.md").read_text().splitlines()
     printed = CliRunner().invoke(app, ["validate", str(ROOT / "examples" / "grpo.yaml")]).output
     lines = [line for line in printed.splitlines()[1:] if line and not line.startswith("  data")]

@@ -22,7 +22,6 @@ def predicted(
 def feed(
     model: AcceptanceModel, rows: list[int], chance: float, *, steps: int, seed: int = 0, gap: float = 1.2
 ) -> None:
-    """Feed `steps` observations of six nodes per row, accepted with this chance."""
     random = np.random.default_rng(seed)
     table_rows = np.repeat(np.array(rows, np.int32), 6)
     n = len(table_rows)

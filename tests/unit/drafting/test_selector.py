@@ -256,7 +256,7 @@ def test_a_trial_verifies_some_nodes_whatever_they_promise() -> None:
 
 
 def test_a_trial_drafts_for_a_part_of_the_batch() -> None:
-    """An idle drafter must prefill the prompts of all sequences that it drafts for."""
+    """An idle drafter must first prefill the prompts of all sequences that it drafts for."""
     tokens, seconds = 0, 0.0
     for seed in range(4):
         world, selector, acceptance = adaptive_in(TRIALS_ARE_DEAR, {"model": -9.0}, seed=seed)

@@ -223,7 +223,6 @@ def generate(
 
 
 def templated_text(seed: int, num_sentences: int) -> list[int]:
-    """Return bytes of sentences of fixed words with holes."""
     random = np.random.default_rng(seed)
     words = ["".join(chr(97 + int(c)) for c in random.integers(0, 26, 5)) for _ in range(24)]
     sentences = [[words[int(w)] for w in random.integers(0, 24, 5)] for _ in range(5)]

@@ -12,7 +12,6 @@ from rlhfspec.engine.drafting.tree import accept, ancestors, index_in_sequence
 
 
 def random_forest(rng: np.random.Generator, num_sequences: int, size: int, vocab: int) -> Forest:
-    """Return a forest with parents before children and distinct siblings."""
     sequence, parent, depth, token = [], [], [], []
     taken: set[tuple[int, int, int]] = set()
     for _ in range(size):

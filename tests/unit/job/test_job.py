@@ -253,7 +253,7 @@ def test_the_job_is_frozen(file: Path) -> None:
 
 
 def test_a_drafter_called_auto_is_looked_for_nowhere(tmp_path: Path) -> None:
-    """It is made of the policy, so neither folder nor hub is searched."""
+    """The drafter is made of the policy, so neither folder nor hub is searched."""
     (tmp_path / "auto").mkdir()  # a folder of that name is another thing: it is written ./auto
     job = a_job()
     model = job.spec.model.model_copy(update={"path": str(tmp_path / "auto"), "drafter": "auto"})

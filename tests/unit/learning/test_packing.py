@@ -78,13 +78,11 @@ group_lists = st.lists(
 
 
 def samples_of(groups: list[tuple[int, list[int]]]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Return prompts of neighbours, and the token count of each answer."""
     prompts = [(number,) * length for number, (length, answers) in enumerate(groups) for _ in answers]
     return prompts, [answer for _, answers in groups for answer in answers]
 
 
 def run_tokens(members: list[int], prompts: list[tuple[int, ...]], answers: list[int]) -> int:
-    """Return a micro-batch's tokens, each prompt once."""
     return sum(map(len, {prompts[index] for index in members})) + sum(answers[index] for index in members)
 
 

@@ -153,7 +153,7 @@ class BelievesGoneForEver(MoveSource):
     ("bug", "first"), [(NoTombstone, 1500), (ForgetsWhatItTook, 150), (TakesWithoutALease, 1100)]
 )  # fmt: skip
 def test_a_destination_without_one_rule_is_found_out(bug: Callable[[str], Destination], first: int) -> None:
-    """`first`: a seed near the failing life, to save time."""
+    """`first` is a seed near the failing life, which saves time."""
     with pytest.raises(AssertionError):
         lives(range(first, first + 3000), make_destination=bug)
 
@@ -204,7 +204,7 @@ def test_what_came_is_not_passed_on_before_its_source_let_go() -> None:
 
 
 def passed_on_long_after(world: World) -> World:
-    """Do the same while 0 is cut off, so that it first hears of 1's end."""
+    """Pass the sequence on while 0 is cut off, so that it first hears of 1's end."""
     world.advance(theirs.SETTLED_SECONDS + 1)
     world.move(1, "s0", 2)
     for _ in range(20):
@@ -263,7 +263,6 @@ def test_damaged_bytes_are_refused(data: st.DataObject) -> None:
 
 
 def sealed(header: object, rest: bytes = b"") -> bytes:
-    """Return the header sealed as by `to_bytes`."""
     text = json.dumps(header).encode()
     body = b"RLHFTELL" + len(text).to_bytes(4, "little") + text + rest
     return body + zlib.crc32(body).to_bytes(4, "little")

@@ -86,7 +86,7 @@ def test_another_pod_of_the_name_takes_its_place_and_none_of_its_warnings() -> N
 
 
 def test_a_warning_of_another_namespace_is_none() -> None:
-    """Any writer of events there may use any uid."""
+    """Users who may write events there may write any uid."""
     cache, foreign = cache_of_a_job(), warning("e1", "no such image")
     cache.put_pod(pod())
     foreign["metadata"]["namespace"] = "hostile"
@@ -133,7 +133,7 @@ def test_a_job_made_anew_begins_with_nothing() -> None:
     ],
 )
 def test_pods_of_others_are_nothing_to_us(owners: list[dict[str, Any]]) -> None:
-    """This holds for all labels, and pods of an older job of that name. Such pods cannot report."""
+    """Labels make no difference, nor an older job of the name; such a pod cannot report either."""
     cache, other = cache_of_a_job(), pod()
     other["metadata"]["ownerReferences"] = owners
     cache.put_pod(other)
@@ -166,7 +166,7 @@ def test_a_pods_grace_is_counted_by_our_own_clock(skew: float) -> None:
 
 
 def test_whose_a_pod_is_and_which_worker_say_its_owner_and_its_name() -> None:
-    """Any writer of pods may write labels."""
+    """Users who may write pods may write labels."""
     cache, relabelled = cache_of_a_job(), pod(version=2)
     relabelled["metadata"]["labels"] = {names.ROLE: "trainer", names.WORKER: "7", names.JOB: "other"}
     cache.put_pod(relabelled)

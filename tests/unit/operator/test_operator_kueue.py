@@ -16,7 +16,6 @@ SPOT = {"nodeLabels": {"pool": "spot"}, "tolerations": [{"key": "spot", "operato
 
 
 def queued(**changes: Any) -> World:
-    """Return a world with a Workload that Kueue has not admitted."""
     world = World(job_body(**{**QUEUED, **changes}), settings=KUEUE, flavors={"spot": SPOT})
     world.settle()
     assert world.workload is not None

@@ -19,7 +19,6 @@ THREADS = {"name": "OMP_NUM_THREADS"}
 
 
 def objects_of(settings: Any = SETTINGS, **spec: Any) -> dict[tuple[str, str], Json]:
-    """Return the objects of a running job."""
     world = World(job_body(**spec), settings)
     world.to_running()
     assert world.phase == "Running"
@@ -219,7 +218,7 @@ def test_one_block_is_for_all_pods_and_the_last_word_is_the_roles() -> None:
 
 
 def test_a_jobs_own_schedulers_win_over_the_clusters_template() -> None:
-    """Precedence: the job's own settings, then its gang's marks, then the cluster's template."""
+    """The job's own settings win over its gang's marks, and those over the cluster's template."""
     cluster = SETTINGS.model_copy(update={"pod_template": {"spec": {"schedulerName": "site"}}})
     assert objects_of(cluster)["Pod", "sums-reward-0"]["spec"]["schedulerName"] == "site"
     gang = {"gang": "volcano"}

@@ -52,8 +52,6 @@ async def settle() -> None:
 
 
 class Looking:
-    """Reconciler that blocks until released."""
-
     def __init__(self, answers: Callable[[Key], ReconcileResult] = lambda key: ReconcileResult()) -> None:
         self.seen: list[Key] = []
         self.under_way: Counter[Key] = Counter()
@@ -173,7 +171,7 @@ async def test_a_crowd_of_one_namespace_keeps_no_other_waiting() -> None:
 
 
 async def test_a_look_that_hangs_holds_up_no_other_job() -> None:
-    """A slow webhook is an example. The look ends with its worker."""
+    """The look may wait for a slow webhook, and ends with its worker."""
     look = Looking()
     hangs = asyncio.Event()
 

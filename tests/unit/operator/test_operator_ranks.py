@@ -22,7 +22,6 @@ def running(**roles: Any) -> World:
 
 
 def trainers(world: World) -> dict[str, str]:
-    """Return its pods' uids by name."""
     return {name: pod["metadata"]["uid"] for name, pod in world.pods.items() if "-trainer-" in name}
 
 
@@ -55,7 +54,6 @@ def test_a_node_is_told_which_it_is_and_where_the_first_is() -> None:
 
 
 def opened(is_on: bool = True, **roles: Any) -> set[str]:
-    """Return the ports that the operator opens within a job."""
     world = World(job_body(roles=roles), settings=SETTINGS.model_copy(update={"network_policies": is_on}))
     world.to_running()
     made = {name: policy for (kind, name), policy in world.objects.items() if kind == "NetworkPolicy"}

@@ -177,7 +177,6 @@ class Wild:
             self.world.pods[name]["status"] |= {"reason": "Evicted", "message": "low on memory"}
 
     def remove_pod(self) -> None:
-        """Remove a pod as another user."""
         if name := self.some_pod("Running", "Pending"):
             self.world.pods[name]["metadata"].setdefault(
                 "deletionTimestamp", (self.world.now + timedelta(seconds=30)).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -58,7 +58,6 @@ def moves_of(planned: PlannedMoves) -> list[tuple[int, int, int]]:
 
 
 def after(fleet: Fleet, planned: PlannedMoves) -> Fleet:
-    """Apply all moves at once."""
     generator, moved_at = fleet.generator.copy(), fleet.moved_at.copy()
     rows, tokens = fleet.free_rows.copy(), fleet.free_tokens.copy()
     for sequence, source, destination in moves_of(planned):
@@ -121,7 +120,7 @@ PER_SEQUENCE = ("generator", "generated", "held", "remaining", "limit", "moved_a
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=150, deadline=None)
 def test_with_lengths_fixed_the_ends_sorted_downwards_fall_until_nothing_moves(seed: int) -> None:
-    """So no state of the fleet repeats."""
+    """Therefore no state of the fleet repeats."""
     fleet = replace(random_fleet(seed), is_leaving=np.zeros(0, bool))
     fleet = replace(fleet, is_leaving=np.zeros(fleet.num_generators, bool), alone_step_seconds=fleet.step_seconds)
     ends = sorted(fleet.drain_seconds().tolist(), reverse=True)
@@ -288,7 +287,7 @@ def test_it_says_why_not() -> None:
 
 
 def test_a_plan_of_a_large_fleet_takes_a_few_passes_over_its_arrays() -> None:
-    """Some sixty array operations on an idle core; a loop would take ten times as long."""
+    """A plan takes some sixty array operations; a loop would take ten times as long."""
     rng = np.random.default_rng(0)
     fleet = Fleet.of(
         step_seconds=np.full(4000, 2.5e-3), sequence_seconds=np.full(4000, 1e-3),

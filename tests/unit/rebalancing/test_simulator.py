@@ -123,7 +123,7 @@ def test_a_neighbour_that_ends_at_this_moment_makes_the_step_that_begins_now_sho
 
 
 def test_a_stage_takes_what_the_law_says() -> None:
-    """t0 * longest + c * sum + prefill of the generator that ends last."""
+    """The time is t0 * longest + c * sum + prefill of the generator that ends last."""
     scenario = Scenario(num_generators=2, curve=PRESETS["t0=2.5c"], prefill_seconds=1e-3)
     seconds = simulate(scenario, by_hand([[7, 30], [8, 20, 20]])).seconds
     assert seconds == pytest.approx(max(1.25e-3 * 30 + 0.5e-3 * 37 + 0.02, 1.25e-3 * 20 + 0.5e-3 * 48 + 0.03), abs=1e-8)
@@ -185,7 +185,7 @@ def test_two_engines_of_one_host_come_to_no_harm(curve: str) -> None:
 
 
 def test_lengths_chosen_against_it_do_not_make_it_swing() -> None:
-    """Some 200,000 steps; `docs/simulator.md` has the command for a million."""
+    """The run has some 200,000 steps; `docs/simulator.md` has the command for a million."""
     for curve in ("adaptive", "t0=2.5c", "t0=32c"):
         [ours] = trials(stage(curve), lengths("adversarial"), policies=("ours",), seeds=(1, 2))
         assert ours.most_moves <= 8

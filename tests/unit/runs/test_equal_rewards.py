@@ -20,7 +20,6 @@ SAID = "rewards were equal in every group of the last 3 steps: nothing is learnt
 
 
 def steps(*equal_groups: int | None) -> list[StepMetrics]:
-    """Return steps of two groups each."""
     return [
         replace(example_step(step=number), equal_reward_groups=equal) for number, equal in enumerate(equal_groups, 1)
     ]

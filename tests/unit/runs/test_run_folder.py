@@ -459,7 +459,7 @@ def test_steps_may_not_grow_under_a_schedule_that_counts_them(tmp_path: Path) ->
 )
 @settings(max_examples=40)
 def test_the_job_is_read_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
-    """It is read by the folder and, as a job file, by the job reader."""
+    """The folder reads it, and so does the job reader, as it is a job file."""
     from rlhfspec.job.file.yaml_text import parse
 
     job = example_job(optimizer={"name": "AdamW", "arguments": {"text": text, "eps": 1e-8, "betas": [0.9, 0.999]}})

@@ -94,7 +94,6 @@ def reduced(told: list[Told]) -> RunState:
 
 
 def by_hand(told: list[Told]) -> RunState:
-    """Return the state by the slow twin, which reads records in order of time."""
     workers: dict[tuple[str, int], dict[str, Any]] = {}
     wanted: dict[str, Any] = {}
     for at, each in sorted(told, key=lambda pair: pair[0]):

@@ -26,7 +26,7 @@ def test_a_run_from_before_the_engine_was_named_goes_on(tmp_path: Path) -> None:
 
 @given(st.data())
 def test_a_field_that_was_not_there_had_its_default(data: st.DataObject) -> None:
-    """This holds for blocks whose fields all have defaults."""
+    """This holds for every block whose fields all have defaults."""
     content = as_content(example_job())
     before = copy.deepcopy(content)
     block = before["spec"][data.draw(st.sampled_from(["generation", "training", "checkpoint", "observability"]))]

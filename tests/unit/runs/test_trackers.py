@@ -103,8 +103,6 @@ def test_a_missing_package_is_named_before_anything_is_loaded(
 
 
 class _Wandb(ModuleType):
-    """Recorder of wandb calls."""
-
     def __init__(self, *, refuses: bool = False) -> None:
         super().__init__("wandb")
         self.Settings = dict

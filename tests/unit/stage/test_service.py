@@ -138,8 +138,6 @@ def test_a_cancelled_call_leaves_its_thread_behind_and_says_so(caplog: pytest.Lo
 
 
 class Scripted(Service):
-    """Service that follows a script and notes how it ended."""
-
     def __init__(
         self, stage: str, vitals: Vitals, script: Callable[[Scripted], Awaitable[None]] | None = None, worker: int = 0
     ) -> None:

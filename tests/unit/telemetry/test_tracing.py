@@ -50,8 +50,6 @@ SPANS = ("prompt", "generation", "reward", "reference", "training")
 
 
 class Time:
-    """Manual clock."""
-
     def __init__(self) -> None:
         self.seconds = 100.0
 

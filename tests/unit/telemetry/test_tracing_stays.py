@@ -205,7 +205,7 @@ def test_who_was_only_slow_and_came_second_counts_for_nothing() -> None:
 
 
 def test_a_sample_that_could_not_arrive_was_never_there() -> None:
-    """Its prompt is adopted before the engine takes the sequence, and returned on failure."""
+    """The prompt is adopted before the engine takes the sequence, and returned on failure."""
     spans: list[Span] = []
     meters = Meters()
 

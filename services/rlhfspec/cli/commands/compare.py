@@ -42,7 +42,6 @@ def compare(runs: Runs, plot: Plot = None) -> None:
 
 
 def _name(path: Path, taken: Container[str]) -> str:
-    """Return the folder's name, or its path if the name is taken."""
     return path.name if path.name not in taken else str(path)
 
 

@@ -163,7 +163,6 @@ def _follow(job: RLHFJob) -> None:
 
 
 def _outcome_of(run: JobRun) -> tuple[RunOutcome, str]:
-    """Run the stages and return their outcome and its reason."""
     try:
         run.runner.run(_stages(run))
     except DataExhausted as ended:
@@ -182,7 +181,7 @@ async def _stages(run: JobRun) -> None:
 
 
 def _stop(run: JobRun) -> None:
-    """Stop the run: orderly at the first call, at once at the second. The last checkpoint remains."""
+    """Stop the run in order at the first call, at once at the second. The last checkpoint remains."""
     if run.stop.is_set():
         leave_at_once("stopped at once; the last checkpoint stands")
     run.stop.set()

@@ -24,9 +24,7 @@ SPEAKING = ("Starting", "Running", "Suspending")  # phases in which a run has so
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Servers:
-    """Servers of the release. `storage`: mount of claim `storage_claim` of `storage_namespace`, for jobs without a
-    claim
-    of their own; None: run folders cannot be read."""
+    """Servers of the release. `storage`: mount of the claim `storage_claim`; None: run folders cannot be read."""
 
     nats_url: str | None = None
     redis_url: str | None = None
@@ -62,7 +60,6 @@ class ClusterSource:
         )
 
     async def manifest(self, key: JobKey) -> dict[str, Any]:
-        """Return the manifest without managed fields, as kubectl shows it."""
         job = await self._found(key)
         return job | {"metadata": {name: said for name, said in job["metadata"].items() if name != "managedFields"}}
 
@@ -113,8 +110,7 @@ class ClusterSource:
         )
 
     def _folder(self, key: JobKey, job: dict[str, Any]) -> Path | None:
-        """Return the run folder of a job on the mounted claim, or None: the same path on another claim is another
-        job's."""
+        """Return the run folder of a job on the mounted claim, or None for a job of another claim."""
         storage, wanted = self._servers.storage, _at(job, "spec", "storage")
         claim = wanted.get("claim")
         if storage is None or wanted.get("uri") is not None or key.namespace != self._servers.storage_namespace:

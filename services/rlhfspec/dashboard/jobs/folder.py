@@ -80,7 +80,6 @@ class NewLines:
         self._before = b""  # the last bytes that were read: still there, or this is another file
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """Yield each line and its offset."""
         try:
             with plain_file(self.path) as file:
                 if not self._goes_on(file):
@@ -135,7 +134,6 @@ class Samples:
         self._restarts = 0
 
     def steps(self) -> list[tuple[int, int]]:
-        """Return each step and its number of samples, newest first."""
         self._look()
         return [(step, where.num_samples) for step, where in sorted(self._steps.items(), reverse=True)]
 
@@ -279,5 +277,4 @@ def life_content(life: Life) -> dict[str, Any]:
 
 
 def move_content(moved: Any, at: float) -> dict[str, Any]:
-    """Return a `Moved` record as a line of moves.jsonl."""
     return {"kind": "moved", "at": round(at, 3), **asdict(moved)}

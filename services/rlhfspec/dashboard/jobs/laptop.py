@@ -67,8 +67,6 @@ def _named(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 class _Run:
-    """One run folder, read in one thread."""
-
     def __init__(self, name: str, folder: Path) -> None:
         self._name = name
         self._folder = folder

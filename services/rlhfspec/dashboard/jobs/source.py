@@ -77,8 +77,7 @@ class Pod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolderInfo:
-    """Location of a run folder: on this machine, a claim, or an object store, whose `place` is a URI.
-    `fetch`: the command that downloads it."""
+    """Location of a run folder; `place` is a URI for an object store. `fetch`: the command that downloads it."""
 
     path: str = ""
     place: str = ""
@@ -118,8 +117,7 @@ class RunPlace:
 
 
 class JobSource(Protocol):
-    """Source of jobs, cheap enough to ask every second. Raises `errors.InvalidRequest` for an unknown job, and
-    ClusterUnavailable if the API server does not answer."""
+    """Source of jobs, cheap to ask every second. Raises InvalidRequest for an unknown job, else ClusterUnavailable."""
 
     async def jobs(self) -> Sequence[JobHead]: ...
 

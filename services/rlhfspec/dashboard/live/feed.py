@@ -114,7 +114,6 @@ class Feed:
         self._place = place
 
     def _forget(self) -> None:
-        """Reset the state for another job of the same name."""
         for told in (self._rows, self._new_rows, self._moves, self._new_moves, self._told_moves, self._heads):
             told.clear()
         self.folder = None

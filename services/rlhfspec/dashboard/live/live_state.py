@@ -11,8 +11,6 @@ from rlhfspec.runs.view.roster import ProcessState, process_states
 
 
 class Live:
-    """Live state of a run for the page. Times are the clock's."""
-
     def __init__(self) -> None:
         self._run = LiveView().run
 
