@@ -1,5 +1,4 @@
-"""Clock that leaves out the time in which the process was stopped (Ctrl-Z, SIGSTOP, suspend), so that no deadline
-expires.
+"""Clock that leaves out the time in which the process was stopped (Ctrl-Z, SIGSTOP, suspend).
 
 Example:
     >>> clock, hour = AwakeClock(), 3600.0

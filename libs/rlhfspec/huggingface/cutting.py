@@ -45,7 +45,6 @@ class Cut:
     axes: Mapping[str, int | None]  # cut dimension of each weight; None: rank 0 has the weight, others zeros
 
     def part(self, name: str, weight: Tensor) -> Tensor:
-        """Return this process's part of a whole weight."""
         if name not in self.axes:
             return weight
         axis = self.axes[name]

@@ -1,7 +1,5 @@
-"""Loading of a Hugging Face model from a folder or hub id, refusing missing or extra weights.
-
-`load_stored` keeps the file's types and maps safetensors, so that processes of one machine share the memory.
-"""
+"""Loading of a Hugging Face model from a folder or hub id, refusing missing or extra weights. `load_stored` keeps the
+file's types and maps safetensors, so that processes of one machine share the memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Record of the torch functions that a forward calls, by module, and which make a row's bits depend on other rows.
-
-Functions count as dependent unless they are known to be safe.
-"""
+Functions count as dependent unless they are known to be safe."""
 
 from __future__ import annotations
 

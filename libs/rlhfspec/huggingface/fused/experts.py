@@ -50,10 +50,8 @@ class ExpertLoad:
 def by_expert(
     hidden_states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, layer: Callable[[int, Tensor], Tensor]
 ) -> Tensor:
-    """Return the sum over a token's experts e of weight * layer(e, hidden).
-
-    Shapes: hidden [T, H], experts and weights [T, k] -> [T, H]. Terms are added in the router's order, so a row's bits
-    are its own where those of `layer` are.
+    """Return the sum over a token's experts e of weight * layer(e, hidden). Shapes: hidden [T, H], experts and weights
+    [T, k] -> [T, H]. Terms are added in the router's order, so a row's bits are its own where those of `layer` are.
 
     >>> hidden, experts = torch.ones(2, 1), torch.tensor([[0, 2], [2, 1]])
     >>> weights = torch.tensor([[0.5, 0.5], [1.0, 0.0]])

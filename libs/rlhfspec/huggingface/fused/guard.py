@@ -1,8 +1,6 @@
-"""Guard for model code that calls torch directly, so that a row's bits do not depend on its neighbours.
-
-Matrix products with a weight (or a slice of one) run on our kernels. Elementwise functions, whose vectorised and scalar
-code round differently, run on whole vectors only. `audit.py` says which modules need the guard.
-"""
+"""Guard for model code that calls torch directly, so that a row's bits do not depend on its neighbours. Matrix products
+with a weight (or a slice of one) run on our kernels. Elementwise functions, whose vectorised and scalar code round
+differently, run on whole vectors only. `audit.py` says which modules need the guard."""
 
 from __future__ import annotations
 
@@ -38,7 +36,6 @@ class WeightProducts(TorchFunctionMode):
         raise NotImplementedError
 
     def other_product(self, one: Tensor, other: Tensor) -> Any:
-        """Compute a product without a weight."""
         return NotImplemented
 
     def know(self, weights: Iterable[tuple[str, Tensor]], precision: Precision) -> None:

@@ -12,9 +12,8 @@ _Tables = tuple[Tensor, ...]  # each [positions, D]
 
 
 class RotaryTable(nn.Module):
-    """Replacement for a rotary embedding whose output depends only on the position (checked by `anatomy.py`).
-
-    An embedding that returns something other than cos and sin of every token keeps running as it is.
+    """Replacement for a rotary embedding whose output depends only on the position (checked by `anatomy.py`). An
+    embedding that returns something other than cos and sin of every token keeps running as it is.
 
     Example:
         >>> from rlhfspec.tiny import random_model

@@ -1,8 +1,6 @@
-"""Proof at load that the engine runs the same model as Hugging Face, and that a row's bits are its own.
-
-Each probe runs alone, and its logits must match Hugging Face's. Then all run together (prompt chunks, single tokens,
-tree branches, NaN in unused memory), and no bit may change.
-"""
+"""Proof at load that the engine runs the same model as Hugging Face, and that a row's bits are its own. Each probe runs
+alone, and its logits must match Hugging Face's. Then all run together (prompt chunks, single tokens, tree branches, NaN
+in unused memory), and no bit may change."""
 
 from __future__ import annotations
 
@@ -116,8 +114,6 @@ def prove(proof: RunnerProof, *, began: float) -> ModelReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeToken:
-    """One token of a forward."""
-
     token: int
     position: int
     slot: int
@@ -174,8 +170,6 @@ class ProbePlace:
 
 
 class Check:
-    """Runner of probes, alone and together."""
-
     def __init__(self, runner: Runnable, anatomy: Anatomy, probes: Sequence[Probe]) -> None:
         self.runner = runner
         self.anatomy = anatomy
@@ -206,7 +200,6 @@ class Check:
         return place.ending(self.anatomy.vocab_size, self._num_slots)
 
     def a_forward(self) -> Callable[[], Tensor]:
-        """Return one forward of several probes, ready to run."""
         places = self._places(self._groups()[0])
         self._lay_out(places)
         return partial(

@@ -1,9 +1,6 @@
-"""Probes: a few tokens at every position where a model may change its behaviour.
-
-Positions are the beginning, the end of each window, chunk and original RoPE length, and the end of the context. Random
-keys and values replace the past, so far positions are cheap. A forward without a cache gets one row with tokens all
-over the context.
-"""
+"""Probes: a few tokens at every position where a model may change its behaviour. Positions are the beginning, the end
+of each window, chunk and original RoPE length, and the end of the context. Random keys and values replace the past, so
+far positions are cheap. A forward without a cache gets one row with tokens all over the context."""
 
 from __future__ import annotations
 

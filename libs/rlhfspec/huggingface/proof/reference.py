@@ -1,8 +1,6 @@
-"""Reference answers to probes: plain Hugging Face in eager mode, before any module is exchanged.
-
-A second run perturbs every product by rounding noise and rounds outputs like activations; the change of its logits
-gives the tolerance for this model.
-"""
+"""Reference answers to probes: plain Hugging Face in eager mode, before any module is exchanged. A second run perturbs
+every product by rounding noise and rounds outputs like activations; the change of its logits gives the tolerance for
+this model."""
 
 from __future__ import annotations
 
@@ -115,8 +113,6 @@ class FollowedChoices(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Result of a probe."""
-
     logits: Tensor  # [tokens, vocab]
     choices: list[tuple[Tensor, Tensor]]  # values and indices, [tokens, k] of every mixture of experts
 

@@ -1,9 +1,6 @@
-"""Specification of each attention, observed at run time.
-
-Shapes, scale, soft cap and sinks are the arguments passed to `AttentionInterface`, and visibility is read off the eager
-mask; attributes and configuration are not trusted. An attention's index is its place in the forward and in the KV
-cache.
-"""
+"""Specification of each attention, observed at run time. Shapes, scale, soft cap and sinks are the arguments passed to
+`AttentionInterface`, and visibility is read off the eager mask; attributes and configuration are not trusted. An
+attention's index is its place in the forward and in the KV cache."""
 
 from __future__ import annotations
 
@@ -88,7 +85,6 @@ def visible(size: int, spec: AttentionSpec, device: torch.device, *, last: int |
 
 
 def refuse_unknown(module: Any, keywords: dict[str, Any], *, name: str = "model") -> None:
-    """Raise UnsupportedModel for an unknown argument."""
     unknown = [name for name, given in keywords.items() if given is not None and name not in _IGNORED_KEYWORDS]
     if unknown:
         raise UnsupportedModel(name, type(module).__name__, f"passes attention arguments {sorted(unknown)}")

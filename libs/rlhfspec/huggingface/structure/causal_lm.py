@@ -31,7 +31,6 @@ class Anatomy:
 
     @property
     def kinds_of_attention(self) -> tuple[str, ...]:
-        """Return the descriptions of the attentions, each once."""
         return tuple(dict.fromkeys(str(spec) for spec in self.attentions))
 
     def fields(self) -> dict[str, Any]:

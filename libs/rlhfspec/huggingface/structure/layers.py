@@ -1,4 +1,4 @@
-"""The layers of a model.
+"""Search for a model's layers among its modules.
 
 Example:
     >>> layer = lambda: nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2) for _ in range(8)])})

@@ -1,7 +1,5 @@
-"""A simulated past: the model believes that many positions precede a few tokens, at no memory cost.
-
-Hugging Face then builds masks and positions as far inside a long sequence.
-"""
+"""A simulated past: the model believes that many positions precede a few tokens, at no memory cost. Hugging Face then
+builds masks and positions as far inside a long sequence."""
 
 from __future__ import annotations
 

@@ -19,8 +19,6 @@ FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, Att
 
 @dataclass(slots=True)
 class TracedAttention:
-    """One traced call of an attention."""
-
     kind: str  # the module's class
     path: str
     shape: tuple[int, int, int, int]  # heads, KV heads, key size, value size

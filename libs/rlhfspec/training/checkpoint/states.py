@@ -1,8 +1,6 @@
-"""Conversion of a nested state to one JSON document plus named tensors, and back, unchanged.
-
-It takes dictionaries (keys may be numbers), lists, tuples, text, numbers, None, bytes and tensors; plain JSON loses
-tuples and keys that are numbers.
-"""
+"""Conversion of a nested state to one JSON document plus named tensors, and back, unchanged. It takes dictionaries
+(keys may be numbers), lists, tuples, text, numbers, None, bytes and tensors; plain JSON loses tuples and keys that are
+numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Columns of a row as JSON for rewards.
-
-Dates become ISO text, decimals text, non-finite numbers null. Types without such a form (bytes, images) are left out.
+"""Columns of a row as JSON for rewards. Dates become ISO text, decimals text, non-finite numbers null. Types without
+such a form (bytes, images) are left out.
 
 Example:
     >>> from datetime import date

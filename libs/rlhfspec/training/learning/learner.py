@@ -63,8 +63,6 @@ _MODELS = ("policy", "critic")  # trained by ranks 0 and 1 where each has a rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnReport:
-    """Result of one trained step; metrics are a function of the step and the state."""
-
     version: int  # of the weights after it
     metrics: dict[str, float]
     advantages: Tensor  # [T] as trained towards
@@ -138,7 +136,6 @@ class Learner:
         return Network(module, training.critic_optimizer, training, field=field, ranks=self._ranks)
 
     def _unshared(self, module: Any) -> None:
-        """Bring an unsharded module to the device; `shard` does so block by block."""
         if self._ranks.sharing.num_ranks > 1:
             return
         module.to(self._device)

@@ -1,6 +1,5 @@
-"""The critic: a language model's trunk with a head that gives one value per token.
-
-A response token's value is that of the state before it, read from the row that predicts it. The head starts at zero.
+"""The critic: a language model's trunk with a head that gives one value per token. A response token's value is that of
+the state before it, read from the row that predicts it. The head starts at zero.
 
 Example:
     >>> from rlhfspec.training.modeling.loading import prepared

@@ -1,6 +1,5 @@
-"""Autograd functions: forward is the engine's kernel, bit for bit; backward differentiates its torch twin.
-
-Rounding to bfloat16 passes the gradient straight through to the float32 parameters.
+"""Autograd functions: forward is the engine's kernel, bit for bit; backward differentiates its torch twin. Rounding to
+bfloat16 passes the gradient straight through to the float32 parameters.
 
 Example:
     >>> layer = torch.nn.Linear(3, 2)

@@ -1,6 +1,5 @@
-"""Loading of a job's models, in evaluation mode, ready for packed rows.
-
-A model is refused unless a packed row of several sequences gives what plain Hugging Face gives for each alone.
+"""Loading of a job's models, in evaluation mode, ready for packed rows. A model is refused unless a packed row of
+several sequences gives what plain Hugging Face gives for each alone.
 
 Example:
     >>> from rlhfspec.tiny import random_model

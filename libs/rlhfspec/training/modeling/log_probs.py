@@ -1,6 +1,5 @@
-"""Log-probs of response tokens under log_softmax(logits / temperature), without top-k or top-p masks.
-
-`PolicyForward` is the interface; implementations are `TorchForward` and, on the engine's kernels, `exact`.
+"""Log-probs of response tokens under log_softmax(logits / temperature), without top-k or top-p masks. `PolicyForward`
+is the interface; implementations are `TorchForward` and, on the engine's kernels, `exact`.
 
 Example:
     >>> from rlhfspec.training.modeling.packed import pack_sequences

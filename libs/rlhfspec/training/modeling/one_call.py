@@ -1,7 +1,5 @@
-"""Attention of a packed row in one call: torch's `varlen_attn` (FlashAttention), on a GPU in 16 bits.
-
-The slow twin in `packed` makes one call a sequence. It runs everywhere else, and where a small row's results differ.
-"""
+"""Attention of a packed row in one call: torch's `varlen_attn` (FlashAttention), on a GPU in 16 bits. The slow twin in
+`packed` makes one call a sequence. It runs everywhere else, and where a small row's results differ."""
 
 from __future__ import annotations
 

@@ -51,8 +51,6 @@ def answers(logits: torch.Tensor, batch: PackedRow) -> list[ProbeResult]:
 
 @dataclass(slots=True)
 class _Probed:
-    """State of a packed row of probes that runs in this thread."""
-
     attend: Callable[..., Any]
     coming: Iterator[AttentionSpec]
     places: tuple[slice, ...]  # of the tokens whose keys and values are random

@@ -1,6 +1,5 @@
-"""Activation checkpointing: a layer keeps only its input, and the backward pass runs its forward again.
-
-Gradients have the same bits. `activation_bytes` estimates from two short rows whether it is needed.
+"""Activation checkpointing: a layer keeps only its input, and the backward pass runs its forward again. Gradients have
+the same bits. `activation_bytes` estimates from two short rows whether it is needed.
 
 Example:
     >>> from rlhfspec.training.modeling.loading import prepared

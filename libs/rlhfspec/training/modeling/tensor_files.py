@@ -26,9 +26,8 @@ def write_tensors(
     notes: Mapping[str, str] | None = None,
     wrote: Callable[[list[str], int, int], None] | None = None,
 ) -> None:
-    """Write tensors and text notes, down to the disk; `path` must not be read before this returns.
-
-    wrote: called after each tensor with its names and its start and end byte in the file.
+    """Write tensors and text notes, down to the disk; `path` must not be read before this returns. wrote: called after
+    each tensor with its names and its start and end byte in the file.
 
     Example:
         >>> import tempfile
@@ -88,7 +87,6 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_noted(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Read the tensors and the notes."""
     try:
         with safe_open(path, framework="pt") as file:
             notes: dict[str, str] = file.metadata() or {}

@@ -1,7 +1,5 @@
-"""Cache of prompts in a scorer's KV blocks, so that a prompt's answers run it once.
-
-The least recently used prompt is evicted. Only whole prompts match, so earlier calls decide how much is computed, never
-in which pieces.
+"""Cache of prompts in a scorer's KV blocks, so that a prompt's answers run it once. The least recently used prompt is
+evicted. Only whole prompts match, so earlier calls decide how much is computed, never in which pieces.
 
 Example:
     >>> kept = KeptPrompts(num_blocks=3, block_size=16)
@@ -39,7 +37,6 @@ class KeptPrompts:
         return len(self._blocks)
 
     def clear(self) -> None:
-        """Forget every prompt and mark all blocks as free."""
         self._blocks.clear()
         self._free = list(range(self.num_blocks - 1, -1, -1))
 

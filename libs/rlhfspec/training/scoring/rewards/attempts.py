@@ -38,7 +38,6 @@ class Attempts:
         self._slots = asyncio.Semaphore(limits.concurrency)
 
     async def rewards(self, samples: Sequence[Sample], during: During, told: Told) -> list[Reward] | CallFailed:
-        """Return rewards, or the last failure."""
         attempt = 1
         while True:
             result = await self._call(samples, during)

@@ -126,9 +126,8 @@ class Classifier:
 
 
 class Batches:
-    """Batcher of sequences from several threads, in the order of their calls.
-
-    run: sequences -> [sequences, ...], of at most `most_tokens` with the padding, or of one sequence.
+    """Batcher of sequences from several threads, in the order of their calls. run: sequences -> [sequences, ...], of at
+    most `most_tokens` with the padding, or of one sequence.
 
     >>> Batches(lambda sequences: torch.tensor([[sum(each)] for each in sequences])).ask([1, 2])
     tensor([3])

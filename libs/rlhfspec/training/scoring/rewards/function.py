@@ -38,7 +38,6 @@ class FunctionRewards:
 
     @property
     def wanted_columns(self) -> list[str]:
-        """Return the columns that a data row must have."""
         given = self._given_names
         return [p.name for p in self._parameters if p.name not in given and p.default is inspect.Parameter.empty]
 

@@ -1,7 +1,5 @@
-"""Messages of weight groups, sent by `/rlhfspec.WeightsGroup/GroupAsk`.
-
-A generator asks for an order, carries it out, and reports the result with its next question.
-"""
+"""Messages of weight groups, sent by `/rlhfspec.WeightsGroup/GroupAsk`. A generator asks for an order, carries it out,
+and reports the result with its next question."""
 
 from __future__ import annotations
 

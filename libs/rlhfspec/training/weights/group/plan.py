@@ -125,9 +125,8 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def bucket_digest(content: Tensor, what: str) -> str:
-    """Return the digest of a bucket's bytes and its name, so that no bucket passes for another.
-
-    It is xxh3_128 on a host, and the sum of mixed words of `engine.forward.checksums` on a device.
+    """Return the digest of a bucket's bytes and its name, so that no bucket passes for another. It is xxh3_128 on a
+    host, and the sum of mixed words of `engine.forward.checksums` on a device.
 
     >>> bucket_digest(torch.zeros(2, dtype=torch.uint8), "sums/policy/1/0/0")
     'ed48dfba94750adbf3e8b708398ad3cc'
