@@ -166,7 +166,6 @@ def _axes(model: Any, styles: Mapping[str, str]) -> Iterator[tuple[str, int | No
 
 
 def _make_plain(model: Any, path: str, cut: Cut, made: dict[int, nn.Parameter]) -> None:
-    """Replace transformers' wrappers by the part itself."""
     module = model.get_submodule(path)
     module.__dict__.pop("forward", None)
     for leaf, parameter in module._parameters.items():
@@ -183,7 +182,6 @@ def _make_plain(model: Any, path: str, cut: Cut, made: dict[int, nn.Parameter]) 
 
 
 def _hook(model: Any, path: str, style: str, cut: Cut) -> None:
-    """Install the module's communication with the other ranks."""
     module = model.get_submodule(path)
     if style == BY_ROWS:
         module.register_forward_hook(lambda module, args, output: added(output, cut.group))

@@ -37,8 +37,7 @@ def device_of(spec: Spec) -> str:
 
 def settled(spec: Spec, device: str) -> Spec:
     """Return the job with every `auto` resolved for this device. On a CPU all is float32. On a GPU engines keep
-    bfloat16, and a trainer keeps float32 and computes in bfloat16; a job that asks for float32 there is slow, and a log
-    line says so."""
+    bfloat16, and a trainer keeps float32 and computes in bfloat16."""
     on_cpu = device.startswith("cpu") or spec.training.exact_on_policy
     generates = "float32" if on_cpu else "bfloat16"
     trains = "off" if on_cpu or spec.model.dtype != "auto" else "bfloat16"

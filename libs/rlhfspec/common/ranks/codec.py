@@ -80,7 +80,6 @@ def send(value: Any, group: Any, source: int) -> None:
 
 
 def receive(group: Any, source: int) -> Any:
-    """Return the value that the rank `source` of a group sends."""
     lengths = torch.zeros(2, dtype=torch.int64)
     dist.broadcast(lengths, group=group, group_src=source)
     length, total = lengths.tolist()

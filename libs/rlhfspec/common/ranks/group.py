@@ -73,7 +73,6 @@ class Ranks:
         return codec.receive(self.host, source)
 
     def command(self, name: str, **arguments: Any) -> None:
-        """Have the other ranks run a command of the table that they `obey`."""
         if self.num_ranks > 1:
             codec.send([str(name), arguments], self.commands, 0)
 

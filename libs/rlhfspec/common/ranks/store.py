@@ -1,8 +1,7 @@
-"""The store by which ranks find each other, sealed with the ranks' secret.
+"""The store by which ranks find each other, sealed with the ranks' secret, as torch's TCPStore is open to all.
 
-torch's TCPStore lets every process read and write, so keys are written as HMACs, and values are encrypted for their
-key. Without the secret a process reads nothing, and its writes end the meeting with an error. Keep a reference to the
-store (as `joined` does): torch forgets a Python store without one.
+Keys are HMACs, and values are encrypted for their key; writes without the secret end the meeting with an error. Keep a
+reference to the store (as `joined` does): torch forgets a Python store without one.
 """
 
 from __future__ import annotations
@@ -115,7 +114,6 @@ def _proof(secret: bytes, rank: int, challenge: bytes) -> bytes:
 
 
 def _exchanged(sent: list[bytes], group: Any, rank: int, timeout: timedelta) -> list[bytes]:
-    """Send 32 bytes to each other rank of a group, and return the 32 bytes of each."""
     received = [torch.zeros(32, dtype=torch.uint8) for _ in sent]
     others = [other for other in range(len(sent)) if other != rank]
     under_way = [

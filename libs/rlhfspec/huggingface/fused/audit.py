@@ -98,8 +98,6 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that records which tensors a forward reads."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages: set[int] = set()

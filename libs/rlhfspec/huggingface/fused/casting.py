@@ -1,7 +1,5 @@
-"""Rounding of a model's parameters to fewer bits, as Hugging Face stores them.
-
-Parameters that the class keeps in float32 (routers of experts, sinks) are not rounded, and neither are buffers, since
-RoPE's cosines would be off by .3 at position 1,000.
+"""Rounding of a model's parameters to fewer bits, as Hugging Face stores them. Buffers are not rounded, since RoPE's
+cosines would be off by .3 at position 1,000.
 
 Example:
     >>> from rlhfspec.tiny import random_model
@@ -26,8 +24,6 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Type in which each parameter of a model is kept."""
-
     usual: torch.dtype
     in_float32: frozenset[str] = frozenset()  # parameters that stay so whatever is usual
 

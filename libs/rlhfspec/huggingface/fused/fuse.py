@@ -1,8 +1,7 @@
 """Exchange of an unmodified Hugging Face model's modules for ours, on kernels.
 
-A module is exchanged only if its class is known exactly, or if ours agrees on inputs of every size (`_agree`), which
-shows clamps, caps and another epsilon. Other modules whose bits depend on neighbouring rows run inside a `Guard`, or
-the model is refused, so every bit of a row is a function of that row. Loaders keep the Hugging Face names of weights.
+A module is exchanged only if its class is known exactly, or if ours agrees on inputs of every size (`_agree`). Other
+modules whose bits depend on neighbouring rows run inside a `Guard`, or the model is refused.
 """
 
 from __future__ import annotations
@@ -52,8 +51,6 @@ _SCALES = (1e-3, 0.1, 1.0, 30.0, 1e3)  # of probes: eps shows in small values, c
 
 @dataclass(slots=True)
 class FusedModel:
-    """The exchanged model with a loader for each weight."""
-
     model: Any  # a Hugging Face causal LM
     precision: Precision  # in which the weights are kept
     arithmetic: str
@@ -181,7 +178,6 @@ def _audit(model: nn.Module, run: Callable[[], object]) -> list[tuple[str, str]]
 
 
 def _outermost(paths: set[str]) -> tuple[str, ...]:
-    """Drop the paths that lie inside another one."""
     return tuple(sorted(path for path in paths if not any(is_inside(path, other) for other in paths - {path})))
 
 
@@ -283,7 +279,6 @@ def _norm(fused: FusedModel, name: str, module: nn.Module) -> nn.Module | None:
 def _agree(
     module: Callable[[Tensor], Any], ours: Callable[[Tensor], Tensor], width: int, *, rtol: float = 1e-4
 ) -> bool:
-    """Return whether the module's output equals ours for rows of every size."""
     generator = torch.Generator().manual_seed(0)
     x = torch.cat([scale * torch.randn(2, width, generator=generator) for scale in _SCALES])
     try:

@@ -49,7 +49,6 @@ def native_decoder(parts: CausalLM, kv: torch.Tensor, dtype: torch.dtype, split:
 
 
 def _plain_head(model: Any) -> PackedLinear | None:
-    """Return the head if it is one linear layer and nothing else."""
     family = _class_of(model).removesuffix("ForCausalLM")
     head = model.lm_head if family in _FAMILIES else getattr(model, "only_head", None)
     return head if isinstance(head, PackedLinear) else None

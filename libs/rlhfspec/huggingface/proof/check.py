@@ -226,7 +226,6 @@ class Check:
         return places
 
     def _run(self, places: list[ProbePlace], rows: list[ProbeToken], *, fresh: bool = False) -> list[Tensor]:
-        """Run a forward; return the wanted logits of every place, in the order of its tokens."""
         if fresh:
             self._lay_out(places)
         logits = self.runner.forward(*self._arguments(places, rows)).cpu()
@@ -271,7 +270,6 @@ class Check:
                 write_kv_reference(keys, values, kv, spec.index, slots)
 
     def clean(self) -> None:
-        """Zero the cache again."""
         self.runner.kv[: self._num_used] = 0.0
 
 

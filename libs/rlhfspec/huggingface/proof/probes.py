@@ -1,6 +1,5 @@
-"""Probes: a few tokens at every position where a model may change its behaviour. Positions are the beginning, the end
-of each window, chunk and original RoPE length, and the end of the context. Random keys and values replace the past, so
-far positions are cheap. A forward without a cache gets one row with tokens all over the context."""
+"""Probes: a few tokens at every position where a model may change its behaviour (windows, chunks, RoPE scaling, end).
+Random keys and values replace the past; a forward without a cache gets one row with tokens all over the context."""
 
 from __future__ import annotations
 
@@ -107,7 +106,6 @@ def _scattered_positions(max_context: int) -> tuple[int, ...]:
 
 
 def _places(anatomy: Anatomy, config: Any) -> Iterator[int]:
-    """Yield positions around which behaviour may change."""
     for spec in anatomy.attentions:
         yield from (place for place in (spec.window, spec.chunk) if place is not None)
     yield from _numbers(config.to_dict(), "original_max_position_embeddings")

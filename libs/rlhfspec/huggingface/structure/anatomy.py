@@ -1,8 +1,7 @@
 """Anatomy of a causal LM: the trunk from tokens to hidden states, its attentions, and the head behind.
 
-`examine` runs a few tokens with an attention that mixes nothing. Every module's output must then depend on its own
-token and position alone, so that the engine may batch all sequences into one row. A model is refused if a module mixes
-tokens outside `AttentionInterface` or takes positions from anything but `position_ids`.
+The engine batches all sequences into one row, so `examine` refuses a model if a module mixes tokens outside
+`AttentionInterface`, or takes positions from anything but `position_ids`.
 
 Example:
     >>> from rlhfspec.tiny import random_model
@@ -72,7 +71,6 @@ class _Tracer:
         self.tokens = torch.arange(1, _NEAR_TOKENS + 1) % model.get_input_embeddings().num_embeddings
 
     def run(self, num_tokens: int, *, past: int = 0) -> ForwardTrace:
-        """Run tokens in order, as Hugging Face does."""
         try:
             return self._forward(self.tokens[:num_tokens], past, **past_of(self.model, past))
         except FORWARD_ERRORS as error:

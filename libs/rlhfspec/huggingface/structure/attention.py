@@ -1,6 +1,4 @@
-"""Specification of each attention, observed at run time. Shapes, scale, soft cap and sinks are the arguments passed to
-`AttentionInterface`, and visibility is read off the eager mask; attributes and configuration are not trusted. An
-attention's index is its place in the forward and in the KV cache."""
+"""Specification of each attention, observed from its arguments and eager mask at run time, not from configuration."""
 
 from __future__ import annotations
 

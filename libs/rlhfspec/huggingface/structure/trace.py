@@ -30,7 +30,6 @@ class TracedAttention:
 
     @property
     def rows(self) -> list[tuple[int, int]]:
-        """Return each query's position and its first visible position."""
         return [(self.first_query + place, start) for place, start in enumerate(self.starts)]
 
 
@@ -38,8 +37,6 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class ForwardTrace:
-    """One traced forward: calls of all attentions, and inputs and outputs of all modules."""
-
     def __init__(self, model: Any, name: str, num_tokens: int, past: int) -> None:
         self.name = name
         self.num_tokens = num_tokens

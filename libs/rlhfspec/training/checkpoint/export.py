@@ -50,7 +50,6 @@ def export_hf(
 
 
 def _model(state_dict: Mapping[str, torch.Tensor], config: Any) -> Any:
-    """Build a model around the state's own tensors, without initialising or copying."""
     from transformers import AutoModelForCausalLM
 
     dtype = next(tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point())

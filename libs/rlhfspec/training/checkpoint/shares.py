@@ -121,6 +121,5 @@ def _look_into(path: Path, result: dict[str, torch.Tensor | StoredTensor]) -> No
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Return a file's entry in the manifest."""
     with path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "num_bytes": path.stat().st_size}

@@ -1,6 +1,4 @@
-"""Conversion of a nested state to one JSON document plus named tensors, and back, unchanged. It takes dictionaries
-(keys may be numbers), lists, tuples, text, numbers, None, bytes and tensors; plain JSON loses tuples and keys that are
-numbers."""
+"""Lossless conversion of a nested state to one JSON document plus named tensors, with tuples and numeric keys."""
 
 from __future__ import annotations
 
@@ -72,7 +70,6 @@ def pack(state: Any) -> tuple[Any, Tensors]:
 
 
 def unpack(document: Any, tensors: Mapping[str, Any]) -> Any:
-    """Rebuild the state given to `pack`, with these tensors."""
     if isinstance(document, list):
         return [unpack(item, tensors) for item in document]
     if not isinstance(document, dict):

@@ -1,5 +1,4 @@
-"""Columns of a row as JSON for rewards. Dates become ISO text, decimals text, non-finite numbers null. Types without
-such a form (bytes, images) are left out.
+"""Columns of a row as JSON for rewards: dates as ISO text, decimals as text, without bytes and images.
 
 Example:
     >>> from datetime import date

@@ -1,9 +1,8 @@
 """Order in which steps take rows: a pure function of (seed, step), so a resumed run needs only its step.
 
 With P = `prompts_per_step`, step s takes positions [(s - 1) * P, s * P) of the concatenated epochs' permutations. Each
-demand (round) of dynamic sampling has its own stream, which first takes rows that the step does not have. Place r * P +
-i is the i-th prompt of round r, whether all are filled or not. Permutations sort the raw words of a Philox generator,
-which never change between numpy's versions.
+demand (round r) of dynamic sampling owns P places from r * P on, and first takes rows that the step does not have.
+Permutations sort raw words of a Philox generator, which never change between numpy's versions.
 
 Example:
     >>> order = Order(num_rows=10, prompts_per_step=4, seed=11)

@@ -1,5 +1,4 @@
-"""A job's algorithm applied to a step: targets before the first update, losses of each micro-batch. Token weights are
-computed for the whole mini-batch, so the losses of its micro-batches add up.
+"""A job's algorithm applied to a step: targets before the first update, losses of each micro-batch.
 
 Example:
     >>> from rlhfspec.job import Algorithm

@@ -213,7 +213,6 @@ class Learner:
 
     @torch.no_grad()
     def _keep_old_log_probs(self, rollouts: Rollouts, minis: Sequence[MiniBatch], tally: Tally) -> None:
-        """Run a forward of all samples before the first update, in the packing of the updates."""
         for mini in minis if "policy" in self._networks else ():
             for micro in mini.micro_batches:
                 with self._autocast():

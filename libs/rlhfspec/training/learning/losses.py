@@ -44,10 +44,8 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEst
 
 
 def truncated_importance_weights(log_probs: Tensor, generator_log_probs: Tensor, cap: float) -> Tensor:
-    """Return min(trainer / generator, cap) at each token, without gradient: [t], [t] -> [t].
-
-    It corrects for the generator's staleness and arithmetic; `log_probs` are the trainer's before the first update. The
-    cap bounds the variance at the price of bias (Ionides 2008, "Truncated importance sampling").
+    """Return min(trainer / generator, cap) at each token, without gradient: [t], [t] -> [t]. It corrects for staleness.
+    `log_probs` are the trainer's before the first update (Ionides 2008, "Truncated importance sampling").
 
     >>> truncated_importance_weights(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -4.0]), cap=2.0)
     tensor([1., 2.])

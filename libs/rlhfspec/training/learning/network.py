@@ -70,7 +70,6 @@ class Network:
         return math.hypot(_norm(whole), *self._group.gather(_norm(cut)))
 
     def update(self, norm: float) -> Update:
-        """Make one optimizer step with the gathered gradients, whose norm is given."""
         nn.utils.clip_grads_with_norm_(self.parameters, self._training.max_grad_norm, torch.tensor(norm))
         rate = float(self._schedule.get_last_lr()[0])
         self._optimizer.step()
@@ -178,7 +177,6 @@ def _whole(values: Mapping[str, Any], group: Ranks | None = None) -> dict[str, A
 
 
 def _like(kept: Tensor, given: Given, share: Share | None) -> Tensor:
-    """Return this rank's share of the given tensor, which is stored, whole or already cut."""
     if isinstance(given, PartOf):
         return given.tensor
     if isinstance(given, StoredTensor):

@@ -24,8 +24,6 @@ from rlhfspec.training.modeling.log_probs import TokenLogProbs
 
 
 class Tally:
-    """Results of a step's updates on this rank."""
-
     def __init__(self, num_tokens: int) -> None:
         self.is_complete = False  # all tokens of all ranks are there
         self.problem: str | None = None  # the first non-finite number, and its sample
@@ -87,7 +85,6 @@ class Tally:
         self._updates.setdefault(model, []).append((update.grad_norm, update.learning_rate))
 
     def metrics(self, rollouts: Rollouts, ranks: Ranks, *, epochs: int) -> dict[str, float]:
-        """Return means over the step's updates and over its tokens."""
         of_ranks = ranks.gather_of_micro_batches([self._losses, self._sums, self._updates])
         losses, sums = (_added([each[place] for each in of_ranks]) for place in (0, 1))
         updates_of: dict[str, list[tuple[float, float]]] = {}

@@ -1,5 +1,4 @@
-"""The critic: a language model's trunk with a head that gives one value per token. A response token's value is that of
-the state before it, read from the row that predicts it. The head starts at zero.
+"""The critic: a language model's trunk with a head, zero at first, that values the state before each token.
 
 Example:
     >>> from rlhfspec.training.modeling.loading import prepared
@@ -47,7 +46,6 @@ class Critic(nn.Module):
             return self.score(hidden.to(self.score.weight.dtype))[:, 0].float()  # type: ignore[no-any-return]
 
     def save(self, folder: Path) -> None:
-        """Save the trunk's configuration and all weights into a folder that `load_critic` opens."""
         from safetensors.torch import save_model
 
         folder.mkdir(parents=True, exist_ok=True)

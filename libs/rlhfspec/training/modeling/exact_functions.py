@@ -1,5 +1,4 @@
-"""Autograd functions: forward is the engine's kernel, bit for bit; backward differentiates its torch twin. Rounding to
-bfloat16 passes the gradient straight through to the float32 parameters.
+"""Autograd functions: forward is the engine's kernel, bit for bit; backward differentiates its torch twin.
 
 Example:
     >>> layer = torch.nn.Linear(3, 2)
@@ -122,7 +121,6 @@ class _GatedMLP(torch.autograd.Function):
 def _gated(
     packed: PackedGatedMLP, x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
 ) -> Tensor:
-    """Return activation(gate(x)) * up(x), in torch: [..., H] -> [..., I]."""
     read = _read(x, packed.arithmetic)
     gated = functional.linear(read, stored(gate, packed.dtype), _stored_bias(gate_bias, packed))
     raised = functional.linear(read, stored(up, packed.dtype), _stored_bias(up_bias, packed))
@@ -149,7 +147,6 @@ class _Kernel(torch.autograd.Function):
 
 
 def _leaves(tensors: tuple[Any, ...], wanted: tuple[bool, ...]) -> list[Any]:
-    """Detach the tensors, so that a gradient stops there."""
     return [
         tensor.detach().requires_grad_(wants) if isinstance(tensor, Tensor) else tensor
         for tensor, wants in zip(tensors, wanted, strict=True)

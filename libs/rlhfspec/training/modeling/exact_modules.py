@@ -86,15 +86,12 @@ class ExactModules:
             yield path, module
 
     def _rounded_parameters(self, path: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Return a module's own parameters that are not stored in float32."""
         before = f"{path}." if path else ""
         own = module.named_parameters(recurse=False)
         return [(name, each) for name, each in own if self._precision.of(before + name) != torch.float32]
 
 
 class _ExactGuard(Guard):
-    """Guard whose products run on the kernels, with torch's gradients."""
-
     def multiply(self, rows: Tensor, weight: Tensor, packed: PackedLinear) -> Tensor:
         return exact_linear(rows, weight, None, packed)
 
@@ -220,7 +217,6 @@ def _lora_scaling(model: Any) -> float | None:
 
 
 def _rounded_forward(module: nn.Module, dtype: torch.dtype, names: frozenset[str]) -> Callable[..., Any]:
-    """Return the module's own forward on weights rounded as the engine stores them."""
     stand_in = copy.copy(module)
     stand_in._parameters = {}
 

@@ -1,5 +1,4 @@
-"""Loading of a job's models, in evaluation mode, ready for packed rows. A model is refused unless a packed row of
-several sequences gives what plain Hugging Face gives for each alone.
+"""Loading of a job's models, refused unless packed rows give what plain Hugging Face gives for each sequence.
 
 Example:
     >>> from rlhfspec.tiny import random_model
@@ -145,7 +144,6 @@ def _in_its_type(model: Any, dtype: str, stored: bool) -> Any:
 
 
 def _made_ready(model: Any, anatomy: Anatomy, report: ModelReport) -> Any:
-    """Prepare a model whose class and weights were verified, here or on another rank."""
     keep_anatomy(model, anatomy)
     use_packed_attention(model)
     keep_report(model, report)

@@ -1,5 +1,4 @@
-"""Log-probs of response tokens under log_softmax(logits / temperature), without top-k or top-p masks. `PolicyForward`
-is the interface; implementations are `TorchForward` and, on the engine's kernels, `exact`.
+"""Log-probs of response tokens under log_softmax(logits / temperature); `PolicyForward` is the interface.
 
 Example:
     >>> from rlhfspec.training.modeling.packed import pack_sequences
@@ -70,7 +69,6 @@ class TorchForward(nn.Module):
         return hidden_states(self.parts.trunk, batch)
 
     def _of(self, hidden: torch.Tensor, targets: torch.Tensor, entropy_gradient: bool) -> dict[str, torch.Tensor]:
-        """Compute the fields of TokenLogProbs from hidden [t, hidden] and targets [t]."""
         logits = self.parts.logits(hidden)  # [t, vocab] float32
         tempered = logits if self.temperature == 1 else logits / self.temperature
         log_probs = of_targets(tempered, targets)

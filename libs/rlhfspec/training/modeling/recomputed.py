@@ -1,5 +1,4 @@
-"""Activation checkpointing: a layer keeps only its input, and the backward pass runs its forward again. Gradients have
-the same bits. `activation_bytes` estimates from two short rows whether it is needed.
+"""Activation checkpointing: a layer keeps only its input; the backward pass repeats its forward, bit for bit.
 
 Example:
     >>> from rlhfspec.training.modeling.loading import prepared

@@ -130,7 +130,6 @@ class StoredTensor:
                 yield piece, within, at, size
 
     def part_for(self, kept: Tensor, share: Share | None) -> Tensor:
-        """Read this rank's part, cut as `kept` is."""
         start, shape = place_of(kept, share)
         local = self.cut(start, shape)
         if not isinstance(kept, DTensor):
@@ -151,7 +150,6 @@ class StoredTensor:
 
 
 def is_shared(tensor: DTensor) -> bool:
-    """Return whether each rank holds only a share of the tensor."""
     assert len(tensor.placements) == 1, "ranks are one row"
     return isinstance(tensor.placements[0], Shard)
 

@@ -27,7 +27,7 @@ def write_tensors(
     wrote: Callable[[list[str], int, int], None] | None = None,
 ) -> None:
     """Write tensors and text notes, down to the disk; `path` must not be read before this returns. wrote: called after
-    each tensor with its names and its start and end byte in the file.
+    each tensor with its names, start byte and end byte.
 
     Example:
         >>> import tempfile
@@ -98,7 +98,6 @@ def read_noted(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors to store, and a mapping from each alias to its stored name."""
     stored: dict[str, torch.Tensor] = {}
     same_as: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}

@@ -85,7 +85,6 @@ def _take_part(module: Any, style: str, group: Ranks, made: dict[int, nn.Paramet
 
 
 def _lay_out(module: Any, style: str, group: Ranks, spread: _Spread) -> None:
-    """Install the module's communication with the other ranks; its weights are still whole."""
     if style in (BY_COLUMNS, JOINED):
         module.register_forward_pre_hook(spread)
     if style == JOINED:

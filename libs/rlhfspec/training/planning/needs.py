@@ -64,7 +64,6 @@ def needs_of(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, work
 
 
 def trainer(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int) -> Needs:
-    """Return the needs of one rank, for the policy and the critic, if any."""
     parallel = spec.roles.trainer.tensor_parallel
     policy, critic = (shapes.get(name, shapes["path"]).part(parallel) for name in ("path", "critic"))
     ranks, size = spec.roles.trainer.ranks // parallel, BYTES[spec.model.dtype]
@@ -160,7 +159,6 @@ def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, cou
 
 
 def scorer(spec: job.Spec, shape: ModelShape, stage: str, count: int) -> Needs:
-    """Return the needs of the reference scorer or of the critic's values."""
     size = BYTES[spec.model.dtype]
     kv = _KEPT_CONTEXTS * (spec.max_context + 32) * shape.num_layers * shape.kv_width * size
     parts = {"weights": shape.num_parameters * size, "KV": kv, "forwards": _forward(shape, size, 0)}

@@ -56,7 +56,6 @@ class ModelShape:
         return replace(self, **parts)
 
     def lora_parameters(self, rank: int, targets: Sequence[str] | str) -> int:
-        """Return the number of parameters of a low-rank update."""
         every = targets == "all-linear"
         return sum(rank * width for name, width in self.linear_widths if every or name in targets)
 

@@ -1,5 +1,4 @@
-"""Cache of prompts in a scorer's KV blocks, so that a prompt's answers run it once. The least recently used prompt is
-evicted. Only whole prompts match, so earlier calls decide how much is computed, never in which pieces.
+"""LRU cache of whole prompts in a scorer's KV blocks, so that a prompt's answers run it once.
 
 Example:
     >>> kept = KeptPrompts(num_blocks=3, block_size=16)

@@ -1,11 +1,8 @@
 """Log-probs of a response under a fixed model, each a pure function of the sample: the reference's part in KL.
 
-Sequences run on the engine's kernels, whose bits depend on the sequence alone, not on chunks, workers or threads. So an
-exactly on-policy trainer at version 0 gets the same bits.
-
-On a device waiting sequences run together in forwards of one shape (`engine.forward.constant_shape`). They run one by
-one on the CPU, and where the proof at load finds that a row's bits depend on others (mixtures of experts). Then prompt
-and answer always run apart, so that a cached prompt and a new one give the same bits.
+Sequences run on the engine's kernels, so an exactly on-policy trainer at version 0 gets the same bits. On a device
+waiting sequences run together. Where bits depend on the batch (mixtures of experts), they run one by one, and prompt
+and answer always apart, so that a cached prompt and a new one give the same bits.
 
 Example:
     >>> from rlhfspec.tiny import random_model
@@ -45,12 +42,9 @@ _LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32
 
 
 class LogProbScorer:
-    """Scorer under one model that never changes. Calls from several threads are serialised.
-
-    model: a Hugging Face causal LM, modified in place, so pass a copy. temperature: of the trained policy. dtype,
-    arithmetic: the generating engine's (EngineConfig). max_context: tokens of prompt and response. keep_prompts: only
-    useful where several answers share a prompt.
-    """
+    """Scorer under one model that never changes. Calls from several threads are serialised. model: modified in place,
+    so pass a copy. temperature: of the trained policy. dtype, arithmetic: the generating engine's (EngineConfig).
+    max_context: tokens of prompt and response. keep_prompts: for prompts with several answers."""
 
     def __init__(
         self,
@@ -174,13 +168,11 @@ class SequenceRows:
             yield together
 
     def _border(self, each: _Asked) -> int:
-        """Return where a sequence's own part begins, behind its cached prompt."""
         return each.first if self._keep_prompts and each.first >= LEAST_TOKENS else 0
 
     def _run(
         self, together: list[_Asked], read: Callable[[torch.Tensor, IntArray], torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """Return for each sequence one number per response token, on the host."""
         with ExitStack() as undo:
             undo.callback(self._kept.clear)  # after an error the blocks' content is unknown
             owned, pieces = [], list[_Piece]()
@@ -215,7 +207,6 @@ class SequenceRows:
                 yield piece.part(start, start + self._chunk_tokens)
 
     def _place(self, row: int, position: int, blocks: list[int]) -> None:
-        """Map positions from `position` on to these blocks."""
         slots = self._kept.slots(blocks)[: self._slot_table.shape[1] - position]
         self._slot_table[row, position : position + len(slots)] = slots
 
@@ -259,8 +250,6 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Tokens that run one behind the other."""
-
     tokens: IntArray
     positions: IntArray
     rows: IntArray  # of the slot table
@@ -284,7 +273,6 @@ class _Piece:
 
 
 def one_of(scored: list[Scored]) -> list[float]:
-    """Return the only result, or raise its error."""
     [numbers] = scored
     if not isinstance(numbers, list):
         raise numbers
@@ -292,7 +280,6 @@ def one_of(scored: list[Scored]) -> list[float]:
 
 
 def finite(numbers: torch.Tensor, what: str) -> list[float] | NumericalError:
-    """Return the numbers [t], or NumericalError if one is not finite."""
     wrong = (~numbers.isfinite()).nonzero().flatten().tolist()
     if wrong:
         return NumericalError(f"{what}: {numbers[wrong[0]].item()} at response token {wrong[0]}")

@@ -1,5 +1,4 @@
-"""The critic's values of a response, each a pure function of the sample and the critic's weights. The critic runs on
-the engine's kernels as a model with one output, with the guarantees of `log_probs`.
+"""The critic's values of a response, on the engine's kernels, with the guarantees of `log_probs`.
 
 Example:
     >>> from rlhfspec.training.modeling.loading import prepared

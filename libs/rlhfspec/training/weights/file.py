@@ -1,11 +1,8 @@
 """Weights between processes that share a file system: one safetensors file a version, renamed into place.
 
-In memory (`/dev/shm`) data is copied once: hashing threads and readers map the file. An unlinked file stays whole for
-its readers.
-
-The writer notes the digest (sha256) and checksum (xxh3_128). A reader uses no tensor before the note matches the record
-and the bytes match the checksum, or else all bytes match the record's digest. Checksums can be forged, so writers in
-the folder are trusted.
+Readers map the file, which stays whole for them after it is unlinked. They use no tensor before the noted digest
+(sha256) matches the record and all bytes match the noted checksum (xxh3_128), or all bytes match the record's digest.
+Checksums can be forged, so writers in the folder are trusted.
 """
 
 from __future__ import annotations

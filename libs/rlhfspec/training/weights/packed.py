@@ -96,7 +96,6 @@ class WeightsHeader(BaseModel):
             raise _malformed(f"{needed} bytes of weights, more than the {max_bytes} that are allowed")
 
     def places(self) -> list[TensorPlace]:
-        """Return where each stored tensor lies in the buffer."""
         places, at = [], 0
         for name, dtype, shape in self.tensors:
             begin = -(-at // ALIGNMENT) * ALIGNMENT

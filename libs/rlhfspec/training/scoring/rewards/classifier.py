@@ -1,8 +1,7 @@
-"""A Hugging Face sequence classifier that shares prompts and batches.
+"""A Hugging Face sequence classifier that shares prompts (CPU) and batches (device), if a check at load passes.
 
-On the CPU a prompt runs once for its answers, always apart from them, so that a cached prompt gives the same bits as a
-new one. Classes without a usable cache run every sample as one sequence, and a log line says so. On a device, waiting
-sequences run together, padded on the right. Both are checked when the model is loaded.
+On the CPU a prompt runs once, always apart from its answers, so that a cached one gives the same bits. On a device
+waiting sequences run together, padded on the right. Otherwise every sample runs alone.
 """
 
 from __future__ import annotations

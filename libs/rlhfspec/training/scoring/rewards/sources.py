@@ -29,9 +29,8 @@ AnySource = FunctionSource | ModelSource | HttpSource
 class RewardSources:
     """Scorer of samples with every source of the job at once. One object may serve several workers of one event loop.
 
-    Construction imports functions and loads models. A failing source ends the job (`RewardError`) or gives a score with
-    `error`, as its `onError` says; it never counts as zero. keep_prompts: a model runs each prompt once for its
-    answers.
+    A failing source ends the job (`RewardError`) or gives a score with `error`, as its `onError` says; it never counts
+    as zero. keep_prompts: a model runs each prompt once for its answers.
 
     Example:
         >>> import tempfile

@@ -16,8 +16,6 @@ _IDLE_SECONDS = 1.0  # before an idle thread ends; starting one costs more than 
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """Result of a call: `error` when it raised, else `value`."""
-
     value: Any = None
     error: BaseException | None = None
 

@@ -108,7 +108,6 @@ def share(place: TensorPlace, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def fill(bucket: Bucket, buffer: Tensor, weights: Mapping[str, Tensor], rank: int, num_ranks: int) -> Tensor:
-    """Fill the buffer with a bucket of this rank's tensors, converted to the types of the pieces."""
     for piece in bucket.pieces:
         tensor = weights[piece.name].detach()
         offset = 0
@@ -125,8 +124,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def bucket_digest(content: Tensor, what: str) -> str:
-    """Return the digest of a bucket's bytes and its name, so that no bucket passes for another. It is xxh3_128 on a
-    host, and the sum of mixed words of `engine.forward.checksums` on a device.
+    """Return the digest of a bucket's bytes and name: xxh3_128 on a host, a sum of mixed words on a device.
 
     >>> bucket_digest(torch.zeros(2, dtype=torch.uint8), "sums/policy/1/0/0")
     'ed48dfba94750adbf3e8b708398ad3cc'

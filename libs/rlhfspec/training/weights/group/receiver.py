@@ -72,7 +72,6 @@ class GroupReceiver:
         self._asking.start()
 
     def take(self, record: Weights) -> dict[str, torch.Tensor] | None:
-        """Return the version if it came by the group."""
         with self._lock:
             if self._taken is None or self._taken[0] != (record.job, record.role, record.version, record.digest):
                 return None

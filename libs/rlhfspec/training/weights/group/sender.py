@@ -1,6 +1,5 @@
-"""The trainer's side of weight groups: tracks the members, and sends them versions before they are announced. A version
-waits at most `hold_up_seconds` of its size. After a failure generators fetch from the store, and the next version gets
-a new group of all that still ask."""
+"""The trainer's side of weight groups: tracks the members, and sends versions before they are announced. After a
+failure generators fetch from the store, and the next version gets a new group of all that still ask."""
 
 from __future__ import annotations
 

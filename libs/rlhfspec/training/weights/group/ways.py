@@ -48,7 +48,6 @@ class Ways:
         log.info("weights came by the %s in %.3f s", way, seconds, extra={"fields": {"way": way, "seconds": seconds}})
 
     def seconds(self, way: Way) -> float | None:
-        """Return the median of the last measurements."""
         with self._lock:
             return median(self._seconds[way]) if self._seconds[way] else None
 
