@@ -134,7 +134,7 @@ def _written(learner: Learner, ranks: Ranks, folder: Path) -> list[Written]:
 
     def write() -> Any:
         written = write_part(folder, LEARNER, learner.state(), ranks=ranks, leads=learner.leads)
-        return json.dumps(written.document), written.files  # the document says $tensor itself
+        return json.dumps(written.document), written.files  # the document has its own $tensor keys
 
     told = _of_each(ranks, folder, write)
     return [Written(document=json.loads(document), files=files) for document, files in told]

@@ -43,7 +43,7 @@ class ForwardTrace:
         self.past = past  # number of tokens before those
         self.attentions: list[TracedAttention] = []
         self.modules: list[tuple[str, Tensors, Tensors]] = []  # path, inputs, outputs; inner ones first; of attentions
-        # also what they hand to the interface
+        # also their arguments to the interface
         self.rotary: list[tuple[str, nn.Module, Any, Any]] = []  # path, module and arguments of every rotary embedding
         self.trunk = ""
         self.trunk_output: type = tuple

@@ -52,8 +52,8 @@ class Targets:
     advantages: Tensor  # [T]
     generator_log_probs: Tensor  # [T] under the distribution sampled from
     reference_log_probs: Tensor | None  # [T]
-    returns: Tensor | None  # [T] what the critic learns
-    old_values: Tensor | None  # [T] what it said
+    returns: Tensor | None  # [T] the targets of the critic
+    old_values: Tensor | None  # [T] the values scored for the rollouts
 
     def select(self, samples: Sequence[int]) -> Targets:
         """Return the targets of these samples in this order, with their weights unchanged."""

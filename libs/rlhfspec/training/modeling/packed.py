@@ -43,7 +43,7 @@ from rlhfspec.training.modeling import one_call
 from rlhfspec.training.modeling.one_call import RowPart
 
 _ATTENTION_NAME = "rlhfspec_packed"
-_SPEC = "rlhfspec_attention"  # on an attention module: what it sees
+_SPEC = "rlhfspec_attention"  # on an attention module: its AttentionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

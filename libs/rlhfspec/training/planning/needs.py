@@ -42,7 +42,7 @@ class Needs:
 
     role: str
     count: int
-    parts: dict[str, int]  # bytes by what they are for
+    parts: dict[str, int]  # bytes by purpose
     notes: tuple[str, ...] = field(default=())
     fraction: float = 1.0  # of a GPU, that it may take
 
@@ -128,14 +128,14 @@ def activations(spec: job.Spec, shape: ModelShape, num_tokens: int, *, again: bo
 
 def layer_bytes_a_token(shape: ModelShape, size: int, *, mixed: bool) -> int:
     """Return a layer's activation bytes per token for the backward pass. mixed: bfloat16 products, float32 weights."""
-    a_norm = 8 if mixed or size == 4 else 6  # the input in float32, and what is multiplied by the weight
+    a_norm = 8 if mixed or size == 4 else 6  # the input in float32, and the normed input
     inputs = 5 * size if mixed else 2 * size  # of products: in autocast each of them has a copy
     norms = (shape.num_norms * a_norm + inputs) * shape.hidden + (4 + size) * shape.normed_width
     attention = size * (3 * shape.query_width + shape.kv_width) + 4 * shape.num_heads
     return norms + attention + 4 * size * shape.inner
 
 
-# -- what generates and scores --------------------------------------------------------------------------------------
+# -- generators and scorers ------------------------------------------------------------------------------------------
 
 
 def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, count: int) -> Needs:

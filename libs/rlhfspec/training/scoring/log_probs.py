@@ -37,7 +37,7 @@ Scored = list[float] | InvalidRequest | NumericalError  # a number for each resp
 _BLOCK_SIZE = 16
 _KEPT_CONTEXTS = 8  # room for cached prompts, in sequences of the longest kind
 _CHUNK_TOKENS = 512  # rows of one forward: enough for the kernels' full speed
-_AT_ONCE = 64  # sequences requested together: what a worker that dies scored in vain
+_AT_ONCE = 64  # sequences requested together, and lost with a worker that dies
 _LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32
 
 
