@@ -4,8 +4,8 @@
 (this file as a script) and looks like the command's: arguments and environment, also in /proc, working folder, handles
 and parent. It has its own session, and its own such commands come from a nursery beside it.
 
-It differs in its imports, in its string hashes, which all share, and in an empty run picture (pictures.py; `DRAWS`).
-So a process with a variable of `READ_BY_IMPORTS` starts normally, and so do tests of the command itself: exit codes,
+It differs in its imports, in its string hashes, which all share, and in an empty run picture (pictures.py; `DRAWS`). So
+a process with a variable of `READ_BY_IMPORTS` starts normally, and so do tests of the command itself: exit codes,
 signals, help, locales.
 """
 

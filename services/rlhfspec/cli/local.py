@@ -1,6 +1,6 @@
-"""`rlhfspec run`: all stages of a job in one process, over the memory transport.
-Each stage is built from the job and its context alone; every error of the job is raised before any stage starts.
-The run folder exists before the first step and is finished however the run ends.
+"""`rlhfspec run`: all stages of a job in one process, over the memory transport. Each stage is built from the job and
+its context alone; every error of the job is raised before any stage starts. The run folder exists before the first step
+and is finished however the run ends.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ class NotTaken(Exception):
 class Endpoint:
     """The operator's endpoint: JSON over TLS, with the service account token of control's pod.
 
-    `authority`: file of the CA certificate. `token_file`: read again for every report, as tokens expire.
-    Each report uses a new connection, as another operator may lead by then. Redirects are never followed, because the
-    token is for this address only."""
+    `authority`: file of the CA certificate. `token_file`: read again for every report, as tokens expire. Each report
+    uses a new connection, as another operator may lead by then. Redirects are never followed, because the token is for
+    this address only."""
 
     def __init__(self, url: str, authority: Path, token_file: Path) -> None:
         parts = urlsplit(url)

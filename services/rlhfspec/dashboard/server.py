@@ -1,5 +1,5 @@
-"""HTTP server of the dashboard: one page, JSON data, and server-sent events.
-It takes only GET, but for login and logout; nothing can change a job.
+"""HTTP server of the dashboard: one page, JSON data, and server-sent events. It takes only GET, but for login and
+logout; nothing can change a job.
 """
 
 from __future__ import annotations

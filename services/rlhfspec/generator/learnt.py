@@ -30,8 +30,7 @@ _MOST_BYTES = 1 << 30  # what is larger stays where it was learnt
 
 
 class LearntSharing:
-    """Exchange of one generator's drafter with others. `take` is for the engine's thread, all else for the event
-    loop."""
+    """Exchange of one generator's drafter with others. `take` is for the engine's thread, all else for the event loop."""
 
     def __init__(
         self,

@@ -35,8 +35,7 @@ class GeneratorService(Service):
     unblocked by prompts, trainer.
 
     A prompt is acknowledged after its sample is published, so a lost generator loses no sample. On stop, running
-    samples
-    move to other generators; the rest is returned."""
+    samples move to other generators; the rest is returned."""
 
     def __init__(self, job: RLHFJob, context: GeneratorContext, engine: EngineProtocol) -> None:
         super().__init__("generator", context.worker, context.vitals)

@@ -24,8 +24,7 @@ class GeneratorState:
     """Queues of one generator: pulled prompts, running samples, wanted weights, and the rebalancer's plan.
 
     Only the generator's loop removes from it. An arrival sets `news`, which ends a wait and a burst. Prompts are pulled
-    as
-    the engine has room, and `prefetch` more, a `piece` at a time; the rest stays for other generators. The engine's
+    as the engine has room, and `prefetch` more, a `piece` at a time; the rest stays for other generators. The engine's
     seconds are split evenly among running samples.
 
     >>> from types import SimpleNamespace as Fake

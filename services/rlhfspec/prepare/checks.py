@@ -1,5 +1,5 @@
-"""Early checks of what a run would fail on at load: model names, data rows, functions, packages.
-They go beyond `job_file.read_job`, which reads no data and imports no user code.
+"""Early checks of what a run would fail on at load: model names, data rows, functions, packages. They go beyond
+`job_file.read_job`, which reads no data and imports no user code.
 """
 
 from __future__ import annotations

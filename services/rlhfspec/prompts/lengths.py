@@ -1,5 +1,5 @@
-"""Estimated work of a prompt: its tokens, plus the length of its recent answers.
-It decides the order of publication, never a token.
+"""Estimated work of a prompt: its tokens, plus the length of its recent answers. It decides the order of publication,
+never a token.
 """
 
 from __future__ import annotations

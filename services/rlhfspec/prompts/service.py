@@ -29,8 +29,7 @@ class PromptsService(Service):
     the step allows; unblocked by trainer.
 
     The longest prompts of a step come first, so that it ends early. Answer lengths are learnt if prompts repeat (a
-    second
-    epoch, an evaluation)."""
+    second epoch, an evaluation)."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Knowledge of the rebalancer: samples per generator, step costs, and moves under way.
-Pure but for the clock readings passed in. It can be lost: a restarted process recovers it within a second.
+"""Knowledge of the rebalancer: samples per generator, step costs, and moves under way. Pure but for the clock readings
+passed in. It can be lost: a restarted process recovers it within a second.
 """
 
 from __future__ import annotations
@@ -106,8 +106,7 @@ class StageWork:
 
 class FleetKnowledge:
     """Knowledge of the fleet. `draw`: returns a unique move id by number. `work`, `elastic`: set for a variable number
-    of
-    generators. `learns`: their drafters learn."""
+    of generators. `learns`: their drafters learn."""
 
     def __init__(
         self,

@@ -21,8 +21,8 @@ _MOST_NAMED = 64  # generators in a line
 
 
 class RebalancerService(Service):
-    """Rebalancing stage. Watches Load, Moved, Sample; produces Move, Plan; waits for loads of generators;
-    unblocked by nothing: it needs nothing.
+    """Rebalancing stage. Watches Load, Moved, Sample; produces Move, Plan; waits for loads of generators; unblocked by
+    nothing: it needs nothing.
 
     It knows only signals. If it dies, is late or wrong, balance suffers, never a token."""
 

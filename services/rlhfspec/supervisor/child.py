@@ -1,5 +1,5 @@
-"""One worker's process over all its restarts; `children` decides when.
-A worker writes its own log file, so no output is lost and no process blocks if the supervisor is busy or dead.
+"""One worker's process over all its restarts; `children` decides when. A worker writes its own log file, so no output
+is lost and no process blocks if the supervisor is busy or dead.
 """
 
 from __future__ import annotations

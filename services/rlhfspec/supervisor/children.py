@@ -42,8 +42,7 @@ class Children(Service):
 
     consumes: Heartbeat, WorkerInfo, StepReport; produces: nothing; waits for: the end of a process; unblocked by: every
     stage. `start` returns when every worker is ready, or has left. `run` returns when the trainer is done (`is_done`
-    asks
-    the run's folder) and all have left, or after `stop`."""
+    asks the run's folder) and all have left, or after `stop`."""
 
     def __init__(
         self,

@@ -26,8 +26,7 @@ class JobRun(ABC):
     """One run of a job in one folder: call `build`, `begin`, `stages`, `finish`, `close`, in this order.
 
     Its `runner` runs all coroutines. written: the user's job; job: the same with resolved `tiny:` names; base_folder:
-    the
-    job file's."""
+    the job file's."""
 
     def __init__(
         self, written: RLHFJob, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View, *, resume: bool

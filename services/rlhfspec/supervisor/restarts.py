@@ -35,8 +35,7 @@ class Restarts:
         return failure in self._policy.counted
 
     def delay_after(self, failure: Failure, *, counts: bool | None = None) -> float | None:
-        """Return the delay before a restart, with jitter, or None to give up. `counts`: whether the policy counts
-        it."""
+        """Return the delay before a restart, with jitter, or None to give up. `counts`: whether the policy counts it."""
         if counts is None:
             if failure == "permanent":
                 return None

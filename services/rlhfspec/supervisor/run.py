@@ -1,8 +1,7 @@
 """A run with a process for each worker, supervised by this process.
 
 Job, folder and curve are the same as in one process (`rlhfspec.cli.local`). `processes/` holds, during the run, what
-its
-processes need to find each other; `logs/` stays.
+its processes need to find each other; `logs/` stays.
 """
 
 from __future__ import annotations

@@ -31,10 +31,8 @@ class ServerWatch(Service):
     """Watch over servers.
 
     consumes: nothing; produces: nothing; waits for: the unasked end of a server; unblocked by: the end of the run.
-    Raises
-    `ServerFailed` when a server ends repeatedly, `StorageError` when the disk is full, as NATS does not recover from
-    that.
-    `until`: no process needs the servers any more; an exiting process still does."""
+    Raises `ServerFailed` when a server ends repeatedly, `StorageError` when the disk is full, as NATS does not recover
+    from that. `until`: no process needs the servers any more; an exiting process still does."""
 
     def __init__(
         self,

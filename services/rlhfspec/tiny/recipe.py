@@ -26,10 +26,9 @@ class Recipe:
     """A byte-level Llama and its training.
 
     batch_shapes: (sequences, tokens a sequence), taken in turn. Short windows teach the language, occasional long ones
-    the
-    contexts of generation. widened_from_intermediate: when set, the model is widened from a trained one of that FFN
-    width.
-    task: english and library learn their text; sums learns the lessons of `rlhfspec.tiny.sums`, batch by batch."""
+    the contexts of generation. widened_from_intermediate: when set, the model is widened from a trained one of that FFN
+    width. task: english and library learn their text; sums learns the lessons of `rlhfspec.tiny.sums`, batch by batch.
+    """
 
     name: str
     num_layers: int

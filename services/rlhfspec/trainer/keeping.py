@@ -27,8 +27,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 class LoadedModels(Service):
     """Recorder of loaded models. Consumes WorkerInfo; produces nothing but the manifest's models; waits for: a worker's
-    load
-    report; unblocked by: every stage."""
+    load report; unblocked by: every stage."""
 
     def __init__(self, bus: StageBus, folder: RunFolder) -> None:
         super().__init__("folder", 0, Vitals())  # no process has to hear of it

@@ -48,8 +48,7 @@ class Trained:
 
 
 class RunRecorder:
-    """Recorder of a run's steps, for the trainer's thread in step order. `export` writes the policy for other
-    programs."""
+    """Recorder of a run's steps, for the trainer's thread in step order. `export` writes the policy for other programs."""
 
     def __init__(
         self,

@@ -35,8 +35,7 @@ _LATE_SECONDS = 0.5  # a sample may come after its last score
 
 class TrainerService(Service):
     """Training stage. Consumes Sample, Score, DatasetInfo; produces Weights, Demand, StepReport, EvaluationReport;
-    waits
-    for every sample of the step and every score of a sample; unblocked by prompts, generator, reward, reference,
+    waits for every sample of the step and every score of a sample; unblocked by prompts, generator, reward, reference,
     critic."""
 
     def __init__(
