@@ -1,4 +1,4 @@
-"""In-memory world of a job for operator tests: API server, kubelets and a manual clock, by Kubernetes' documentation."""
+"""In-memory world of a job for operator tests: API server, kubelets and a manual clock."""
 
 from __future__ import annotations
 

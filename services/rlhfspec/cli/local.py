@@ -1,7 +1,4 @@
-"""`rlhfspec run`: all stages of a job in one process, over the memory transport. Each stage is built from the job and
-its context alone; every error of the job is raised before any stage starts. The run folder exists before the first step
-and is finished however the run ends.
-"""
+"""`rlhfspec run`: all stages of a job in one process. The run folder is finished however the run ends."""
 
 from __future__ import annotations
 
@@ -125,7 +122,6 @@ class LocalRun(JobRun):
         return not self._trainer.is_done
 
     def _check_columns(self) -> None:
-        """Raise if the data lacks columns that the rewards ask for."""
         prompts = next(service.prompts for service in self._services if isinstance(service, PromptsService))
         for service in self._services:
             if isinstance(service, RewardService):

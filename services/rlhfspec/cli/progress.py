@@ -8,7 +8,6 @@ from rich.console import Console
 
 
 def wide_console() -> Console:
-    """Return the terminal's console, or one wide enough for tables where there is no terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=150)
 

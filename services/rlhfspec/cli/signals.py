@@ -18,7 +18,7 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def on_signals(act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` in a new thread on either signal; within another such block, replace that one's until the end."""
+    """Call `act` in a new thread on either signal until the block ends; an outer block then applies again."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     thread = threading.Thread(target=_hear, args=(reading, act), name="signals", daemon=True)

@@ -1,5 +1,5 @@
 """`python -m rlhfspec.control --connections FILE`: open, observe and report a run (docs/control.md).
-It exits on SIGTERM only. It is stateless: killed and restarted, it recovers its knowledge within seconds.
+It exits on SIGTERM only. Killed and restarted, it recovers its knowledge within seconds.
 """
 
 from __future__ import annotations

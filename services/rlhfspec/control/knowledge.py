@@ -1,6 +1,4 @@
-"""Control's knowledge of a run, from records and the run's folder. Pure but for its clock. It can be lost at any time:
-a restarted control hears it again within seconds.
-"""
+"""Control's knowledge of a run, from records and the run's folder. A restart recovers it within seconds."""
 
 from __future__ import annotations
 

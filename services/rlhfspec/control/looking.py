@@ -36,10 +36,8 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class Looking(Service):
-    """Service that observes a run.
-
-    consumes: Heartbeat, WorkerInfo, StepReport, DatasetInfo, dead letters; produces: nothing; waits for: a record;
-    unblocked by: every stage."""
+    """Observer of a run. consumes: Heartbeat, WorkerInfo, StepReport, DatasetInfo, dead letters; produces: nothing;
+    waits for: a record; unblocked by: every stage."""
 
     def __init__(
         self,
@@ -135,9 +133,7 @@ def view_of(job: RLHFJob, console: Console, *, shown: bool) -> View:
 
 
 class BrokerWatch(Service):
-    """Service that pings the broker.
-
-    consumes, produces: nothing; waits for: its next ping; unblocked by: time."""
+    """Pinger of the broker. consumes, produces: nothing; waits for: its next ping; unblocked by: time."""
 
     def __init__(self, vitals: Vitals, transport: NatsTransport, bus: Bus, knowledge: RunKnowledge) -> None:
         super().__init__("broker", 0, vitals)

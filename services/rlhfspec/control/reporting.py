@@ -30,11 +30,9 @@ class NotTaken(Exception):
 
 
 class Endpoint:
-    """The operator's endpoint: JSON over TLS, with the service account token of control's pod.
-
-    `authority`: file of the CA certificate. `token_file`: read again for every report, as tokens expire. Each report
-    uses a new connection, as another operator may lead by then. Redirects are never followed, because the token is for
-    this address only."""
+    """The operator's endpoint: JSON over TLS, with the service account token of control's pod. `token_file` is read
+    again for every report, as tokens expire. Each report uses a new connection, as another operator may lead by then.
+    Redirects are never followed, because the token is for this address only."""
 
     def __init__(self, url: str, authority: Path, token_file: Path) -> None:
         parts = urlsplit(url)
@@ -68,7 +66,6 @@ class Endpoint:
 
 
 def news(report: Report) -> tuple[object, ...]:
-    """Return the parts whose change is reported at once; all else is reported periodically."""
     return report.step, report.total_steps, report.checkpoint_step, report.generators_wanted, report.troubles
 
 
@@ -106,10 +103,8 @@ class Turn:
 
 
 class Reporter(Service):
-    """Service that reports to the operator.
-
-    consumes: control's knowledge; produces: reports, over HTTPS; waits for: news; unblocked by: every stage, and time.
-    """
+    """Reporter to the operator. consumes: control's knowledge; produces: reports, over HTTPS; waits for: news;
+    unblocked by: every stage, and time."""
 
     def __init__(
         self, vitals: Vitals, look: Callable[[], Report], post: Callable[[bytes], None], draw: random.Random

@@ -1,7 +1,7 @@
 """`python -m rlhfspec.control.show [--json | --view | --sample ID]`: a run as it is now, for `kubectl rlhf`.
 
-Run in control's pod, where the credentials are. `--json`: what every worker does, the generators' loads, the last steps
-and samples, as one JSON document; `--view`: the live view, until Ctrl-C; `--sample`: what was done for it, as JSON.
+It runs in control's pod. `--json`: workers, loads, last steps and samples; `--view`: the live view, until Ctrl-C;
+`--sample`: the trace of a sample, as JSON.
 """
 
 from __future__ import annotations
@@ -112,7 +112,6 @@ async def _look(connections: Connections) -> LiveView:
 
 
 async def _view(connections: Connections) -> None:
-    """Show the live view from the bus, next to control's own observers."""
     from rich.console import Console
 
     from rlhfspec.common.awake_clock import AwakeClock

@@ -1,7 +1,6 @@
-"""Access control of the dashboard. A token is kept in a cookie that scripts cannot read.
-
-`LaptopAccess`: one random token, in the printed URL, grants everything. `ClusterAccess`: the user's own token; the API
-server decides what it may. Example:
+"""Access control of the dashboard. A token is kept in a cookie that scripts cannot read. `LaptopAccess`: one random
+token, in the printed URL, grants everything. `ClusterAccess`: the API server decides what the user's token may.
+Example:
 
     >>> token_of({"Authorization": "Bearer abc"}, ""), token_of({}, "abc"), token_of({}, "")
     ('abc', 'abc', '')

@@ -1,6 +1,4 @@
-"""HTTP server of the dashboard: one page, JSON data, and server-sent events. It takes only GET, but for login and
-logout; nothing can change a job.
-"""
+"""HTTP server of the dashboard: a page, JSON data and server-sent events. No request changes a job."""
 
 from __future__ import annotations
 
@@ -228,7 +226,6 @@ class Dashboard:
         return self._answer(request, encoded(found).encode(), "application/json")
 
     async def _yaml(self, request: web.Request) -> web.StreamResponse:
-        """Return the job's manifest, for users who may read it at the API server."""
         _, key = await self._allowed(request, "jobs")
         text = yaml.safe_dump(await self._source.manifest(key), sort_keys=False, width=120)
         return self._answer(request, text.encode(), "text/plain")

@@ -1,8 +1,4 @@
-"""Processes of one generator that share a model: rank 0 is the worker, and starts the others.
-
-Supervisor and Kubernetes see one process. If another rank ends, the worker ends in the same way; if the worker ends,
-the system kills the other ranks.
-"""
+"""Processes of one generator that share a model. Rank 0 is the worker and starts the others; all end together."""
 
 from __future__ import annotations
 

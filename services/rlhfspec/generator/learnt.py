@@ -1,7 +1,7 @@
 """Sharing of learnt drafters between generators, and with later processes through the run's folder.
 
-A drafter takes over weights that learnt from more tokens than its own. It shares its own after a quarter more tokens
-than any announced, or 32,768 more. No token depends on it.
+A drafter takes over weights that learnt from more tokens. It shares its own after a quarter more tokens than any
+announced, or 32,768 more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_BYTES = 1 << 30  # what is larger stays where it was learnt
 
 
 class LearntSharing:
-    """Exchange of one generator's drafter with others. `take` is for the engine's thread, all else for the event loop."""
+    """Exchange of one generator's drafter with others. The engine's thread calls `take`, the event loop all else."""
 
     def __init__(
         self,
@@ -73,7 +73,6 @@ class LearntSharing:
             self._announced = found[0]
 
     async def fetch(self, records: Sequence[DraftWeights]) -> None:
-        """Fetch the newest of these if it learnt from more tokens than any before."""
         newest = max(records, key=lambda record: record.version)
         if newest.version <= max(self._announced, self.learner.report.version):
             return
@@ -109,7 +108,6 @@ class LearntSharing:
 
     @property
     def has_more(self) -> bool:
-        """Return whether the drafter learnt from more tokens than any shared one."""
         return self.learner.report.version > self._announced
 
     def begin_handing_out(self, learnt: Learnt) -> None:
@@ -127,7 +125,6 @@ class LearntSharing:
         self._thread.close()
 
     async def note_cost(self, *, is_last: bool = False) -> None:
-        """Record the cost and gain of learning under the last policy version."""
         version = self._noted_weights_version
         if version == self._engine.weights_version and not is_last:
             return

@@ -19,10 +19,8 @@ Experts = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class LoadMeter:
-    """Meter of the engine's steps; `load` returns a record when one is due.
-
-    `sequences`: of the engine, if they can be moved. `incarnation`: of the process; it voids earlier records.
-    `is_leaving`: set by a worker that stops."""
+    """Meter of the engine's steps; `load` returns a record when one is due. `incarnation` is the process's: it voids
+    earlier records. A leaving worker sets `is_leaving`."""
 
     def __init__(
         self,
@@ -70,7 +68,6 @@ class LoadMeter:
         self._learn(report)
 
     def _learn(self, report: EngineStep) -> None:
-        """Update the cost of a token per sequence; with drafts, a step's share."""
         tokens_each = report.num_committed / report.num_decoding if report.num_decoding else 0.0
         num_running, tokens_of_one = report.num_decoding / report.num_passes, tokens_each * report.num_passes
         if report.num_prefill_tokens:

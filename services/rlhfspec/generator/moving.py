@@ -103,13 +103,11 @@ class OwnMoves:
         self._numbers = count()
 
     def meet(self, info: WorkerInfo) -> None:
-        """Record another generator by its latest process."""
         if info.stage == self._bus.stage.name and info.worker != self._bus.worker:
             name = f"{info.stage}-{info.worker}"
             self._peers[info.worker] = Peer(name=name, address=info.moves_address or info.id, incarnation=info.id)
 
     def follow(self, move: Move) -> None:
-        """Begin a move that the rebalancer advises, if this generator is the source."""
         is_ours = move.source == self._bus.worker and move.destination in self._peers
         if is_ours and len(self._moves) < MOST_ADVICE:
             self._begin(move)

@@ -98,7 +98,6 @@ class GeneratorService(Service):
     # -- the loop -------------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        """Run the loop: process arrivals, step the engine, publish completions."""
         while not self.stopping.is_set():
             self.state.news.clear()
             if self._moves is not None:
@@ -127,7 +126,6 @@ class GeneratorService(Service):
         self._engine.load_weights(tensors, version=version)
 
     async def _exchange_learnt(self) -> None:
-        """Load another generator's drafter if one arrived, and share this one's if due."""
         if (learnt := self._learnt) is None:
             return
         if learnt.arrived is not None:
@@ -207,7 +205,6 @@ class GeneratorService(Service):
             await self._score_or_learn()
 
     async def _score_or_learn(self) -> None:
-        """Score or learn, as planned, until there is news; then wait. Pending work is done first."""
         news = asyncio.create_task(self.state.news.wait())
         scoring, learnt = self._context.hosted_scoring, self._learnt
         try:
@@ -222,7 +219,6 @@ class GeneratorService(Service):
             news.cancel()
 
     async def _report_idle(self) -> None:
-        """Report idleness, so that others may move samples here."""
         while not self.stopping.is_set():
             if not self.state.running and (load := self._meter.idle()) is not None:
                 await self._bus.publish(load)
@@ -284,7 +280,6 @@ class GeneratorService(Service):
                 await learnt.note_cost(is_last=True)
 
     async def _move_away(self, moves: OwnMoves) -> None:
-        """Make the engine's calls until all moves end."""
         leaving = asyncio.create_task(moves.leave())
         leaving.add_done_callback(lambda _: self.state.news.set())
         while not leaving.done():

@@ -21,11 +21,9 @@ class RunningSample:
 
 
 class GeneratorState:
-    """Queues of one generator: pulled prompts, running samples, wanted weights, and the rebalancer's plan.
-
-    Only the generator's loop removes from it. An arrival sets `news`, which ends a wait and a burst. Prompts are pulled
-    as the engine has room, and `prefetch` more, a `piece` at a time; the rest stays for other generators. The engine's
-    seconds are split evenly among running samples.
+    """Queues of one generator: pulled prompts, running samples, wanted weights, and the rebalancer's plan. Only the
+    generator's loop removes from it. An arrival sets `news`, which ends a wait and a burst. Prompts are pulled as the
+    engine has room, and `prefetch` more, a `piece` at a time.
 
     >>> from types import SimpleNamespace as Fake
     >>> a, b = (Fake(record=Fake(id=id)) for id in "ab")
@@ -77,7 +75,6 @@ class GeneratorState:
         return f"weights version {min(delivery.record.weights_version for delivery in self.queued)}"
 
     def look_for_room(self, stats: EngineStats) -> None:
-        """Request as many prompts as the engine's statistics leave room for."""
         self._set_room(stats.room + self._prefetch - stats.num_waiting - len(self.queued))
 
     def take_ready(self, version: int, moving: Collection[str]) -> list[Delivery[Prompt]]:
@@ -106,7 +103,6 @@ class GeneratorState:
         self.running[delivery.record.id] = RunningSample(delivery, before)
 
     def worked(self, seconds: float) -> None:
-        """Split the seconds of a burst among running samples."""
         self._seconds_each += seconds / max(len(self.running), 1)
 
     def seconds_of(self, sample_id: str) -> float:
@@ -118,6 +114,5 @@ class GeneratorState:
         return self.running.pop(sample_id).delivery, seconds
 
     def held(self) -> Iterator[Held]:
-        """Yield the prompts that an exiting generator returns."""
         yield from (delivery.held for delivery in self.queued)
         yield from (running.delivery.held for running in self.running.values())

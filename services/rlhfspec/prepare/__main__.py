@@ -1,6 +1,5 @@
 """`python -m rlhfspec.prepare --connections FILE`: check a job and make its run folder (docs/control.md).
-The job lies beside the connections file, as job.json. Exit codes are those of `service.exits`: 78, and one line that
-names the field, for errors that the job's author has to fix.
+The job is job.json beside the connections file. Exit codes are those of `service.exits`.
 """
 
 from __future__ import annotations

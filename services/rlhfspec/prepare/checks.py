@@ -1,6 +1,4 @@
-"""Early checks of what a run would fail on at load: model names, data rows, functions, packages. They go beyond
-`job_file.read_job`, which reads no data and imports no user code.
-"""
+"""Early checks of what a run would fail on at load: model names, data rows, functions, packages."""
 
 from __future__ import annotations
 
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def check_made_here(job: RLHFJob, source: Path) -> None:
-    """Check that `tiny:` names of models and data exist, without making them."""
     fields = {f"spec.model.{name}": getattr(job.spec.model, name) for name in MODEL_FIELDS}
     fields["spec.dataset.path"] = job.spec.dataset.path
     problems = []

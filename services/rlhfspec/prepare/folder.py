@@ -47,9 +47,8 @@ class Prepared:
 
 
 def prepare(connections: Connections, source: Path) -> Prepared:
-    """Prepare the job, as written in the cluster. It may be repeated after a kill at any moment.
-
-    Raise InvalidRequest for errors of the job's author, StorageError for those of the storage."""
+    """Prepare the job, again after a kill at any moment. Raise InvalidRequest for errors of the job's author,
+    StorageError for those of the storage."""
     mirror = mirrored(connections, PREPARE, 0)
     if mirror is not None:
         mirror.fetch_inputs(source)

@@ -16,9 +16,8 @@ OLDER = "*.bin"  # weights as older models have them alone, and others beside th
 
 
 def with_hub_models(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
-    """Return the job with the local folder of each model in place of its hub id; paths are resolved already.
-
-    Raise InvalidRequest if the hub refuses a model, StorageError if the hub cannot be reached."""
+    """Return the job with local folders in place of hub ids. Raise InvalidRequest if the hub refuses a model,
+    StorageError if it cannot be reached."""
     model, rewards = job.spec.model, job.spec.rewards
     ids = [(name, value) for name in MODEL_FIELDS if _is_hub_id(value := getattr(model, name))]
     folders = {

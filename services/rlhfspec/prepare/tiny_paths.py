@@ -24,7 +24,6 @@ def fetch_made(job: RLHFJob, store: ObjectStore) -> None:
 
 
 def with_tiny_paths(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
-    """Return the job with local paths. Missing models are made, once, in about a minute."""
     model, dataset = job.spec.model, job.spec.dataset
     evaluation = job.spec.evaluation
     if evaluation is not None and evaluation.path is not None:

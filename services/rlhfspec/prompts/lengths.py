@@ -1,6 +1,4 @@
-"""Estimated work of a prompt: its tokens, plus the length of its recent answers. It decides the order of publication,
-never a token.
-"""
+"""Estimated work of a prompt, from its length and recent answers. It decides only the order of publication."""
 
 from __future__ import annotations
 

@@ -26,10 +26,7 @@ from rlhfspec.training.data import PromptRow, Prompts
 
 class PromptsService(Service):
     """Prompts stage. Consumes Weights, Demand; produces Prompt, DatasetInfo; waits for a weights version not older than
-    the step allows; unblocked by trainer.
-
-    The longest prompts of a step come first, so that it ends early. Answer lengths are learnt if prompts repeat (a
-    second epoch, an evaluation)."""
+    the step allows; unblocked by trainer. The longest prompts of a step come first, so that it ends early."""
 
     def __init__(
         self,

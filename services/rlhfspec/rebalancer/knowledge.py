@@ -1,6 +1,4 @@
-"""Knowledge of the rebalancer: samples per generator, step costs, and moves under way. Pure but for the clock readings
-passed in. It can be lost: a restarted process recovers it within a second.
-"""
+"""Knowledge of the rebalancer: samples per generator, step costs, moves. A restart recovers it within a second."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ class Advice:
 
 
 class StageWork:
-    """Samples of a step still to generate, reported by generators or not pulled yet.
-
-    samples_per_step: initial number. rows: concurrent sequences of one generator."""
+    """Samples of a step still to generate. samples_per_step: at its start; rows: concurrent ones of a generator."""
 
     def __init__(self, *, samples_per_step: int, max_tokens: int, rows: int) -> None:
         self.step = 0
@@ -79,13 +75,11 @@ class StageWork:
             self.step, self._finished, self._longest = load.step, set(), 0
 
     def finished(self, sample: Sample) -> None:
-        """Count a finished sample once, however often it is reported."""
         if sample.purpose == "training" and sample.step == self.step:
             self._finished.add(sample.id)
             self._longest = max(self._longest, len(sample.token_ids))
 
     def num_to_come(self, there: Iterable[str]) -> int:
-        """Return the number of samples that no generator has yet: prompts are pulled as there is room."""
         known = self._finished | {id for id in there if id.split("/")[1] == str(self.step)}
         return max(self._samples_per_step - len(known), 0)
 
@@ -105,8 +99,8 @@ class StageWork:
 
 
 class FleetKnowledge:
-    """Knowledge of the fleet. `draw`: returns a unique move id by number. `work`, `elastic`: set for a variable number
-    of generators. `learns`: their drafters learn."""
+    """Knowledge of the fleet. `draw` returns a unique move id by number. `work` and `elastic` are set if the number of
+    generators varies, `learns` if drafters learn."""
 
     def __init__(
         self,

@@ -22,9 +22,7 @@ _MOST_NAMED = 64  # generators in a line
 
 class RebalancerService(Service):
     """Rebalancing stage. Watches Load, Moved, Sample; produces Move, Plan; waits for loads of generators; unblocked by
-    nothing: it needs nothing.
-
-    It knows only signals. If it dies, is late or wrong, balance suffers, never a token."""
+    nothing: it needs nothing. If it dies, is late or wrong, balance suffers, never a token."""
 
     def __init__(self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, moves: MovesFile) -> None:
         super().__init__("rebalancer", worker, vitals)

@@ -1,6 +1,4 @@
-"""One worker's process over all its restarts; `children` decides when. A worker writes its own log file, so no output
-is lost and no process blocks if the supervisor is busy or dead.
-"""
+"""One worker's process over all its restarts. It writes its own log, so that a dead supervisor never blocks it."""
 
 from __future__ import annotations
 
@@ -126,7 +124,6 @@ class Child:
         return False
 
     def news(self) -> list[str]:
-        """Return its messages since the last call that the user of the run should see."""
         lines = self._lines(self._read_to)
         return [str(line["message"]) for line in lines if line.get("said") or line.get("level") == "warning"]
 

@@ -1,7 +1,5 @@
-"""Supervision of worker processes: start, watch, restart, and stop at the end.
-
-A worker that fails, or passes its deadline, is named and restarted as the failure policy allows. When all workers wait
-for too long, the run ends and every wait is named.
+"""Supervision of worker processes: start, watch, restart as the failure policy allows, and stop.
+When all workers wait for too long, the run ends and every wait is named.
 """
 
 from __future__ import annotations
@@ -38,11 +36,9 @@ Say = Callable[[str], None]
 
 
 class Children(Service):
-    """Supervisor of worker processes.
-
-    consumes: Heartbeat, WorkerInfo, StepReport; produces: nothing; waits for: the end of a process; unblocked by: every
-    stage. `start` returns when every worker is ready, or has left. `run` returns when the trainer is done (`is_done`
-    asks the run's folder) and all have left, or after `stop`."""
+    """Supervisor of worker processes. consumes: Heartbeat, WorkerInfo, StepReport; produces: nothing; waits for: the
+    end of a process; unblocked by: every stage. `start` returns when every worker is ready or has left; `run` when the
+    trainer is done and all have left, or after `stop`."""
 
     def __init__(
         self,

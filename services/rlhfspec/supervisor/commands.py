@@ -13,7 +13,6 @@ from rlhfspec.supervisor.place import ProcessPlace
 
 
 def make_children(job: RLHFJob, place: ProcessPlace, gpus: Dealt, starter: Starter) -> list[Child]:
-    """Return one unstarted child for each worker of the job."""
     return [
         Child(
             stage,
@@ -40,7 +39,7 @@ def arguments_of(job: RLHFJob, place: ProcessPlace, gpus: Dealt, stage: str, wor
 
 
 def _threads_of_a_generator(job: RLHFJob) -> int | None:
-    """Return the threads of each of several generators. Other processes keep theirs, as sums may depend on it."""
+    """Return the threads of each of several generators, or None for torch's default."""
     count = workers_of(job)["generator"] * job.spec.num_processes("generator")
     if count == 1:
         return None

@@ -15,9 +15,8 @@ Dealt = dict[tuple[str, int], list[str]]  # (stage, worker) -> the GPUs of its p
 
 
 def deal(job: RLHFJob, gpus: Sequence[str]) -> Dealt:
-    """Return the GPUs of each process; empty if the job uses none or names one for all.
-
-    Raise InvalidRequest with the count if there are too few and the job does not allow sharing."""
+    """Return the GPUs of each process; empty if the job uses none or names one for all. Raise InvalidRequest if there
+    are too few and the job does not allow sharing."""
     spec = job.spec
     if not gpus or spec.device not in ("auto", "cuda") or spec.training.exact_on_policy:
         return {}
@@ -33,7 +32,6 @@ def deal(job: RLHFJob, gpus: Sequence[str]) -> Dealt:
 
 
 def _wanting(job: RLHFJob) -> Iterator[tuple[str, int]]:
-    """Yield (stage, worker) for every process that runs a model, once per rank."""
     workers, spec = workers_of(job), job.spec
     yield from [("trainer", 0)] * spec.num_processes("trainer")
     has_reward_model = any(isinstance(source, ModelReward) for source in spec.rewards.sources)

@@ -23,10 +23,8 @@ Models = dict[str, dict[str, Any]]  # by role: how each was found right when it 
 
 
 class JobRun(ABC):
-    """One run of a job in one folder: call `build`, `begin`, `stages`, `finish`, `close`, in this order.
-
-    Its `runner` runs all coroutines. written: the user's job; job: the same with resolved `tiny:` names; base_folder:
-    the job file's."""
+    """One run of a job in one folder: call `build`, `begin`, `stages`, `finish`, `close`, in this order. written: the
+    user's job; job: the same with resolved `tiny:` names; base_folder: the job file's."""
 
     def __init__(
         self, written: RLHFJob, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View, *, resume: bool
@@ -63,7 +61,6 @@ class JobRun(ABC):
     def is_unfinished(self) -> bool: ...
 
     def finish(self, outcome: RunOutcome, reason: str, *, resume_command: str, console: Console) -> None:
-        """Draw the pictures, write and print the summary."""
         finish_folder(self.folder, self._job, outcome, reason, resume_command=resume_command).print(console)
 
     def leave_no_trace(self) -> None:

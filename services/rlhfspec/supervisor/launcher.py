@@ -2,9 +2,8 @@
 
     python -m rlhfspec.supervisor.launcher SUPERVISOR MODULE ...  # a JSON line in for each process, its pid out
 
-A started process has its own session, log, environment (also in /proc, where the guardian finds it) and name. It is a
-child of the supervisor, so the launcher may be killed and restarted. It forks twice for that: an orphan is the nearest
-subreaper's child. A fork copies no threads, so the launcher has none but those of numpy's BLAS, which restarts its own.
+It forks twice, so that a started process is the supervisor's child (an orphan goes to the nearest subreaper) and the
+launcher may be restarted. A fork copies no threads, so it has none but those of numpy's BLAS, which restarts its own.
 """
 
 from __future__ import annotations
@@ -59,8 +58,6 @@ STAGES_NEED = (
 
 
 class Launched:
-    """A forked process: the counterpart of `asyncio.subprocess.Process`."""
-
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None

@@ -33,7 +33,6 @@ class ProcessPlace:
 
     @property
     def activity(self) -> Path:
-        """Return the folder in which each worker notes its current activity."""
         return self.memory / "activity"
 
     def make(self) -> None:

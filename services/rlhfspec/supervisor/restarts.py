@@ -28,14 +28,13 @@ class Restarts:
 
     @property
     def num_failures(self) -> int:
-        """Return the number of failures since the last trained step."""
         return self.num_counted + self.num_uncounted
 
     def counts(self, failure: Failure) -> bool:
         return failure in self._policy.counted
 
     def delay_after(self, failure: Failure, *, counts: bool | None = None) -> float | None:
-        """Return the delay before a restart, with jitter, or None to give up. `counts`: whether the policy counts it."""
+        """Return the delay before a restart, or None to give up. `counts`: whether the policy counts it."""
         if counts is None:
             if failure == "permanent":
                 return None
@@ -49,7 +48,6 @@ class Restarts:
         return self.delay(self.num_failures)
 
     def delay(self, num_failures: int) -> float:
-        """Return the delay after consecutive failures."""
         doubled = self._policy.backoff_seconds * 2.0 ** min(num_failures - 1, 30)
         return min(doubled, self._policy.max_backoff_seconds) * self._draw.uniform(0.5, 1.0)
 

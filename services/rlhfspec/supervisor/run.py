@@ -1,8 +1,4 @@
-"""A run with a process for each worker, supervised by this process.
-
-Job, folder and curve are the same as in one process (`rlhfspec.cli.local`). `processes/` holds, during the run, what
-its processes need to find each other; `logs/` stays.
-"""
+"""A run with a process for each worker. RUN/processes has what they need to find each other; RUN/logs stays."""
 
 from __future__ import annotations
 
@@ -184,14 +180,12 @@ class ProcessRun(JobRun):
         return not self._is_complete
 
     async def _is_done(self) -> bool:
-        """Return whether every step with prompts is trained."""
         steps, ended = self.folder.steps(), await self._data_ended()
         last_step = ended.last_step if ended is not None else self._job.spec.training.steps
         self._is_complete = bool(steps) and steps[-1].step >= last_step
         return self._is_complete
 
     async def _data_ended(self) -> DataExhausted | None:
-        """Return where the data ends, if before the job's last step."""
         watching = await self._transport.watch(self._bus.subject(DatasetInfo))
         try:
             for message in await watching.pull(1, _DATASET_SECONDS):

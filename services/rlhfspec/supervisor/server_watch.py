@@ -28,11 +28,9 @@ _STEADY_SECONDS = 10.0  # a server that ran for so long did not end over and ove
 
 
 class ServerWatch(Service):
-    """Watch over servers.
-
-    consumes: nothing; produces: nothing; waits for: the unasked end of a server; unblocked by: the end of the run.
-    Raises `ServerFailed` when a server ends repeatedly, `StorageError` when the disk is full, as NATS does not recover
-    from that. `until`: no process needs the servers any more; an exiting process still does."""
+    """Watch over servers. consumes, produces: nothing; waits for: the unasked end of a server; unblocked by: the end of
+    the run. Raises `ServerFailed` when a server ends repeatedly, `StorageError` when the disk is full. `until`: no
+    process needs the servers any more."""
 
     def __init__(
         self,

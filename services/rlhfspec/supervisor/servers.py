@@ -16,7 +16,6 @@ from rlhfspec.supervisor.place import ProcessPlace
 
 
 async def start_servers(job: RLHFJob, place: ProcessPlace, closing: AsyncExitStack) -> list[ServerProgram]:
-    """Start NATS and Redis with new credentials; `closing` stops them."""
     keys = create_credentials(place.credentials, BUS_ROLES)
     name = job.metadata.name
     users = {role: User.of(key, rights_of(role, name, place.uid, declares=True)) for role, key in keys.items()}

@@ -1,7 +1,7 @@
 """Small models for tests, benchmarks and demos, made on this machine and cached.
 
-`ensure()` gives folders of trained ones; `random_model(kind)` untrained ones of many families, `large_kv_model()` one
-with the KV size of a billion-parameter model; `resolve(path)` makes a job's `tiny:NAME`; `sums` is a task to train on.
+`ensure()` gives trained ones, `random_model(kind)` untrained ones of many families, `large_kv_model()` one with large
+KV; `resolve(path)` makes a job's `tiny:NAME`; `sums` is a task to train on.
 """
 
 from __future__ import annotations

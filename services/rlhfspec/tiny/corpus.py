@@ -1,13 +1,10 @@
-"""Endless templated English: learnt in a minute, with real entropy (about .35 nats a byte after training).
+"""Endless templated English: learnt in a minute, with real entropy (about .35 nats a byte after training). Example:
 
-Documents of one to eight sentences: arithmetic, word problems, prose, questions and answers, copying, records with
-fields. Numbers, names and words are random. Example:
-
-    >>> documents(2, seed=3) == documents(2, seed=3)
-    True
-    >>> prompt = prompts(1, seed=3)[0]  # the beginning of a document, as token ids
-    >>> prompt[0] == BOS and len(prompt) > 20
-    True
+>>> documents(2, seed=3) == documents(2, seed=3)
+True
+>>> prompt = prompts(1, seed=3)[0]  # the beginning of a document, as token ids
+>>> prompt[0] == BOS and len(prompt) > 20
+True
 """
 
 from __future__ import annotations

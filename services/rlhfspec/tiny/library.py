@@ -1,6 +1,4 @@
-"""Real text on every machine: sources and docstrings of Python's standard library.
-
-A document is a top-level piece of a module. Every tenth module is held out; prompts are beginnings of its documents.
+"""Real text on every machine: sources and docstrings of Python's standard library, every tenth module held out.
 Models learn it less well than templated English, so a draft agrees less often: the harder benchmark. Example:
 
     >>> prompts(2, seed=3) == prompts(2, seed=3)

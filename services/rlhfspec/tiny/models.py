@@ -41,8 +41,6 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyModels:
-    """Folders of the models. A model that was not requested may not exist yet."""
-
     target: Path
     draft: Path
     wide: Path

@@ -25,10 +25,8 @@ from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 class Recipe:
     """A byte-level Llama and its training.
 
-    batch_shapes: (sequences, tokens a sequence), taken in turn. Short windows teach the language, occasional long ones
-    the contexts of generation. widened_from_intermediate: when set, the model is widened from a trained one of that FFN
-    width. task: english and library learn their text; sums learns the lessons of `rlhfspec.tiny.sums`, batch by batch.
-    """
+    batch_shapes: (sequences, tokens a sequence), taken in turn. widened_from_intermediate: if set, the model is widened
+    from a trained one of that FFN width. task: english, library, or sums (the lessons of `rlhfspec.tiny.sums`)."""
 
     name: str
     num_layers: int

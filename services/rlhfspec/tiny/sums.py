@@ -81,7 +81,7 @@ def jsonl(count: int, seed: int, *, without: Sequence[Mapping[str, str]] = ()) -
 
 
 def lessons(*, seed: int) -> Iterator[list[tuple[str, str]]]:
-    """Yield endless batches of (prompt, response) for the start model: guessed or worked, with numbers of equal length."""
+    """Yield endless batches of (prompt, response), guessed or worked, with numbers of equal length."""
     rng = random.Random(seed)
     while True:
         num_digits = rng.choices(NUM_DIGITS, LESSON_WEIGHTS)[0]

@@ -1,9 +1,7 @@
-"""Bytes as tokens: ids 0-255 are bytes, then BOS, EOS, PAD and one unused id: 260, a multiple of 4.
+"""Bytes as tokens: ids 0-255 are bytes, then BOS, EOS, PAD and one unused id: 260, a multiple of 4. Example:
 
-The mapping exists twice: as three plain functions, and as a Hugging Face tokenizer saved beside each model. Example:
-
-    >>> decode([BOS, *encode("Grüße"), EOS])
-    'Grüße'
+>>> decode([BOS, *encode("Grüße"), EOS])
+'Grüße'
 """
 
 from __future__ import annotations

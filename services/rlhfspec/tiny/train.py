@@ -39,9 +39,7 @@ def build(recipe: Recipe, *, seed: int) -> LlamaForCausalLM:
 
 
 def train(recipe: Recipe, report: Report) -> LlamaForCausalLM:
-    """Return a trained model with weights exact in bfloat16, so that every dtype has the same function.
-
-    All is seeded: one machine makes the same model twice."""
+    """Return a trained model with weights exact in bfloat16; one machine makes the same model twice."""
     model = build(recipe, seed=recipe.seed)
     batches = _lessons(recipe) if recipe.task == "sums" else _windows(recipe)
     optimizers = _optimizers(model, recipe.learning_rate)

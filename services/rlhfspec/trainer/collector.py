@@ -58,7 +58,7 @@ class Chosen:
 
 
 class Collector:
-    """Collector of one step's records. Samples of a demand count once it is made, also by a restarted trainer."""
+    """Collector of one step's records. Samples of a demand are kept, and count once this trainer makes it."""
 
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
@@ -156,7 +156,6 @@ class Collector:
         return {name: count for name, count in missing.items() if count > 0}
 
     def _usable_groups(self) -> dict[str, list[Sample]]:
-        """Return fully scored samples by prompt, in id order."""
         groups: dict[str, list[Sample]] = {}
         for sample in self._ordered():
             if not any(self._scores[sample.id, stage].error for stage in self.shape.stages):
@@ -164,7 +163,6 @@ class Collector:
         return groups
 
     def _informative(self) -> list[str]:
-        """Return the groups whose rewards differ."""
         return [
             name
             for name, samples in self._usable_groups().items()

@@ -48,7 +48,7 @@ class Trained:
 
 
 class RunRecorder:
-    """Recorder of a run's steps, for the trainer's thread in step order. `export` writes the policy for other programs."""
+    """Recorder of a run's steps, called from the trainer's thread in step order."""
 
     def __init__(
         self,
@@ -133,7 +133,6 @@ class RunRecorder:
             self._export(policy_state)
 
     def close(self) -> None:
-        """Release the checkpoints for other writers."""
         if self._trackers is not None:
             self._trackers.close()
         if self._checkpoints is not None:
@@ -194,7 +193,6 @@ def _accepted(samples: Sequence[Sample]) -> float | None:
 
 
 def _strategies(samples: Iterable[Sample]) -> dict[str, int]:
-    """Count the steps of the samples under each strategy."""
     counts: Counter[str] = Counter()
     for sample in samples:
         counts.update(dict(sample.strategies))

@@ -1,7 +1,5 @@
 """The training stage: collect a step, learn from it, publish new weights.
-
-A step's records are acknowledged once a checkpoint covers them. A restarted trainer finds everything to train the same
-steps again to the same bits, and no other worker goes back.
+A step's records are acknowledged once a checkpoint covers them, so a restarted trainer repeats it to the same bits.
 """
 
 from __future__ import annotations
@@ -261,7 +259,6 @@ class TrainerService(Service):
         await self._bus.publish(StepReport(id=f"{name}/{metrics.step}/report", job=name, metrics=metrics))
 
     async def _save(self) -> None:
-        """Save a checkpoint and acknowledge what it covers."""
         step = self._learner.version
         with self._lap.checkpoint():
             await self._work(f"writing the checkpoint of step {step}", self._checkpoint, step)

@@ -20,7 +20,7 @@ from rlhfspec.tiny import perturbed, random_model
 
 
 def planned_anew(runner: ModelRunner) -> Forward:
-    """Return a forward that is planned anew: CPU kernels plan once per meta, GPU kernels read buffers at every replay."""
+    """Return a forward planned anew: CPU kernels plan once per meta, GPU kernels read buffers at every replay."""
 
     def forward(tokens: torch.Tensor, positions: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
         fields = (meta.slots, meta.table_rows, meta.context_lens, meta.extra, meta.slot_table)

@@ -155,7 +155,6 @@ def _prompts(model: str, data: Iterable[str], column: str) -> list[tuple[int, ..
 
 
 def _refuse_taken(out: Path) -> None:
-    """Raise if the output exists. Call this before any computation."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise InvalidRequest("--out", str(out), "is there already; name another folder")
     try:
@@ -183,7 +182,6 @@ def _rates(report: Any) -> str:
 
 
 def _table(lines: list[LearntLine]) -> Table:
-    """Return a table with a row per policy version, summed over generators. Long tables are thinned."""
     table = Table()
     for title in ("policy", "learnt from", "seconds", "saved", "tokens a verification", *map(str, _DEPTHS)):
         table.add_column(f"accepted at {title}" if title == "1" else title, justify="right")

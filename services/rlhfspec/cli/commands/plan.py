@@ -56,8 +56,7 @@ def plan(
 
 
 def _shapes(spec: Spec) -> dict[str, ModelShape]:
-    """Return model shapes by field of spec.model. Omitted models share the policy's; a drafter made of it is not
-    counted."""
+    """Return model shapes by field of spec.model, without models that share the policy's weights."""
     from rlhfspec.training.planning.shape import shape_at
 
     named = {name: getattr(spec.model, name) for name in ("path", "drafter", "reference", "critic")}
@@ -67,7 +66,6 @@ def _shapes(spec: Spec) -> dict[str, ModelShape]:
 
 
 def _too_full(job: RLHFJob, needs: list[Needs], gpus: int | None, size: int) -> list[str]:
-    """Return a message for each process or shared GPU whose memory need exceeds its size, with the sum."""
     from rlhfspec.training.planning.needs import sum_of
 
     by_role = {each.role: each for each in needs}

@@ -101,8 +101,7 @@ class NewLines:
 
 
 def plain_file(path: Path) -> BinaryIO:
-    """Open a regular file. A job's pods may plant links or pipes: raise StorageError for these, FileNotFoundError if
-    absent."""
+    """Open a regular file. Raise StorageError for links and pipes, which a job's pods may plant."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -126,8 +125,6 @@ class _IndexedStep:
 
 
 class Samples:
-    """Index of samples.jsonl by step. Lines are ordered by step."""
-
     def __init__(self, run: Path) -> None:
         self._lines = NewLines(run / "samples.jsonl")
         self._steps: dict[int, _IndexedStep] = {}
@@ -138,7 +135,6 @@ class Samples:
         return [(step, where.num_samples) for step, where in sorted(self._steps.items(), reverse=True)]
 
     def of_step(self, step: int, *, skip: int = 0) -> list[dict[str, Any]]:
-        """Return a page of the step's samples, with texts cut."""
         found = []
         for place, line in enumerate(self._read(step)):
             if place >= skip and (sample := _sample_of(line, HEAD_CHARACTERS)) is not None:

@@ -1,4 +1,4 @@
-"""Jobs from run folders on this machine, running or completed. The phase is from the manifest; a killed run is marked."""
+"""Jobs from run folders on this machine. The phase is from the manifest; a killed run is marked."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Sources of the dashboard's jobs: `laptop` (run folders) or `cluster` (the API server). Both only read.
+"""Sources of the dashboard's jobs: `laptop` (run folders) or `cluster` (the API server). Both only read. Example:
 
-A source lists the jobs and where each run can be observed. `feed` reads the run itself. Example:
-
-    >>> key = JobKey(namespace="team-a", name="sums")
-    >>> str(key)
-    'team-a/sums'
+>>> key = JobKey(namespace="team-a", name="sums")
+>>> str(key)
+'team-a/sums'
 """
 
 from __future__ import annotations

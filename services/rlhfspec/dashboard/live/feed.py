@@ -1,11 +1,11 @@
-"""One job's run as browsers see it: state gathered from its folder, Redis and NATS, and told as events.
+"""One job's run for browsers: state from its folder, Redis and NATS, sent as events. A feed outlives its last reader a
+little, so that a returning browser has missed nothing.
 
-A feed lives while somebody looks at its job, and a little longer, so that a browser that comes back has missed nothing.
-What it tells, by name of the event:
+Events by name:
 
-- whole: curves and moves, to a new reader; steps, moves: what came since
-- job, now: the latest of conditions and pods; of generators and workers
-- samples: the beginnings of the last texts; last_words: of pods that ended. For users who may read logs
+- whole: curves and moves, to a new reader; steps, moves: later ones
+- job, now: the latest conditions and pods; the latest generators and workers
+- samples: beginnings of the last texts; last_words: logs of ended pods. For users who may read logs
 """
 
 from __future__ import annotations
@@ -120,7 +120,6 @@ class Feed:
         self.events.anew(self._whole)
 
     async def _listen_at(self, address: Address | None) -> None:
-        """Listen at another address, and drop the live state of the last run."""
         await ended(*self._of_the_run)
         self._of_the_run, self._hearing, self.live, self._address = [], None, Live(), address
         self._problems.pop("redis", None)
@@ -246,8 +245,6 @@ class _Used:
 
 
 class Feeds:
-    """Feeds of all observed jobs: one per job, for all browsers."""
-
     def __init__(self, source: JobSource, *, linger_seconds: float = LINGER_SECONDS) -> None:
         self._source = source
         self._linger_seconds = linger_seconds

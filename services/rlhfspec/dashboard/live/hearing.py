@@ -1,6 +1,4 @@
-"""Listener to a run on NATS by core subscriptions alone, for credentials that may only listen. Signals may be lost;
-complete data comes from the run folder or Redis.
-"""
+"""Listener to a run on NATS for credentials that may only subscribe. Signals may be lost."""
 
 from __future__ import annotations
 

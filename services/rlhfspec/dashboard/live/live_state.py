@@ -22,7 +22,6 @@ class Live:
         self._run = view.run
 
     def owner(self, sample: str) -> str:
-        """Return the worker that generates the sample now, or ""."""
         key = self._run.owners.get(sample)
         return f"{key[0]}-{key[1]}" if key else ""
 

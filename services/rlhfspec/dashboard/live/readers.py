@@ -1,6 +1,5 @@
-"""One stream of events for many browsers. A reader resumes where it was; one that is too slow is disconnected.
-
-*Kept* events are sent again to readers that missed them; of *latest* events only the newest is sent. Example:
+"""One stream of events for many browsers. A reader resumes where it was; one that is too slow is disconnected. *Kept*
+events are sent again to readers that missed them; of *latest* events only the newest is sent. Example:
 
     >>> async def main() -> list[str]:
     ...     events = EventStream()
@@ -65,7 +64,6 @@ class EventStream:
         self._send(event)
 
     def latest(self, name: str, data: Any) -> None:
-        """Send an event if its data changed."""
         text = encoded(data)
         if self._latest_data.get(name) != text:
             self._latest_data[name] = text
