@@ -1,8 +1,4 @@
-"""Cache of load-time proofs, so that tests that are not about loading ask Hugging Face once per model.
-
-An answer follows from a model's class, configuration and weights. Rooms other than `ROOMS`, and child processes, ask at
-every load.
-"""
+"""Cache of load-time proofs: in the rooms of `ROOMS` a model is proved once per class, configuration and weights."""
 
 from __future__ import annotations
 

@@ -192,8 +192,7 @@ def rows_of_dots_are_their_own() -> None:
 
 def triton_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int,
                   meta: AttentionMeta, **options: Any) -> torch.Tensor:  # fmt: skip
-    """Run the kernel on the GPU if present, else interpreted. It updates the cache in place; `splits` selects unmerged
-    ones."""
+    """Run the kernel on the GPU if present, else interpreted. It updates the cache in place."""
     pytest.importorskip("triton", reason="triton is not installed")
     from rlhfspec.kernels import tree_attention_triton
 

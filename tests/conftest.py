@@ -96,7 +96,6 @@ def mounted(disk: Path, size: str) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
-    """Yield an S3 server with the bucket "bucket"."""
     with ObjectServer(tmp_path_factory.mktemp("s3") / "buckets") as server:
         yield server
 

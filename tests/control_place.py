@@ -131,7 +131,6 @@ class Job:
         return place / "connections.json"
 
     def open(self) -> None:
-        """Open the run as the operator does, also after a server lost its data."""
         self._is_open = True
         stages = workers_of(RLHFJob.model_validate(self.job))
         self.servers.open_run(UID, job=self.job["metadata"]["name"], stages=stages)

@@ -229,7 +229,6 @@ class LiveRun:
         self._sockets.cleanup()
 
     async def say(self, *records: Record) -> None:
-        """Publish a record as its stage, and write live state as the supervisor does."""
         speakers = {Load: 1, Moved: 1, StepReport: 2, Heartbeat: 3}
         for record in records:
             await self._buses[speakers[type(record)]].publish(record)

@@ -1,7 +1,4 @@
-"""Peak memory of the real training step on FakeTensors of the second device, at any model size.
-
-Attention keeps what a fused kernel keeps: queries, keys, values, output, and a logarithm for each row.
-"""
+"""Peak memory of the real training step on FakeTensors of the second device, at any model size."""
 
 from __future__ import annotations
 

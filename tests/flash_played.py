@@ -16,8 +16,7 @@ def played(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor,
     max_q: int, max_k: int, *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute `varlen_attn` as documented: the last query stands at the last key and sees `window_size[0]` keys before
-    it."""
+    """Compute `varlen_attn` by its documentation: the last query of a sequence stands at its last key."""
     assert window_size[1] == 0
     starts, key_starts = cu_seq_q.tolist(), cu_seq_k.tolist()
     counts = [stop - start for start, stop in pairwise(starts)]
@@ -52,8 +51,6 @@ def have_flash(patch: pytest.MonkeyPatch, attention: Any = played, *, least_rows
 
 
 def played_there(second: ModuleType) -> Any:
-    """Run attention on the second device's memory, without copy or wait, as a kernel does."""
-
     def attend(*row: Any, **how: Any) -> torch.Tensor:
         out = torch.empty_like(row[0], memory_format=torch.contiguous_format)
         here = [second.opened(each.contiguous()) if isinstance(each, torch.Tensor) else each for each in row]

@@ -1,7 +1,4 @@
-"""Random forced moves between engines, compared bit for bit with unmoved sequences in a plain engine.
-
-Weights change at different times per engine. A token records its version, and the plain engine swaps at that token.
-"""
+"""Random forced moves between engines, compared bit for bit with unmoved sequences in a plain engine."""
 
 from __future__ import annotations
 
@@ -45,13 +42,11 @@ def a_request(index: int) -> Request:
 
 @functools.cache
 def unmoving(make: Callable[..., Engine]) -> Engine:
-    """Return one engine, with the first weights, for all sequences."""
     return make(speculation="off", tokenizer=tokenizer())
 
 
 @functools.cache
 def unmoved(index: int, versions: tuple[int, ...], make: Callable[..., Engine] = make) -> tuple[Bits, str | None]:
-    """Run the sequence in a plain engine that swaps weights at the same tokens."""
     engine = make(speculation="off", tokenizer=tokenizer()) if any(versions) else unmoving(make)
     engine.submit(a_request(index))
     while True:
@@ -140,7 +135,6 @@ class Fleet:
         return from_bytes(to_bytes(record)) if move.through_bytes else record
 
     def tokens_only(self) -> None:
-        """Move tokens only, without a reservation, possibly to newer weights."""
         source, destination = self.rng.permutation(np.array(self.engines, object))[:2]
         names = [name for name in source.state.sequences if name not in self.going]
         if not names:
@@ -174,7 +168,6 @@ class Fleet:
             engine.preempt(self.some(engine.scheduler.running).request.id)
 
     def change_weights(self) -> None:
-        """Swap weights, mostly of the engine furthest behind."""
         engine = self.some(self.engines)
         if self.rng.random() < 0.7:
             engine = min(self.engines, key=lambda each: each.weights_version)

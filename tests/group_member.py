@@ -20,8 +20,7 @@ def state(version: int) -> Any:
 
 
 def receive(trainer: str = "") -> None:
-    """Print the address; for each number read, print whether that version is complete. Other input is the trainer's
-    address."""
+    """Print the address; read the trainer's; for each version number read, print whether it is complete."""
     trainers = [trainer]
     node = GroupNode(lambda: trainers[-1] or None)
     print(node.address, flush=True)

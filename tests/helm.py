@@ -44,7 +44,6 @@ REGISTRY = "registry.example/ml"
 def template(
     values: dict[str, Any], *more: str, release: str = "rlhfspec", namespace: str = "ml", registry: str = REGISTRY
 ) -> tuple[int, str]:
-    """Return exit code and output, or errors on failure. `registry`: location of the images."""
     assert HELM is not None
     done = subprocess.run(
         [HELM, "template", release, str(CHART), "--namespace", namespace, "--set", f"images.registry={registry}",
@@ -75,7 +74,6 @@ def named(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]
 
 
 def pods(objects: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Return kind, name and pod template (metadata and spec) of each workload."""
     found = []
     for each in objects:
         pod = each if each["kind"] == "Pod" else each.get("spec", {}).get("template")

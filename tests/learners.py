@@ -41,7 +41,6 @@ def stored_spec(folder: Path, dtype: str) -> job.Spec:
 
 
 def policy(seed: int = 1) -> Any:
-    """Return a model of the test's own, proved once."""
     return copy.deepcopy(_proved(seed))
 
 

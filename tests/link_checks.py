@@ -84,7 +84,6 @@ def other(code: str, *arguments: str) -> Iterator[Other]:
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """Check that no link file, socket, thread or memory is left."""
     before = _held()
     yield
     patience = time.monotonic() + 60  # the kernel's list of threads is a moment behind the join

@@ -68,8 +68,6 @@ class Held:
 
 
 class Generator:
-    """Engine thread as in the service: it steps and serves calls in between."""
-
     def __init__(self, name: str, engine: Engine, control: Any, *, kind: str = "memory", **parts: Any) -> None:
         self.name, self.engine = name, engine
         self.peer = Peer(name=name, address=name, incarnation=f"{name}-{next(_ids)}")
@@ -109,7 +107,6 @@ class Generator:
             await asyncio.wait_for(self.changed.wait(), 60)
 
     async def length(self, name: str) -> int:
-        """Return the tokens of a running sequence, or 0."""
         views = await self.calls.call(self.engine.sequences)
         return next((view.num_held for view in views if view.id == name), 0)
 

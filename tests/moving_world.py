@@ -1,7 +1,4 @@
-"""Model of three processes that move sequences over a faulty network.
-
-The state machines are those of `rlhfspec.moves.migration`; engines and broker are sets, which judge correctness.
-"""
+"""Model of three processes that move sequences over a faulty network; sets judge who owns each one."""
 
 from __future__ import annotations
 
@@ -223,7 +220,6 @@ class World:
                 way.pop(at % len(way))
 
     def silence(self, index: int) -> None:
-        """Time out all pending replies at one node."""
         for sample in list(self.nodes[index].moves):
             self.say(self.nodes[index], sample, ours.Silence())
 
@@ -301,7 +297,6 @@ class World:
 
 
 def any_of(rng: Random, world: World) -> None:
-    """Do a random action; moves are more frequent than faults."""
     index, at = rng.randrange(NODES), rng.randrange(8)
     happenings: list[tuple[int, Callable[[], None]]] = [
         (8, lambda: world.move(index, rng.choice(world.samples), rng.randrange(NODES))),

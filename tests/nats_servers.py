@@ -65,7 +65,6 @@ class NatsServer:
             self._process = None
 
     def stop(self) -> None:
-        """Suspend the server until `go_on`."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -102,7 +101,6 @@ class Proxy:
         return f"nats://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def fall_silent(self) -> None:
-        """Silence current connections for good; later ones pass."""
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()

@@ -1,7 +1,4 @@
-"""Device of the tests' models: the CPU, or the second device with RLHFSPEC_TEST_DEVICE=second.
-
-It is the default device of everything. Tests that cannot run there say `@pytest.mark.on_the_cpu("why")`.
-"""
+"""Device of all tests: the CPU, or the second device with RLHFSPEC_TEST_DEVICE=second."""
 
 from __future__ import annotations
 
@@ -57,7 +54,6 @@ def _why_no_second() -> str:
 
 
 def _take(device: str) -> None:
-    """Make the device the default for the rest of the process."""
     import torch
     from second_device.attention import attend
 

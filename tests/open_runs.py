@@ -51,7 +51,6 @@ def runs_of(*open_runs: tuple[str, str], watched: Iterable[str] = ("team",), lea
 
 
 def operators(servers: SharedServers) -> tuple[Streams, RedisUsers | None]:
-    """Return the operator's clients, made from its settings and mounted Secret."""
     told = {
         "release": "rl", "namespace": "rlhf", "images": dict.fromkeys(("slim", "cpu", "cuda"), "x"),
         "nats_url": servers.nats_url, "redis_url": servers.redis_url, "report_url": "r",
@@ -77,7 +76,6 @@ async def asked_by_the_operator(servers: SharedServers, **keeping: Any) -> NatsT
 
 
 async def opened(servers: SharedServers, uid: str, metadata: dict[str, str]) -> NatsTransport:
-    """Open a run, possibly of another install on the same account."""
     transport = await asked_by_the_operator(servers, metadata=metadata)
     await Bus.open(transport, JOB, uid=uid, workers=dict.fromkeys(loop.BY_NAME, 1))
     return transport

@@ -73,7 +73,6 @@ def job_body(**changes: Any) -> dict[str, Any]:
 
 
 def view_of(body: dict[str, Any]) -> JobView:
-    """Return `views.job_view`, which parses each spec only once for speed."""
     key = json.dumps(body["spec"], sort_keys=True)
     if key not in _READ:
         _READ[key] = read(manifest_of(body))
@@ -162,7 +161,6 @@ class World:
             self.write_workload(plan.workload)
 
     def settle(self, most: int = 60) -> ReconcilePlan:
-        """Reconcile until nothing changes."""
         for _ in range(most):
             before = json.dumps(self.body, sort_keys=True)
             plan = self.reconcile()

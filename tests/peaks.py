@@ -7,8 +7,6 @@ from pathlib import Path
 
 
 def peak_above(work: Callable[[], object]) -> int:
-    """Return the peak bytes during `work` above those before."""
-
     def resident(which: str) -> int:
         status = Path("/proc/self/status").read_text()
         return 1024 * int(next(line for line in status.splitlines() if line.startswith(which)).split()[1])

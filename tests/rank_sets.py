@@ -15,7 +15,6 @@ from rlhfspec.common.ranks import SECRET
 
 
 def run_ranks(module: str, num_ranks: int, *arguments: str, popen: Any = warmed.Popen) -> None:
-    """Run the module of tests/ once a rank; none may fail."""
     port = free_port()
     ranks = [
         popen(

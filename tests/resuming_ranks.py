@@ -52,7 +52,6 @@ def lead(leader: Leader, folder: Path, step: int) -> None:
 
 
 def write_step(leader: Leader, folder: Path, step: int) -> None:
-    """Write a checkpoint: after training for the first, else of the loaded state."""
     with CheckpointStore(folder / "checkpoints", keep=9) as store:
         if step == 1:
             leader.learn(rollouts(0))

@@ -43,8 +43,6 @@ class Naps:
 
 
 class Desk:
-    """A folder for a job's own modules, and the sources made from them."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.naps = Naps()

@@ -66,7 +66,6 @@ def lines_of(job_file: Path, out: str) -> list[str]:
 
 
 def train(job_file: Path, out: str, *overrides: str, resume: bool = False) -> list[dict[str, Any]]:
-    """Run a job and return its curve; by default without drafting."""
     given = overrides if any("speculation" in o for o in overrides) else ("generation.speculation.mode=off", *overrides)
     result = invoke(job_file, out, *given, resume=resume)
     assert result.exit_code == 0, result.output

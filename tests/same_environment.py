@@ -1,7 +1,4 @@
-"""Restoration of environment variables that a test, or a library it imports, sets.
-
-Otherwise they would make later processes import anew (warmed.py), and results depend on the order of tests.
-"""
+"""Restoration of environment variables after each test, as later processes would import anew (warmed.py)."""
 
 from __future__ import annotations
 

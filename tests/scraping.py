@@ -30,8 +30,6 @@ Scrape = dict[Labels, float]
 
 
 class Scraper:
-    """Scraper of a run with processes, found by their records on the bus."""
-
     def __init__(self, connections: Path) -> None:
         self._file = connections
         self._targets: dict[str, str] = {}
@@ -82,7 +80,6 @@ def names_of(scrapes: list[Scrape]) -> set[str]:
 
 
 def named_anywhere() -> set[str]:
-    """Return this project's metrics in chart, dashboards, rules and documents."""
     files = [path for path in CHART.rglob("*") if path.suffix in (".yaml", ".json", ".tpl", ".txt")]
     files += [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     return {name for path in files for name in re.findall(r"(?<!\w)rlhfspec_[a-z_]+", path.read_text())}

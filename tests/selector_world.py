@@ -1,16 +1,13 @@
-"""Simulated machine and drafter for selector tests. Time is simulated (`World.now`).
+"""Simulated machine and drafter for selector tests. Time is simulated (`World.now`). Example:
 
-Children of drafted nodes carry gaps, which determine the true acceptance; sequences agree with the drafter to differing
-degrees. Example:
-
-    >>> from rlhfspec.engine.drafting.outlook import default_plans
-    >>> world = World(machine=FLAT_TO_16, agreement={"model": 0.5}, seed=1)
-    >>> costs, acceptance = world.profiled(), AcceptanceModel(num_rows=8)
-    >>> adaptive = AdaptiveSelector(costs, acceptance, default_plans(("model",)))
-    >>> fast = world.run(adaptive, acceptance, num_sequences=8, num_steps=30)
-    >>> plain = world.run(FixedSelector(PLAIN), acceptance, num_sequences=8, num_steps=30)
-    >>> fast.tokens_per_second > 1.3 * plain.tokens_per_second
-    True
+>>> from rlhfspec.engine.drafting.outlook import default_plans
+>>> world = World(machine=FLAT_TO_16, agreement={"model": 0.5}, seed=1)
+>>> costs, acceptance = world.profiled(), AcceptanceModel(num_rows=8)
+>>> adaptive = AdaptiveSelector(costs, acceptance, default_plans(("model",)))
+>>> fast = world.run(adaptive, acceptance, num_sequences=8, num_steps=30)
+>>> plain = world.run(FixedSelector(PLAIN), acceptance, num_sequences=8, num_steps=30)
+>>> fast.tokens_per_second > 1.3 * plain.tokens_per_second
+True
 """
 
 from __future__ import annotations

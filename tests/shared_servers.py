@@ -82,7 +82,6 @@ class SharedServers:
     def open_run(
         self, run: str, *, job: str = "sums", namespace: str = "rl", stages: Collection[str] = loop.BY_NAME
     ) -> None:
-        """Make the run's streams in NATS and its user in Redis, as the operator does."""
         asyncio.run(self.make_streams(run, job=job, namespace=namespace, stages=stages))
         if self.redis_url is None:
             return

@@ -1,7 +1,4 @@
-"""Fork server of stages' processes: python stage_forks.py STAGE=CONNECTIONS ...
-
-It prints each exit code and ends after the last stage. Killed, it takes them along.
-"""
+"""Fork server of stages' processes, which prints exit codes: python stage_forks.py STAGE=CONNECTIONS ..."""
 
 from __future__ import annotations
 

@@ -29,7 +29,6 @@ def looked_at_by(role: str) -> set[type]:
 
 
 def may_publish(*, in_a_cluster: bool = False) -> dict[str, set[str]]:
-    """Return every subject with the roles that may publish to it, by the map."""
     everybody = {*STAGES}
     opening = set() if in_a_cluster else {CONTROL}
     may: dict[str, set[str]] = {}

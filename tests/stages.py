@@ -221,8 +221,6 @@ class FakeRecorder:
 
 
 class Stages:
-    """Services of one job over one memory transport."""
-
     def __init__(self, bus: Bus, transport: MemoryTransport, clock: Clock, job: RLHFJob, seed: int = 0) -> None:
         self.bus, self.transport, self.clock, self.job = bus, transport, clock, job
         self.vitals = Vitals(clock)
@@ -277,7 +275,6 @@ class Stages:
         await self.transport.release(self.bus.subject(record_type), stage)
 
     def has_read(self, stage: str) -> bool:
-        """Return whether the stage's workers acknowledged all published records."""
         subjects = self.transport._subjects.values()
         stored = [message for s in subjects if isinstance(s, WorkSubject) for message in s.stored.values()]
         return not any(stage in message.owed for message in stored)

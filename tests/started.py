@@ -31,8 +31,7 @@ TWO = ("roles.generator.workers=2", "roles.reward.workers=2")
 
 
 class Started:
-    """A run in a folder beside the job. `before`: code executed first. `fresh`: use a new interpreter, not a warmed
-    one."""
+    """A run in a folder beside the job. `before`: code executed first. `fresh`: in a new interpreter."""
 
     def __init__(
         self,
@@ -70,7 +69,6 @@ class Started:
         raise AssertionError(f"it ended and never said {said}: {''.join(self.lines)}")
 
     def until_step(self, step: int) -> None:
-        """Wait for the step's line in the folder; the run must not end first."""
         path = self.folder / "steps.jsonl"
 
         def is_there() -> bool:
@@ -103,7 +101,6 @@ class Started:
             os.kill(pid, signal.SIGKILL)
 
     def ranks(self) -> dict[int, int]:
-        """Return processes of the trainer's newest set by rank."""
         lines = map(json.loads, (self.folder / "logs" / "trainer-0.jsonl").read_text().splitlines())
         return {line["rank"]: line["pid"] for line in lines if "rank" in line and "pid" in line}
 
@@ -127,9 +124,7 @@ def caught(
     moment_seconds: float = MOMENT_SECONDS,
     still_seconds: float = 0.0,
 ) -> Any:
-    """Return the condition's value, with these processes stopped.
-
-    They run only briefly between two polls, so a fast machine does not pass the state unnoticed."""
+    """Return the condition's value with these processes stopped. Between two polls they run only briefly."""
 
     def look() -> Any:
         for pid in pids:
@@ -189,5 +184,4 @@ StatusLine.__call__ = say_and_stop
 
 
 def stopping_at(said: str) -> str:
-    """Return `before` code that stops the run once it prints this, until SIGCONT."""
     return f"exec({STOP!r}, {{'SAID': {said!r}}})"

@@ -108,7 +108,6 @@ class Watched:
         return life
 
     def told(self, life: Life) -> list[tuple[Any, ...]]:
-        """Return name, worker, begin and end of each span."""
         times = [(span.name, span.worker, span.began - 100.0, span.ended - 100.0) for span in life.spans]
         return [(name, worker, round(began, 6), round(ended, 6)) for name, worker, began, ended in times[1:]]
 

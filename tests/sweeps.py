@@ -1,8 +1,7 @@
-"""Selection of slow tests: `make test-whole` runs everything, a usual run a part.
+"""Selection of slow tests: `make test-whole` runs everything, a usual run a part that the commit determines.
 
-`sweep(parts=3)` runs a third of a test's values, chosen by the commit, so that a commit is tested alike on any day and
-some commits in succession cover all. `whole("why")` leaves the test out, counted in the summary. `--whole` or naming a
-test (`test_it[value]`, `file.py::test_it`) runs it. `examples` sets the number of random examples.
+`sweep(parts=3)` runs a third of a test's values. `whole("why")` leaves the test out. `--whole` or naming a test
+(`test_it[value]`, `file.py::test_it`) runs it. `examples` sets the number of random examples.
 """
 
 from __future__ import annotations

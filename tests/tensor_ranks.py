@@ -25,7 +25,6 @@ NUM_STEPS = 3
 
 
 def learner_of(kind: str, ranks: Ranks | None = None) -> Learner:
-    """Return a learner: the first kind has a critic, the second recomputes layers."""
     with_critic = kind == KINDS[0]
     again = {"activationCheckpointing": "on"} if kind == KINDS[1] else {}
     settings = spec("ppo" if with_critic else "grpo", tokensPerMicroBatch=40, **again)
@@ -43,7 +42,6 @@ def own_share(learner: Learner) -> float:
 
 
 def trained(ranks: Ranks, folder: Path) -> None:
-    """Write the results of three steps of each kind; each rank digests the first one's weights."""
     for kind in KINDS:
         learner = learner_of(kind, ranks)
         if kind == KINDS[0]:

@@ -1,7 +1,5 @@
 """Tiers of tests: the folder tests/TIER/ROOM/ says what a test may need; ROOM is the package under test.
-
-The tier is also a marker (`pytest -m "unit or torch"`). A unit test that imports torch, or a unit or torch test that
-starts a process, fails with a hint to the right tier.
+The tier is also a marker (`pytest -m "unit or torch"`). A test that needs more than its tier allows fails.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ WENT_ON = ("kv", "tokens")
 
 
 def check_traces(run: Path) -> tuple[int, int]:
-    """Check all traces; return the number of moves, and the most of one sample."""
     samples = {sample["id"]: sample for sample in RunFolder(run).samples()}
     found = {life.sample: life for life in lives(read_spans(run)) if life.sample in samples}
     assert found.keys() == samples.keys()
@@ -93,7 +92,6 @@ def check_times(life: Life, stays: list[Span], moves: list[Span]) -> None:
 
 
 def _sums(stays: list[Span], name: str) -> list[int]:
-    """Return the sums before each stay."""
     made = [int(stay.attributes[name]) for stay in stays]
     return [sum(made[:place]) for place in range(len(made))]
 

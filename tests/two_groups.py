@@ -1,7 +1,4 @@
-"""Script of test_moves_between_groups.py, once a rank: moves between engines of two processes.
-
-argv: a folder with the model, for results; the number of random examples.
-"""
+"""Script of test_moves_between_groups.py, once a rank. argv: a folder with the model; the number of random examples."""
 
 from __future__ import annotations
 
@@ -47,8 +44,6 @@ def config_of(told: dict[str, Any]) -> EngineConfig:
 
 
 class Groups:
-    """Maker of engines of two processes: `make` in the first, `follow` in the second."""
-
     def __init__(self, folder: Path, ranks: Ranks) -> None:
         self._folder, self._ranks, self._num_made = folder, ranks, 0
         self._groups = [

@@ -50,7 +50,6 @@ def requests() -> list[Request]:
 
 
 def run(engine: Engine, some: list[Request], *, disturbed: bool = False) -> Found:
-    """Run requests. disturbed: with preemptions and a cancellation."""
     for request in some:
         engine.submit(request)
     found: Found = {}

@@ -58,7 +58,6 @@ def load(generator: str = "g0", speed: float = 1834.2, strategy: str = "suffix 1
 
 
 def tell(view: View, *loads: Load) -> None:
-    """Report loads newer than all before."""
     newest = {each.worker: each for each in (*view.progress.loads, *loads)}
     view.progress.take_loads([newest[worker] for worker in sorted(newest)])
 

@@ -28,8 +28,6 @@ def python_with_vllm() -> Path:
 
 
 class Children:
-    """Children by drafting mode: `off`, `ngram`, `draft_model`."""
-
     def __init__(
         self, model: Any, drafter: Any, *, max_context: int, max_sequences: int,
         environment: dict[str, str] | None = None, **arguments: Any,

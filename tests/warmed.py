@@ -2,11 +2,8 @@
 
 `Popen(command)` is subprocess.Popen. If the command is this interpreter with -m or -c, the process comes from a nursery
 (this file as a script) and looks like the command's: arguments and environment, also in /proc, working folder, handles
-and parent. It has its own session, and its own such commands come from a nursery beside it.
-
-It differs in its imports, in its string hashes, which all share, and in an empty run picture (pictures.py; `DRAWS`). So
-a process with a variable of `READ_BY_IMPORTS` starts normally, and so do tests of the command itself: exit codes,
-signals, help, locales.
+and parent. It has its own session, string hashes common to all, and an empty run picture (pictures.py; `DRAWS`).
+A process with a variable of `READ_BY_IMPORTS` starts normally.
 """
 
 from __future__ import annotations
@@ -137,7 +134,6 @@ def _pairs(environment: Mapping[str, str]) -> list[str]:
 
 
 def _area(words: list[str]) -> bytes:
-    """Return the words as in /proc."""
     return b"".join(os.fsencode(word) + b"\0" for word in words)
 
 

@@ -25,7 +25,6 @@ SECONDS = dict.fromkeys(
 
 
 def of_type(hint: Any, plain: Mapping[Any, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
-    """Draw values of a type; `plain` maps the basic types."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint in plain:
         return plain[hint]
@@ -49,7 +48,6 @@ def of_type(hint: Any, plain: Mapping[Any, st.SearchStrategy[Any]]) -> st.Search
 
 
 def of_class(kind: Any, plain: Mapping[Any, st.SearchStrategy[Any]] = PLAIN, **given: Any) -> st.SearchStrategy[Any]:
-    """Draw dataclasses, with given strategies for some fields."""
     hints = get_type_hints(kind)
     drawn = {
         field.name: of_type(hints[field.name], {**plain, int: halves} if field.name in HALVES else plain)

@@ -1,8 +1,5 @@
 """Generator of learning_numbers.json: what TRL 1.16 and verl 0.9.1 compute on small random batches, in float64.
-
 Run it in an environment with both: python tests/data/make_learning_numbers.py
-TRL computes advantages inside long methods, so those lines are extracted and executed. A case is its batch, the
-reference function, its parameters and flat results by sample.
 """
 
 from __future__ import annotations
@@ -86,7 +83,6 @@ class Padded:
 
 
 def lines_between(function: Any, first: str, last: str) -> str:
-    """Return the source from the line with `first` up to, without, the next line with `last`."""
     lines = inspect.getsource(function).splitlines()
     start = next(i for i, line in enumerate(lines) if first in line)
     end = next(i for i, line in enumerate(lines) if i > start and last in line)
@@ -307,7 +303,6 @@ def cases_of(number: int, batch: Batch, sizes: list[int]) -> Iterator[Case]:
 
 
 def rounded(value: Any) -> Any:
-    """Return the value with 12 digits, to keep the file small."""
     if isinstance(value, dict):
         return {name: rounded(part) for name, part in value.items()}
     if isinstance(value, list):

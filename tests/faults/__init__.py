@@ -1,4 +1,3 @@
-"""Seeded faults against whole runs of real processes (`make faults`).
-
+"""Seeded faults against whole runs (`make faults`).
 A failing run prints its seed: PYTHONPATH=tests python -m faults --seed 7 --faults 40
 """

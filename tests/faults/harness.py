@@ -167,7 +167,6 @@ class FaultyRun:
         return next((found for name in (target, *colleagues) if (found := processes.named(uid, name))), [])
 
     def _kill_supervisor(self, fault: Fault) -> None:
-        """Kill the supervisor and restart the run; the guardian cleans up."""
         self.until(lambda: self._uid() is not None, "it has begun")
         # Without any guardian the next start cleans up: faults/lives.py kills them together.
         self.until(lambda: processes.named(self._uid() or "", "guardian"), "there is a guardian")
@@ -198,7 +197,6 @@ class FaultyRun:
         self.gone_seconds.append(time.monotonic() - began)
 
     def left(self) -> list[str]:
-        """Return remaining processes, ports and memory of all starts of this run."""
         found = []
         for uid, connections in self._known.items():
             found += [f"process {pid}" for pid in processes.of_run(uid)]

@@ -24,8 +24,6 @@ CUT_SECONDS = 5.0  # longer than it takes to notice, shorter than what it holds 
 
 
 class Joined:
-    """Joined generator of a running `run`. `say` receives the duration of each phase."""
-
     def __init__(self, run: FaultyRun, say: Callable[[str], None]) -> None:
         self._run = run
         self._say = say

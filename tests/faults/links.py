@@ -15,8 +15,6 @@ SLOW_BYTES_A_SECOND = 30_000.0
 
 
 class LinkProxy(Proxy):
-    """Proxy whose connections name their target in the first line."""
-
     def __init__(self) -> None:
         super().__init__("", 0)
         self.bytes_a_second = float("inf")
@@ -26,7 +24,6 @@ class LinkProxy(Proxy):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return environment variables that route a process's links through this proxy."""
         folder = str(Path(__file__).with_name("led"))
         path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH", "")]))
         return {"PYTHONPATH": path, "FAULTS_LINK_PORT": str(self.port)}

@@ -1,7 +1,4 @@
-"""Short runs struck at start, checkpoint, evaluation, last step, Ctrl-C and resume.
-
-Every life ends soon, leaves nothing behind, and the next one continues; the final curve is that of an undisturbed run.
-"""
+"""Short runs struck at start, checkpoint, evaluation, last step, Ctrl-C and resume; the curve must not change."""
 
 from __future__ import annotations
 
@@ -183,7 +180,6 @@ def trial(
     slack_seconds: float,
     leave_seconds: float,
 ) -> StruckRun:
-    """Run a trial. Raise `Disturbed` with the seed."""
     job = a_job(folder)
     overrides = [*OVERRIDES, f"training.steps={NUM_STEPS}", f"checkpoint.everySteps={CHECKPOINT_EVERY}"]
     undisturbed = train(job, "undisturbed", *overrides)

@@ -1,8 +1,4 @@
-"""Trial of moves: three generators, a move every 50 ms, and faults during moves.
-
-Half of the kills strike the source or destination of a recent move. Generators are held or leave; TCP links are cut,
-slowed, broken or corrupted.
-"""
+"""Trial of moves: three generators, a move every 50 ms, and kills, holds and link faults during moves."""
 
 from __future__ import annotations
 
@@ -45,7 +41,6 @@ def link_of(seed: int) -> str:
 
 
 def schedule(seed: int, num_kills: int, *, most_held_seconds: float) -> list[Fault]:
-    """Return the schedule, a pure function of the seed."""
     draw = random.Random(f"moves {seed}")
     faults: list[Fault] = []
     step, left = 1, num_kills

@@ -16,7 +16,6 @@ from rlhfspec.worker.process import STARTED as WORKER_MARK
 
 
 def of_run(uid: str) -> list[int]:
-    """Return all processes with the run's mark; the supervisor has none."""
     return [pid for pid in _pids() if environment_of(pid).get(MARK) == uid]
 
 

@@ -1,7 +1,4 @@
-"""Trial of the engine vLLM: two generators that move samples, and faults on them and their children.
-
-The undisturbed run uses our own engine in one process, whose samples are the same by the law.
-"""
+"""Trial of the engine vLLM under faults; by the law its samples equal those of our engine in one process."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ LONG = ("generation.maxTokens=96", "generation.ignoreEos=true", "generation.maxS
 
 class VllmRun(FaultyRun):
     def _found(self, uid: str, target: str) -> list[int]:
-        """Return a generator without its child, or the child alone."""
         found = {pid: _is_child(pid) for pid in processes.of_run(uid)}
         if target == CHILD:
             return [pid for pid, is_child in found.items() if is_child][:1]

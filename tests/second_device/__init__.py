@@ -1,13 +1,11 @@
 """A second device without a GPU: `load()` gives torch the devices `second:0` and `second:1`.
 
-Its memory is main memory that the host cannot touch: `data_ptr()` points to pages without access, so a read by the host
-raises SIGSEGV. Operators are the CPU's on a second mapping of the pages, with the CPU's bits. Tensors of two devices in
-one operator raise, as on a GPU.
+Its memory is main memory that the host cannot touch: a read by the host raises SIGSEGV. Operators have the CPU's bits.
+Tensors of two devices in one operator raise, as on a GPU.
 
-    with second_device.counted() as seen: ...      # then seen.h2d, seen.d2h (copies up and down), seen.waits,
-    seen.names
-    with second_device.capturing(): ...            # as within a CUDA graph: waits and copies raise
-    with second_device.limited(1 << 20): ...       # a limit in bytes, beyond which it is out of memory
+    with second_device.counted() as seen: ...  # then seen.h2d, seen.d2h (copies), seen.waits, seen.names
+    with second_device.capturing(): ...  # as within a CUDA graph: waits and copies raise
+    with second_device.limited(1 << 20): ...  # a limit in bytes, beyond which it is out of memory
 
 It cannot show missing stream synchronisation (all is in order), pinned memory, Triton kernels or times.
 """
@@ -76,8 +74,7 @@ def is_capturing() -> bool:
 
 @contextmanager
 def capturing(on: bool = True) -> Iterator[None]:
-    """Forbid waits in this thread, as in a capture. Not on: exempt a kernel's twin that waits where the kernel does
-    not."""
+    """Forbid waits in this thread, as in a capture. `on=False` exempts a twin whose kernel would not wait."""
     before = is_capturing()
     _library().second_capturing(int(on))
     try:
@@ -136,7 +133,6 @@ def _memory_of(size: int) -> Any:
 
 
 def opened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory as a CPU tensor, for a test that plays the device."""
     flat = tensor.detach()
     assert flat.is_contiguous()
     size = flat.numel() * flat.element_size()

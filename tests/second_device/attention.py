@@ -1,7 +1,4 @@
-"""Attention as one device kernel, without torch operators.
-
-The CPU's kernel (or its twin) computes it on the same memory; the twin on the device itself would be many calls.
-"""
+"""Attention as one device kernel, computed by the CPU's kernel or its twin on the same memory."""
 
 from __future__ import annotations
 

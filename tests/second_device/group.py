@@ -1,4 +1,4 @@
-"""torch.distributed for the second device: a backend of that name over gloo on the opened memory.
+"""torch.distributed for the second device: a backend over gloo on the opened memory.
 
 second_device.load(); second_device.group.register(); dist.init_process_group("cpu:gloo,second:second")
 """
@@ -121,7 +121,6 @@ def _wait(given: Tensor) -> Tensor:
 
 @functools.cache
 def register() -> torch.library.Library:
-    """Register the backend for the rest of the process."""
     dist.Backend.register_backend("second", SecondGroup, devices=["second"])
     library = torch.library.Library("_c10d_functional", "IMPL")
     functions = {

@@ -9,7 +9,6 @@ import torch
 
 
 def register(library: Any) -> None:
-    """Register the module. library: the loaded second.so."""
     torch.utils.rename_privateuse1_backend("second")
     torch._register_device_module("second", _module(library))
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_packed_sequence=True)

@@ -44,7 +44,6 @@ class _OracleGenerator:
         return self.step * max(lengths, default=0.0) + self.per_sequence * sum(lengths) + self.owed
 
     def earliness(self) -> tuple[float, float, int]:
-        """Return the order of ties: the faster engine, then more room."""
         return self.end(), self.per_sequence, -self.tokens
 
     @property

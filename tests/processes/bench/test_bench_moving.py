@@ -45,8 +45,6 @@ def shown(renderable: Any) -> str:
 
 
 class Hasty:
-    """Rebalancer that also moves the longest sequences at the first news."""
-
     def __init__(self, now: float, limit: int, earlier: Sequence[int], longest: Sequence[int]) -> None:
         self._real = RunsRebalancer(now, limit, earlier)
         self._longest, self._has_moved = longest, False

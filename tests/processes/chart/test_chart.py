@@ -88,7 +88,6 @@ def test_the_dockerfile_copies_what_exists_and_ends_as_a_user_that_is_not_root()
 
 
 def _users_of_stages() -> dict[str, str]:
-    """Return the last USER of each stage, inherited from its base stage."""
     users: dict[str, str] = {}
     for stage in re.split(r"^(?=FROM )", _dockerfile(), flags=re.MULTILINE)[1:]:
         words = stage.split()

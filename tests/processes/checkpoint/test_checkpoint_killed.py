@@ -35,7 +35,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def save_for_ever(folder: Path, pipe: int) -> None:
-    """Save checkpoints in a loop, announcing each after its save."""
     try:
         with CheckpointStore(folder, keep=2) as store:
             step = store.latest() or 0

@@ -20,7 +20,6 @@ SETS = ((4, "auto"), (2, "auto"), (1, "off"), (2, "off"))  # of two ranks, a mod
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return results of 4, 2, 1 and again 2 ranks, each resumed from the set before."""
     folder = tmp_path_factory.mktemp("shares")
     for step, (num_ranks, fuse) in enumerate(SETS, start=1):
         run_ranks("resuming_ranks", num_ranks, str(folder), str(step), fuse)

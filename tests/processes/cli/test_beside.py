@@ -35,7 +35,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the installed packages without this project's."""
     folder = tmp_path_factory.mktemp("others")
     for path in Path(sysconfig.get_path("purelib")).iterdir():
         if not path.name.startswith(("rlhfspec", "_rlhfspec")):

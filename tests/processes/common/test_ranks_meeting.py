@@ -28,7 +28,6 @@ Start = Callable[..., Any]
 
 @pytest.fixture
 def started() -> Iterator[Start]:
-    """Start a module of tests/ in a process, which ends with the test."""
     processes = []
 
     def start(module: str, *arguments: str, **environment: str) -> Any:

@@ -43,7 +43,6 @@ def found(folder: Path) -> dict[str, dict[str, two_parts.Found]]:
 
 
 def the_same(ours: two_parts.Found, theirs: two_parts.Found) -> None:
-    """Assert equal tokens, and log-probs up to summation order."""
     assert theirs.keys() == ours.keys()
     for name, (tokens, log_probs) in theirs.items():
         assert ours[name][0] == tokens, name

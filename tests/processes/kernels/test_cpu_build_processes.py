@@ -51,7 +51,6 @@ def test_a_missing_prebuilt_library_is_an_error() -> None:
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a source folder with one tiny kernel, and an empty cache."""
     if build._compiler() is None or build.best_isa() is None:
         pytest.skip("no C++ compiler, or not an x86 CPU")
     folder = tmp_path / "csrc"

@@ -26,7 +26,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return results of rank sets, each resumed from the set before."""
     folder = tmp_path_factory.mktemp("resumed")
     for step, (num_ranks, parts) in enumerate(SETS, start=1):
         run_ranks("tensor_ranks", num_ranks, str(folder), "resumed", str(parts), str(step))

@@ -484,7 +484,6 @@ def test_a_range_that_trickles_is_given_up_at_its_deadline() -> None:
 
 @pytest.fixture(scope="module")
 def credentials(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return credentials of this run, and of another one."""
     folders = tmp_path_factory.mktemp("ours"), tmp_path_factory.mktemp("theirs")
     for folder in folders:
         create_credentials(folder, ["generator"])

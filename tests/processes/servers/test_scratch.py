@@ -21,7 +21,6 @@ from rlhfspec.messages.servers.scratch import Scratch, end_dead_runs, end_run_in
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder in place of the machine's shared memory."""
     folders = [tmp_path / "memory", tmp_path / "temporary"]
     for folder in folders:
         folder.mkdir()
@@ -52,7 +51,6 @@ os.kill(os.getpid(), 9)
 
 
 def dead(memory: Path, uid: str, place: Path, *, guarded: bool = False) -> Path:
-    """Return the memory folder of a run whose supervisor was killed, with guardians if `guarded`."""
     subprocess.run([sys.executable, "-c", DIES, str(memory), uid, str(place), str(guarded)], check=False)
     assert (memory / f"rlhfspec-{uid}").is_dir()
     assert (place / UID).read_text() == uid

@@ -417,8 +417,6 @@ async def test_who_says_nothing_is_killed_and_what_it_was_at_is_told(tmp_path: P
 
 
 class Once(Interpreters):
-    """Starter that starts one process and hangs at the next."""
-
     is_starting = False
 
     async def start(self, name: str, arguments: Sequence[str], log: Path) -> Process:

@@ -54,7 +54,6 @@ def leaving() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def half_way(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """Return callbacks, each run once when half of a version is sent."""
     events: list[Callable[[], None]] = []
     fill = shares.fill
     count = 0

@@ -25,7 +25,6 @@ def started(folder: Path, struck: int, *options: str, name: str = "words") -> An
 
 
 def ended(process: Any) -> tuple[int, dict[str, Any]]:
-    """Return the exit code and the last log line."""
     try:
         _, said = process.communicate(timeout=120)
     finally:

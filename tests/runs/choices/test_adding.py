@@ -20,8 +20,6 @@ MOST_LINES_OF_AN_ENGINE = 60
 
 @dataclass(frozen=True)
 class Shown:
-    """A block of the document: a new file, or an entry of a table."""
-
     path: str
     table: str | None
     text: str
@@ -45,7 +43,6 @@ def blocks_of(title: str) -> list[Shown]:
 
 
 def with_entry(module: str, table: str, entry: str) -> str:
-    """Return the module with the entry appended to the table."""
     begin = module.index(f"{table} = Registry(")
     end = module.index("\n)", begin)
     beside = module.find("\n    beside=", begin, end)

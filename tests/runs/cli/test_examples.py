@@ -25,7 +25,6 @@ JOBS = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
 
 
 def small(job: Path) -> list[str]:
-    """Return --set arguments for few prompts and short responses."""
     spec = yaml.safe_load(job.read_text())["spec"]
     fields = {
         "training.steps": 2,

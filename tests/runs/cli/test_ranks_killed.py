@@ -20,7 +20,6 @@ def at_once(run: Started, ranks: dict[int, int], rank: int) -> None:
 
 
 def in_a_checkpoint(run: Started, ranks: dict[int, int], rank: int) -> None:
-    """Wait for an incomplete checkpoint folder."""
     end = time.monotonic() + PATIENCE_SECONDS
     while not list((run.folder / "checkpoints").glob(".writing-*")):  # it is there for a few milliseconds
         assert time.monotonic() < end, "no checkpoint was begun"

@@ -18,7 +18,6 @@ NUM_EXPERTS, CHOSEN, NUM_LAYERS = 6, 2, 4
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a Mixtral, and the same as drafter."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -23,7 +23,6 @@ LOSSES = ("policy_loss", "kl", "grad_norm", "entropy")
 def run_in_a_group(
     command: list[str], environment: Mapping[str, str] = {}, folder: Path | None = None
 ) -> tuple[int, str]:
-    """Run a command; torchrun's ranks end with it in any case."""
     process = subprocess.Popen(
         command,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,

@@ -1,8 +1,4 @@
-"""Pods that share only an object store have the laptop's curve.
-
-The pods' mount paths differ here, so models and data are read where `prepare` has them. Mirrors are tested in
-test_mirror.py and e2e/test_object_store.py.
-"""
+"""Pods that share only an object store have the laptop's curve."""
 
 from __future__ import annotations
 

@@ -32,7 +32,6 @@ def job(tmp_path: Path, servers: SharedServers, job_file: Path) -> Iterator[Job]
 
 
 def shown_once(job: Job, holds: Callable[[set[str]], bool]) -> dict[str, Any]:
-    """Return `show --json` once it holds for the workers' names and all report."""
     end = time.monotonic() + PATIENCE_SECONDS
     while True:
         shown: dict[str, Any] = json.loads(job.show("--json").communicate(timeout=60)[0])

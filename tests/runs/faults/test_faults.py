@@ -43,7 +43,6 @@ def killed_in_moves(folder: Path) -> None:
 
 
 def joined(folder: Path) -> None:
-    """Run a generator that joins by hand through a proxy, is cut off, returns and leaves."""
     join_and_leave(folder, print)
 
 

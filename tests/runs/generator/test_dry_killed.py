@@ -83,7 +83,6 @@ class Control:
         self._do(bus.of("rebalancer").publish(Plan(id="letters/plan", job="letters", dry=dry)))
 
     def reference(self) -> dict[str, Any]:
-        """Return the server's state of the reference's consumer."""
         stream = stream_name(subject("letters", self._uid, Sample))
         found: dict[str, Any] = self._do(self._control._connection.api(f"CONSUMER.INFO.{stream}.reference"))
         return found
@@ -120,8 +119,7 @@ def stop_at_a_sample(control: Control, pid: int) -> None:
 def test_a_dry_generator_is_killed_in_the_middle_of_scoring_and_the_curve_is_that_of_one_process(
     job_file: Path, starting: Callable[..., Started]
 ) -> None:
-    """The reference is stopped, so generator 1 scores alone and is killed once. The first step is held until that is
-    set up."""
+    """The reference is stopped, so generator 1 scores alone, and is killed once."""
     ppo(job_file)
     hold = hold_rewards(job_file, "0 many")
     whole = train(job_file, "one", *PPO)

@@ -99,7 +99,6 @@ async def attack(connections: Connections) -> tuple[int, int]:
 
 
 async def strange_workers(connections: Connections) -> None:
-    """Publish well-formed lies: absent workers, and processes of others."""
     transport = await connected(connections, "reward")
     lies: list[Record] = [
         WorkerInfo(id="a", job=JOB, stage="reward", worker=9, host="h", pid=1, grpc_address="", http_address=""),

@@ -62,8 +62,6 @@ def test_random_moves_every_50_ms_change_no_bit_of_the_curve(
 
 
 class Hostile(Listener):
-    """Listener that sends ten thousand invalid moves at a time."""
-
     num_floods = 0
 
     def advice(self, job: str) -> list[Move]:

@@ -111,7 +111,6 @@ def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper, go_on: Path
         return bool(values_of(scraper.first, "rlhfspec_move_bytes_total"))
 
     def one_has_what_it_told() -> list[int]:
-        """Return generators that still have a traced sample."""
         lasts = [last_of(life) for life in lives(read_spans(run.folder)) if life.stays]
         has = Counter(last.worker for last in lasts if last.is_open)
         return [worker for worker, number in has.items() if number >= MANY]
@@ -132,12 +131,10 @@ def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper, go_on: Path
 
 
 def last_of(life: Life) -> Span:
-    """Return the latest span, preferring the first delivery."""
     return max((*life.stays, *life.moves), key=lambda span: (span.delivery == 1, span.began))
 
 
 def lose_the_servers(run: Started, scraper: Scraper) -> None:
-    """Lose each server, scraping before and after each recovery."""
     scraper.scrape()
 
     def reconnects(server: str) -> list[float]:

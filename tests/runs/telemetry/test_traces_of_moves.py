@@ -66,7 +66,6 @@ def test_a_sample_that_moves_has_a_span_for_each_stay_and_each_move(
 
 
 def check_what_is_shown(run: Path) -> None:
-    """Check a sample that moved several times and still fits its row."""
     ids = [f"letters/{step}/{prompt}/{replica}" for step in (2, 3) for prompt in range(3) for replica in range(3)]
     told = {id: told_by_trace(trace(str(run), id, "--json")) for id in ids}
     chains = {id: [span["worker"] for span in spans if span["name"] == "generation"] for id, spans in told.items()}

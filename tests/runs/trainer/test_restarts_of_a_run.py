@@ -31,8 +31,6 @@ def test_a_real_trainer_killed_five_times_draws_the_same_curve(
     deaths: list[int] = []
 
     class Immortal(Service):
-        """Trainer service that rebuilds its successor after each death."""
-
         def __init__(self, job: Any, context: Any, first: Any) -> None:
             super().__init__("trainer", 0, context.vitals)
             self._make = lambda: build(job, context)

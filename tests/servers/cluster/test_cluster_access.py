@@ -35,7 +35,6 @@ def kubeconfig(folder: Path, cluster: dict[str, Any], user: dict[str, Any], name
 
 
 def asked(folder: Path, cluster: Callable[[int], dict[str, Any]], user: dict[str, Any]) -> web.Request:
-    """Return the request that a server, named by its port in the kubeconfig, receives."""
     seen: list[web.Request] = []
 
     async def answer(request: web.Request) -> web.Response:

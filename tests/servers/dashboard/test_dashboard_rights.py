@@ -26,7 +26,7 @@ SECRET = "ValueError: the answer of the user was 42"
 
 
 class People:
-    """Users of whom a has two tokens, `a-1` and `a-2`; `rights` may change."""
+    """Users of the API server: `a-1` and `a-2` are tokens of user a. `rights` may change."""
 
     is_local = False
 
@@ -43,8 +43,6 @@ class People:
 
 
 class Failing(LaptopSource):
-    """Source whose job has an ended pod."""
-
     words: Mapping[str, str] = {"run-reward-0": SECRET}
 
     async def job(self, key: JobKey) -> JobDetail:

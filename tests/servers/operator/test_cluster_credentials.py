@@ -151,7 +151,6 @@ async def opened(servers: SharedServers, role: str, uid: str = UID, job_uid: str
 
 
 async def denied(servers: SharedServers, creds: Path, publish: list[str], subscribe: list[str]) -> set[str]:
-    """Return the denied ones of all attempts of a raw client."""
     refused: set[str] = set()
 
     async def note(error: Exception) -> None:

@@ -18,7 +18,6 @@ WRONG_TYPE = "failed to create typed patch object (rl/sums-prepare-0; /v1, Kind=
 
 
 def answers_of(answers: list[tuple[int, str]], folder: Path) -> tuple[ApiResponse, int]:
-    """Return the response to one apply, and the number of answers used."""
     left = list(answers)
 
     async def say(_: web.Request) -> web.Response:

@@ -161,7 +161,6 @@ async def until_may(servers: SharedServers, uid: str) -> None:
 
 
 async def users_and_keys(servers: SharedServers) -> tuple[set[str], set[str]]:
-    """Return users and keys of runs by uid, as the operator sees them."""
     _, redis = operators(servers)
     assert redis is not None
     there = [run for name in await redis._redis.acl_users() if (run := users.run_of(servers.keys.master, str(name)))]

@@ -32,7 +32,6 @@ def cache_of(*job_uids: str) -> Cache:
 
 
 async def lacking(transport: NatsTransport, run: OpenRun) -> list[str]:
-    """Return streams and consumers that are missing, or differ from what control and stages expect."""
     found = {}
     for subject, kind, consumers in loop.declarations(run.job, run.uid, run.stages):
         there = await transport._look(subject)

@@ -82,7 +82,6 @@ def hang(handler: Handler) -> None:
 
 
 def trickle(handler: Handler) -> None:
-    """Send single bytes slowly: each read succeeds, but the reply never ends."""
     handler.send_response(200)
     handler.send_header("content-length", "1000000")
     handler.end_headers()

@@ -107,7 +107,6 @@ async def test_strangers_are_refused_with_a_reason(tmp_path: Path) -> None:
 
 
 def trusting_with(credentials: Path, others: Path) -> ssl.SSLContext:
-    """Return a context that trusts the run's server and presents another's certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(credentials / "ca.pem")
     context.load_cert_chain(others / "reward.pem", others / "reward.key")
@@ -161,7 +160,6 @@ def careless(context: ssl.SSLContext) -> ssl.SSLContext:
 
 
 def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, host: str = "localhost") -> None:
-    """Shake hands in memory; raise either side's error."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = [
         client.wrap_bio(to_client, to_server, server_hostname=host),

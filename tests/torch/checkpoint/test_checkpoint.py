@@ -384,7 +384,6 @@ def test_an_export_of_other_weights_is_refused(tmp_path: Path) -> None:
 
 
 def take_96_mib() -> None:
-    """Take 96 MiB from the system, bypassing malloc's reserves."""
     with mmap.mmap(-1, 96 << 20) as memory:
         for page in range(0, len(memory), mmap.PAGESIZE):
             memory[page] = 1

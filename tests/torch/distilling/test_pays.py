@@ -1,8 +1,8 @@
 """The rule that decides whether learning pays, in ten simulated jobs.
 
-A step takes `step` seconds and yields tokens of a chain of six; acceptance goes from `start` to `best`, halving the gap
-every `half` tokens learnt; 512 tokens take `lesson` seconds. The rule is right if it loses at most 1% against no
-learning and gains at least half of the possible gain.
+Acceptance goes from `start` to `best`, halving the gap every `half` tokens learnt. The rule is right if it loses at
+most
+1% against no learning and gains at least half of the possible gain.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ JOBS = (
 
 
 def seconds_of(job: Job, budget: LearningBudget | None) -> float:
-    """Return the duration of a run with this learning budget."""
     clock, left, learnt, lessons, look, is_better = 0.0, float(job.num_tokens), 0.0, 0, next_look(0), True
     while left > 0:
         share_learnt = 1.0 - 0.5 ** (learnt / job.half)

@@ -60,7 +60,6 @@ def same(found: list[Completion], wanted: list[Completion]) -> None:
 
 @functools.cache
 def wanted(kind: str = "llama") -> list[Completion]:
-    """Return the slow decoder's completions, one at a time by our own kernels."""
     engine = engine_on("cpu", kind=kind, arithmetic="auto")
     return [engine.generate([prompt], PARAMS, seeds=[seed])[0] for seed, prompt in enumerate(PROMPTS)]
 

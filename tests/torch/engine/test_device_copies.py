@@ -1,7 +1,4 @@
-"""A step makes one copy to its device, one back, and no wait in between.
-
-Attention runs by the CPU on the device's memory, and sampling is its twin on the device.
-"""
+"""A step makes one copy to its device, one back, and no wait in between."""
 
 from __future__ import annotations
 

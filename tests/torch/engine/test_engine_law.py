@@ -53,7 +53,6 @@ def pair(request: pytest.FixtureRequest, model: Any) -> Iterator[tuple[Engine, E
 
 
 def some_requests(rng: np.random.Generator, count: int, temperature: float) -> list[Request]:
-    """Return requests with shared prefixes, odd lengths, and some masks."""
     stems = [tuple(rng.integers(0, VOCAB, int(rng.integers(1, 40))).tolist()) for _ in range(3)]
     requests = []
     for index in range(count):

@@ -121,9 +121,7 @@ def test_integrity_holds_after_ten_thousand_random_operations() -> None:
     ids=["tree", "suffix-tree", "off", "adaptive"],
 )
 def test_no_memory_grows_over_thousands_of_steps(mode: str | DraftPlan, most_bytes: int) -> None:
-    """The Python heap and the KV in use stay constant once windows, journals and indexes are full.
-
-    The adaptive mode's last trees vary in size with the clock, so its bound is wider."""
+    """The Python heap and the KV in use stay constant once windows, journals and indexes are full."""
     engine = make(speculation=mode)
     submitted = 0
 

@@ -1,10 +1,7 @@
-"""Random use of two engines that share, keep, copy, extend and move KV.
+"""Random use of two engines that share, keep, copy, extend and move KV, with three independent judges.
 
-Three independent judges: each completion is replayed by one forward; each cached position and prompt block equals a
-fresh forward's; blocks add up.
-
-    # ten thousand operations and more
-    python -m pytest tests/torch/engine/test_engine_memory.py --hypothesis-profile=whole
+# ten thousand operations and more
+python -m pytest tests/torch/engine/test_engine_memory.py --hypothesis-profile=whole
 """
 
 from __future__ import annotations
@@ -90,7 +87,6 @@ def kv_at(runner: ModelRunner, slots: np.ndarray) -> torch.Tensor:
 
 
 def replay(done: Completion, asked: Request, index_of: dict[int, int]) -> None:
-    """Assert that each token and log-prob follows from the weights of its version."""
     count, versions = len(done.token_ids), np.asarray(done.weights_versions)
     tokens = np.asarray((*done.prompt_token_ids, *done.token_ids), np.int32)
     wanted = len(done.prompt_token_ids) - 1 + np.arange(count)
@@ -264,7 +260,6 @@ class Memory(RuleBasedStateMachine):
             assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
     def _check_rows(self, engine: Engine) -> None:
-        """Check all cached KV, in both spaces, of one running and one resting sequence."""
         rows, scheduler = engine.state.rows, engine.scheduler
         for sequence in scheduler.running[-1:]:
             held = rows.tokens[sequence.row]
@@ -277,7 +272,6 @@ class Memory(RuleBasedStateMachine):
                 self._same_kv(space.runner, index, tokens, kv.slots[: kv.num_cached])
 
     def _check_kept(self, engine: Engine) -> None:
-        """Check that every findable block holds its prompt."""
         pool = engine.state.pool
         for prompt in self.prompts:
             prefix = Prefix.of(prompt, BLOCK)

@@ -37,7 +37,6 @@ def requests(lengths: tuple[int, int], seed: int) -> list[Request]:
 
 
 def preempt(engine: Engine, step: int) -> None:
-    """Preempt once during prefill chunks, and once after prefill."""
     if step in (5, 50) and engine.scheduler.running:
         engine.preempt(engine.scheduler.running[0].request.id)
 

@@ -28,7 +28,6 @@ def said(turn: int) -> tuple[int, ...]:
 def fresh(
     done: Completion, *, seed: int, weights: Any = None, version: int = 0, params: SamplingParams = PARAMS
 ) -> object:
-    """Return the result of a request with the whole conversation as its prompt."""
     engine = make(speculation="off")
     if weights is not None:
         engine.load_weights(weights.state_dict(), version=version)

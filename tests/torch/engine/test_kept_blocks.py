@@ -82,7 +82,6 @@ def chats(counted: Counted) -> None:
 
 
 def preempted(counted: Counted) -> None:
-    """Preempt three of six after 13 tokens and count only what they rerun."""
     for group, prompt in enumerate(PROMPTS):
         counted.engine.submit(request(str(group), prompt, seed=group))
     for _ in range(13):

@@ -1,7 +1,4 @@
-"""Cached KV equals a fresh forward's, for target and draft, after all events.
-
-A stale draft entry changes no token and only worsens drafts, so it needs its own test.
-"""
+"""Cached KV equals a fresh forward's; a stale draft entry would change no token, so only this test finds it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,6 @@ def test_the_law_is_found_right() -> None:
 
 
 def masked_before_the_temperature(of: dict[str, Any]) -> dict[str, Any]:
-    """Return a law that masks before the temperature, as some samplers do."""
     order = of["logits"].sort(-1, descending=True)
     behind = order.values.softmax(-1).cumsum(-1) - order.values.softmax(-1)
     is_kept = (behind < TOP_P) & (torch.arange(NUM_TOKENS) < TOP_K)

@@ -119,7 +119,6 @@ def load_engine(model: Any, *, dtype: str = "bfloat16", arithmetic: str = "auto"
 
 
 def load_engine_as_on_a_gpu(patch: pytest.MonkeyPatch) -> Any:
-    """Load an engine that computes in bfloat16 by torch's own functions."""
     patch.setattr(runner.ModelRunner, "activation_dtype", property(lambda self: self.config.dtype))
     return load_engine(long_model(), arithmetic="torch")
 
@@ -176,8 +175,6 @@ def test_rounded_buffers_are_refused_wherever_a_model_is_loaded(
 
 
 class _Broken(nn.Module):
-    """Module that fails in every type but float32."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner

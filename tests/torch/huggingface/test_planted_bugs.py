@@ -1,7 +1,4 @@
-"""Planted bugs are named by the proof at load, and found by the sweep's judge without it.
-
-Each was a real mistake: a window one token long, a wrong scale, a lost bias, unscaled RoPE, exchanged experts.
-"""
+"""Planted bugs are named by the proof at load, and found by the sweep's judge without it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,6 @@ BF16 = torch.bfloat16
 
 
 def mixed(folder: Path, kind: str) -> Path:
-    """Return a model in bfloat16 except a norm and buffers."""
     model = tiny_model(tiny_config(kind))
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")

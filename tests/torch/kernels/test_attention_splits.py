@@ -100,7 +100,6 @@ def test_splits_matter_only_beyond_the_first() -> None:
 
 
 def holding(case: Case, splits: tuple[int, int], split: int) -> Case:
-    """Return the part of a case with these splits, without keys, values and slots of others."""
     first, stop = splits[0] * split, splits[1] * split
     meta, kv = case.meta, torch.full_like(case.kv, torch.nan)
     table, extra, slots = meta.slot_table.copy(), meta.extra.copy(), meta.slots.copy()
@@ -118,7 +117,6 @@ def holding(case: Case, splits: tuple[int, int], split: int) -> Case:
 
 
 def parts_of(case: Case, cuts: tuple[int, ...], split: int, kernel: Callable[..., Any], options: Options) -> list[Any]:
-    """Run each range of splits between cuts as in another process."""
     options = {name: value for name, value in options.items() if name != "sinks"}  # they come in at the end
     return [
         holding(case, splits, split).run(kernel, splits=splits, split=split, **options) for splits in pairwise(cuts)

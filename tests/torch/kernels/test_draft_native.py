@@ -31,8 +31,6 @@ FIELDS = ("sequence", "parent", "depth", "token", "rank")
 
 
 class Space(DraftForward):
-    """Drafting part of the engine, without sequences."""
-
     @property
     def table(self) -> SlotTable:
         return self._space.table
@@ -171,7 +169,6 @@ def test_drafts_stop_where_the_rule_of_the_loop_stops_them() -> None:
 
 
 def keep_both(space: Space, batch: DraftBatch, grown: GrownTrees, rng: np.random.Generator) -> None:
-    """Accept some path of each tree, then keep its slots in both ways."""
     tokens, new_lengths = batch.tokens.copy(), batch.lengths.copy()
     for sequence, row in enumerate(batch.rows.tolist()):
         path = some_path(grown.forest, sequence, rng)

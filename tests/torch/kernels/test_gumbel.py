@@ -64,13 +64,11 @@ def normal(rows: int, vocab_size: int, g: torch.Generator) -> Tensor:
 
 
 def tied(rows: int, vocab_size: int, g: torch.Generator) -> Tensor:
-    """Return few distinct values, with 0.0 and -0.0."""
     signs = torch.randint(0, 2, (rows, vocab_size), generator=g).float() * 2 - 1
     return torch.randint(0, 3, (rows, vocab_size), generator=g).float() * 0.5 * signs
 
 
 def holed(rows: int, vocab_size: int, g: torch.Generator) -> Tensor:
-    """Return rows with a third of the tokens impossible."""
     logits = normal(rows, vocab_size, g)
     logits[torch.rand(rows, vocab_size, generator=g) < 0.3] = -INF
     logits[:, vocab_size // 2] = 1.0
@@ -204,9 +202,7 @@ def nucleus_of(row: list[float], top_p: float) -> tuple[Batch, list[int]]:
 @pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75, 0.250001])
 @pytest.mark.parametrize("num_small", [0, 1000])
 def test_nucleus_boundary_that_is_met_exactly(top_p: float, num_small: int) -> None:
-    """Eight equal tokens give exact sums, so `>=` decides and ties keep lower ids.
-
-    A thousand tiny tokens would change the sum only if added among themselves first."""
+    """Eight equal tokens give exact sums; a thousand tiny ones change them only if added among themselves first."""
     batch, kept = nucleus_of([0.0] * 8 + [-39.0] * num_small, top_p)
     result = native_sample(NATIVE_ISAS[0], batch)
     assert sorted(set(result.tokens.tolist())) == kept

@@ -1,6 +1,5 @@
-"""The law of docs/law.md in pure Python, against its vectors and the kernels.
-
-`PYTHONPATH=tests python tests/torch/kernels/test_law.py` rewrites docs/law_vectors.json from pure Python alone.
+"""The law of docs/law.md in pure Python, against its vectors and the kernels. As a script it rewrites the vectors:
+PYTHONPATH=tests python tests/torch/kernels/test_law.py
 """
 
 from __future__ import annotations
@@ -138,7 +137,6 @@ def make_vectors() -> dict[str, Any]:
 
 
 def _dump(vectors: dict[str, Any]) -> str:
-    """Return one case a line."""
     sections = (
         f'"{name}": [\n  ' + ",\n  ".join(json.dumps(case) for case in cases) + "\n]" for name, cases in vectors.items()
     )

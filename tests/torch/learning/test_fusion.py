@@ -113,7 +113,6 @@ def test_a_model_has_a_rank_of_its_own_where_there_are_two(
 
 
 def with_a_rare_token() -> Any:
-    """Return a policy whose token 96 occurs in sample 5 alone."""
     step = rollouts()
     step.token_ids[step.token_ids == 96] = 95
     step.token_ids[int(step.lengths[:5].sum())] = 96

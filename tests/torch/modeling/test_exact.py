@@ -51,7 +51,6 @@ def make_forward(model: Any, temperature: float = 1.0, **options: Any) -> ExactF
 
 
 def generate(engine: Engine, seed: int, **params: Any) -> tuple[PackedRow, torch.Tensor, torch.Tensor]:
-    """Return sampled sequences, packed, with the generator's untempered and tempered log-probs."""
     chosen = SamplingParams(**({"max_tokens": 20, "ignore_eos": True} | params))
     done = engine.generate(PROMPTS, chosen, seeds=[seed, seed + 1, seed + 2])
     untempered = torch.tensor([number for one in done for number in one.log_probs])
@@ -158,7 +157,6 @@ def test_masked_sampling_is_compared_without_its_masks() -> None:
 
 @functools.cache
 def one_by_one(kind: str) -> tuple[ExactForward, list[tuple[list[int], list[int]]], list[torch.Tensor]]:
-    """Return a forward, ragged samples, and each sample's log-probs alone."""
     forward = make_forward(random_model(kind, seed=8), 0.9)
     draw = np.random.default_rng(0)
     sizes = [(1, 1), (1, 30), (17, 2), (33, 33), (5, 16), (16, 40)]
@@ -194,7 +192,6 @@ def test_a_layer_on_torch_would_be_noticed(layer: str) -> None:
 
 
 def wider_model() -> Any:
-    """Return a model wide enough for torch to sum in another order than the kernels."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=97, hidden_size=320, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,

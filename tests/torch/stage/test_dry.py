@@ -44,8 +44,6 @@ def a_prompt(number: int) -> Prompt:
 
 
 class Scorer(TokenScoringService):
-    """Service that pauses in the middle of each sample."""
-
     def __init__(self, worker: int, vitals: Any, bus: Any) -> None:
         super().__init__("reference", worker, vitals, bus, deadline_seconds=60.0)
         self.may_go_on = threading.Event()
@@ -78,8 +76,6 @@ async def reads_plans(stages: Stages) -> None:
 
 
 class Place:
-    """Generator 1 with a guest of the reference stage, the only scorer."""
-
     def __init__(self, stages: Stages) -> None:
         self.stages = stages
         bus = Bus(stages.transport, JOB, uid=stages.bus.uid, workers=WORKERS | {"reference": 3}, clock=stages.clock)

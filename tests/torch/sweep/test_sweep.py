@@ -1,7 +1,4 @@
-"""Part of the sweep over transformers' causal LMs, and the table of docs/models.md.
-
-The whole of it is `rlhfspec models check all --table docs/models.md`.
-"""
+"""Part of the sweep over transformers' causal LMs. All: `rlhfspec models check all --table docs/models.md`."""
 
 from __future__ import annotations
 

@@ -60,7 +60,6 @@ class KeepingRecorder(FakeRecorder):
 
 
 async def _trained(job: Any, deaths: list[int]) -> KeepingRecorder:
-    """Return the recorder of a run whose trainer dies after each of these numbers of lines."""
     stages = await Stages.open(job, SystemClock(), prompts=1, generator=2, reward=1, trainer=1)
     others = [stages.prompts(), stages.generator(0), stages.generator(1), stages.reward(FakeSources())]
     running = [asyncio.create_task(service.run()) for service in others]

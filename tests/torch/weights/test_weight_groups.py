@@ -41,7 +41,6 @@ from rlhfspec.training.weights.grpc_messages import MAX_MESSAGE_BYTES
 
 
 def every_kind() -> dict[str, Tensor]:
-    """Return types, shapes, ties, NaN, tensors larger than a bucket, and empty ones."""
     draw = torch.Generator().manual_seed(3)
     found = {f"layers.{layer}": torch.randn(100, 57, generator=draw) for layer in range(5)}
     found["bfloat"] = torch.randn(7, 3, generator=draw).bfloat16()
@@ -138,7 +137,6 @@ def test_a_sender_takes_two_buckets_of_memory_beside_its_share() -> None:
 
 
 def altered(content: Tensor, what: str, hashed: Callable[..., str]) -> str:
-    """Flip a bit in flight, after the digest was taken."""
     found = hashed(content, what)
     if what.endswith("/3"):
         content[100] ^= 1

@@ -1,7 +1,4 @@
-"""Decoders of damaged bytes return a record or raise their own error.
-
-Valid bytes are flipped, cut, doubled and spliced, FUZZ_CASES times, differently for each commit. A failure prints the
-seed and the bytes; FUZZ_SEED repeats them. For a night:
+"""Decoders of damaged bytes return a record or raise their own error. FUZZ_SEED repeats a failure. For a night:
 FUZZ_CASES=1000000 FUZZ_SEED=7 python -m pytest --timeout 0 tests/torch/wire/test_fuzz.py
 """
 
@@ -75,7 +72,6 @@ def damaged(draw: random.Random, valid: list[bytes]) -> bytes:
 
 
 def moving() -> list[bytes]:
-    """Return messages of a move: the first question, ranges of KV, the rest, and tokens alone."""
     state = exported()
     assert state.rest is not None
     kv = tuple(part[:1] for part in state.rest.kv)

@@ -218,7 +218,6 @@ def test_adaptive_is_as_good_as_the_best_static_strategy(machine: str, batch: in
 
 
 def drained(plan: DraftPlan | None, batch: int) -> float:
-    """Return tokens/s over whole batches. plan None: adaptive."""
     tokens, seconds = 0, 0.0
     for seed in range(3):
         world, selector, acceptance = adaptive_in(CHEAP_LEVELS, {"model": 2.2}, seed=seed)
@@ -435,7 +434,6 @@ def test_choosing_costs_little_at_batch_64() -> None:
 
 
 def calls_a_step(machine: SimulatedMachine, num_sequences: int) -> float:
-    """Return the function calls of most steps, with the selector's clock counting them."""
     world, selector, acceptance = adaptive_in(machine, {"model": 0.0})
     world.run(selector, acceptance, num_sequences=num_sequences, num_steps=80)
     with counting_calls() as calls, pytest.MonkeyPatch.context() as patch:

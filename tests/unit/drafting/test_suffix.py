@@ -194,7 +194,6 @@ def generate(
     *,
     plan: DraftPlan,
 ) -> tuple[int, AcceptanceModel]:
-    """Verify proposals for some steps; return accepted tokens and the trained acceptance model."""
     acceptance, num_accepted = AcceptanceModel(64), 0
     for _ in range(steps):
         batch = table.batch(*rows)

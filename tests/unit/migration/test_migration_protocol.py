@@ -179,7 +179,6 @@ def handed_over_and_nobody_said_so(**bugs: Any) -> World:
 
 
 def passed_on(world: World) -> World:
-    """Pass the sequence from 1 to 2 and end 1; 0 asks its successor."""
     world.move(1, "s0", 2)
     for _ in range(20):
         world.deliver(0)

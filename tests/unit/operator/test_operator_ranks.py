@@ -26,7 +26,6 @@ def trainers(world: World) -> dict[str, str]:
 
 
 def again(world: World) -> None:
-    """Let nodes act, and the restart delay pass."""
     for _ in range(4):
         world.settle()
         world.end_those_asked()

@@ -1,7 +1,4 @@
-"""The operator keeps its laws in a random world, and in a kind one every job ends.
-
-Pods start, fail and finish, nodes vanish, watches lag, writes fail, and the operator is replaced.
-"""
+"""The operator keeps its laws in a random world, and in a kind one every job ends."""
 
 from __future__ import annotations
 
@@ -30,8 +27,7 @@ Json = dict[str, Any]
 
 
 class Wild:
-    """A world whose operator sees old copies of it. A status write requires the copy that was read, as in the API
-    server."""
+    """A world whose operator sees old copies of it. A status write requires the copy that was read."""
 
     def __init__(self, seed: int, **spec: Any) -> None:
         self.rng = random.Random(seed)
@@ -268,7 +264,6 @@ class Wild:
                 self.operate(fails=self.rng.random() < 0.3)
 
     def be_kind(self) -> None:
-        """Stop all faults and requests."""
         world = self.world
         world.refuse = {}
         world.lost_nodes.clear()

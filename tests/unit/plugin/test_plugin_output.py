@@ -35,8 +35,6 @@ def is_tame(text: str) -> bool:
 
 
 class Cluster:
-    """Cluster that answers everything alike."""
-
     def __init__(self, said: str) -> None:
         self._said = said
 

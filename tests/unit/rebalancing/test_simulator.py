@@ -58,7 +58,6 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 
 
 def random_policy(seed: int) -> Policy:
-    """Return a policy that moves anything anywhere."""
     random = np.random.default_rng(seed)
 
     def policy(snapshot, now):  # type: ignore[no-untyped-def]
@@ -102,7 +101,6 @@ def test_events_do_what_single_steps_do(scenario: Scenario, kind: str, policy: s
 
 
 def by_hand(lengths: list[list[int]], *, limit: int = 100) -> Workload:
-    """Return these lengths on generators 0, 1, ..., each of its own prompt."""
     flat = np.array([length for hand in lengths for length in hand])
     return Workload(
         lengths=flat,

@@ -69,7 +69,6 @@ HELD = st.builds(HeldNews, stage=STAGES, worker=NEAR, is_held=st.booleans())
 
 
 def _with_times(told: list[Any], times: list[int], hours: list[int]) -> list[Told]:
-    """Return records in any order; working time grows within one process."""
     timed: list[Told] = []
     busy: dict[Any, float] = {}
     for at, each in sorted(zip(map(float, times), told, strict=True), key=lambda pair: pair[0]):

@@ -11,7 +11,6 @@ from rlhfspec.stage.vitals import Vitals
 
 
 def slow(vitals: Vitals, monkeypatch: pytest.MonkeyPatch) -> Beats:
-    """Return beats that never come due by themselves."""
     beats = Beats(vitals)
     monkeypatch.setattr(beats, "_pace", Pace(1000.0, 1000.0))
     return beats

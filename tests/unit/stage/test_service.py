@@ -187,8 +187,6 @@ async def supervise(
 
 
 def supervised(*scripts: tuple[str, Callable[[Scripted], Awaitable[None]] | None], seconds: float = 0.0) -> list[str]:
-    """Run scripted services for some time; raise the supervisor's error, else return how each ended."""
-
     async def main() -> list[str]:
         clock = FakeClock()
         vitals = Vitals(clock)

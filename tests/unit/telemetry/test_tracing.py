@@ -158,7 +158,6 @@ def test_nothing_is_kept_of_what_is_over() -> None:
 
 
 async def done_twice(spans: list[Span], taken: type[Prompt] | type[Sample], by: str, made: Sample | Score) -> None:
-    """Let a slow worker and, by redelivery, a faster one do the same."""
     transport = MemoryTransport(clock=(clock := FakeClock()))
     first, second = [await opened(transport, Tracer(UID, spans.append)) for _ in range(2)]
     slow, fast = [await bus.of(by).subscribe(taken) for bus in (first, second)]

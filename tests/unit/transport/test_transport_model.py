@@ -23,8 +23,6 @@ NAMES = ("reward", "critic")
 
 @dataclass
 class Model:
-    """Expected state of every message by name, searched each time."""
-
     now: float = 0.0
     published: list[str] = field(default_factory=list)
     # (name, id) -> ("ready", 0.0) | ("held", deadline) | ("delayed", when) | ("done", 0.0) | ("dead", 0.0)

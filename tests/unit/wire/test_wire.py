@@ -32,7 +32,6 @@ def test_message_has_the_record_s_fields(record_type: type[Record]) -> None:
 
 
 def unlike(message: Any, kind: Any) -> list[str]:
-    """Return fields of a message, and nested ones, that differ from the dataclass."""
     hints = get_type_hints(kind)
     told, names = ([f.name for f in each] for each in (message.fields, dataclasses.fields(kind)))
     found = [] if told == names else [f"{kind.__name__}: {told} are not {names}"]
