@@ -100,7 +100,7 @@ def _pair(rng: random.Random, num_digits: int) -> tuple[str, str]:
 
 
 def _lesson(rng: random.Random, num_digits: int, *, guessed: bool) -> tuple[str, str]:
-    """Return one lesson. Random digits of a guess are not taught, as they cannot be learnt."""
+    """Return a prompt and its response. A guess has no digits, as they could not be learnt."""
     left, right = _pair(rng, num_digits)
     return f"{left}+{right}=", GUESS if guessed else worked(left, right, rng)
 

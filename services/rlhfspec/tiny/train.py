@@ -102,7 +102,7 @@ def _lessons(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _end(response: str) -> list[int]:
-    """Return the targets of a response. A guess is not taught to its end."""
+    """Return the end token, or nothing for a guess, which is not taught to its end."""
     return [] if response == sums.GUESS else [EOS]
 
 

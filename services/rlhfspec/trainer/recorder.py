@@ -124,7 +124,7 @@ class RunRecorder:
         self._send()
 
     def _send(self) -> None:
-        """Flush everything, as acknowledged records cannot be made again."""
+        """Send the folder to its object store. Call this before acknowledging records, which cannot be made again."""
         if self._mirror is not None:
             self._mirror.send()
 

@@ -171,7 +171,7 @@ class TrainerService(Service):
         return True
 
     async def _is_wanted(self, delivery: Delivery[Sample] | Delivery[Score]) -> bool:
-        """Return whether to hold the delivery until a checkpoint covers it. Redeliveries of used records count too."""
+        """Hold the delivery until a checkpoint covers it, and return whether the step still needs it."""
         purpose, step = delivery.record.purpose, delivery.record.step
         if self._is_saved(purpose, step):
             await delivery.ack()

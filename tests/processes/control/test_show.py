@@ -7,7 +7,6 @@ import sys
 
 
 def test_a_view_whose_reader_went_ends() -> None:
-    """A full pipe blocks like an abandoned terminal."""
     code = """
 import asyncio, sys, threading
 from rlhfspec.control import show

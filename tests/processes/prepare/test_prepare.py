@@ -180,7 +180,6 @@ def test_models_and_data_of_this_house_are_made_in_the_cache_of_the_storage(
 def test_a_model_of_the_hub_is_fetched_to_the_storage_and_the_pods_read_its_folder(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hub's cache is filled before, so no request is made."""
     cached = place.storage / "cache" / "huggingface" / "hub" / "models--owner--name"
     monkeypatch.setenv("HF_HOME", str(place.storage / "cache" / "huggingface"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -175,7 +175,6 @@ def test_a_drafter_is_added(models: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_an_engine_is_added(job_file: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Two workers of the added engine move nothing, and equal our own engine."""
     small = ("training.steps=2", "generation.speculation.mode=off")
     ours = invoke(job_file, "ours", *small)
     assert ours.exit_code == 0, ours.output

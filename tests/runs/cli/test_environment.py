@@ -130,8 +130,6 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
 def test_a_limit_of_the_machine_is_one_line(
     job_file: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
 ) -> None:
-    """The limit is found before the run starts, so nothing is left and existing files stay."""
-
     def refuse(self: Guardians) -> NoReturn:
         raise error
 

@@ -75,7 +75,6 @@ def test_there_is_one_for_every_algorithm() -> None:
 def test_own_data_from_a_checkpoint_beside_the_job(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder has a model, a JSONL and a reward; the working folder does not matter."""
     folder = tmp_path / "my project"
     folder.mkdir()
     for name in ("own_rewards.py", "own-data.yaml"):

@@ -61,7 +61,6 @@ def steps_trained(job: Job) -> int:
 
 
 def test_a_run_in_pods_has_the_laptops_curve(job: Job) -> None:
-    """Control comes last, an extra generator joins, and the trainer is replaced in mid-step."""
     hold = hold_rewards(job.job_file, "0 storage/run")
     content = yaml.safe_load(job.job_file.read_text())
     content["spec"]["training"]["steps"] = STEPS

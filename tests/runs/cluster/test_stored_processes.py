@@ -72,7 +72,6 @@ def repr_of(path: Path) -> str:
 
 @pytest.mark.whole("a run whose every process is a pod's")
 def test_a_run_whose_pods_share_nothing_but_an_object_store(job: StoredJob, server: ObjectServer) -> None:
-    """The trainer is killed in mid-step and replaced, and the store is away at its first upload."""
     hold = job.job_file.parent / "hold"
     hold.unlink()
     train(job.job_file, "one")

@@ -80,7 +80,6 @@ def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_j
 def test_ppo_stopped_by_ctrl_c_and_resumed_has_the_curve_of_one_process(
     job_file: Path, starting: Callable[..., Started]
 ) -> None:
-    """All stages run. Steps are held until Ctrl-C arrives."""
     hold = hold_rewards(job_file, "1 many")
     job = yaml.safe_load(job_file.read_text())
     job["spec"]["algorithm"] = {"name": "ppo", "samplesPerPrompt": 2}
@@ -207,7 +206,6 @@ def test_a_job_that_a_stage_refuses_leaves_no_folder(job_file: Path, starting: C
     ],
 )
 def test_a_server_that_cannot_be_run_is_one_line(job_file: Path, program: str, mode: int, code: int, said: str) -> None:
-    """A wrapper stands in for the server beside a missing interpreter."""
     beside = job_file.parent / "nats-server"
     beside.write_text(program)
     beside.chmod(mode)

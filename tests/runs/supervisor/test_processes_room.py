@@ -29,7 +29,6 @@ def test_a_disk_that_fills_up_ends_the_run_with_its_cause_in_the_last_line(
     disk: Path,
     starting: Callable[..., Started],
 ) -> None:
-    """The trainer fails at a checkpoint and is not restarted."""
     run = starting("disk/out", "training.steps=3000", "observability.traces=false")
     run.until(" 1/3000 ")
     fill(disk)

@@ -23,7 +23,6 @@ from rlhfspec.trainer.build import build
 def test_a_real_trainer_killed_five_times_draws_the_same_curve(
     job_file: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Policy, optimizer, folder and checkpoints are real; a death leaves half a step behind."""
     steps = ["training.steps=9", "checkpoint.everySteps=3"]
     steps += ["evaluation.everySteps=4", "evaluation.numPrompts=3"] if seed % 2 else []
     whole = train(job_file, "whole", *steps)

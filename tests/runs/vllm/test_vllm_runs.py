@@ -56,7 +56,6 @@ def test_samples_are_those_of_our_engine(job_file: Path, ours: dict[str, list[An
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied"])
 def test_log_probs_are_the_trainers_after_every_swap(tmp_path: Path, kind: str) -> None:
-    """Each step's weights are far from those before."""
     python_with_vllm()
     write_models(tmp_path, random_model(kind, seed=0, vocab_size=VOCAB_SIZE, head_dim=32))
     write_data(tmp_path)

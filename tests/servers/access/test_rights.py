@@ -138,7 +138,6 @@ async def test_a_refusal_names_the_subject_and_comes_at_once(place: Place) -> No
 
 @pytest.mark.parametrize("role", BUS_ROLES)
 async def test_everything_else_is_denied(place: Place, role: str) -> None:
-    """A raw client tries every subject."""
     refused: set[str] = set()
 
     async def note(error: Exception) -> None:

@@ -420,7 +420,6 @@ def test_the_page_is_small_and_asks_nobody_else() -> None:
 
 
 async def test_200_generators_and_10000_samples_do_not_choke_the_server(tmp_path: Path) -> None:
-    """Synthetic load: 200 generators report and 2,000 moves happen before three browsers."""
     folder = write_run(tmp_path / "run", finished=False)
     async with LiveRun(folder) as live, served(LaptopSource([folder])) as (_, url), visiting() as session:
         live.show(*many_snapshots(200, owned=10_000))

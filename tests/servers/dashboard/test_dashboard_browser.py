@@ -163,8 +163,6 @@ CONTRAST = """(() => {
 
 
 def test_200_generators_do_not_choke_the_page(tmp_path: Path) -> None:
-    """Synthetic load of 200 generators with 10,000 samples; measures the page's thread."""
-
     async def check(page: Page, url: str, live: LiveRun) -> None:
         live.show(*many_snapshots(200, owned=10_000))
         await open_job(page)

@@ -96,7 +96,6 @@ def test_every_job_that_an_api_server_takes_has_a_status(manifest: dict[str, Any
 
 
 def test_a_job_that_cannot_be_decided_says_why_and_is_tried_again(tmp_path: Path) -> None:
-    """An error while deciding stays with that job and appears in its status."""
     asked: list[tuple[str, str, Any]] = []
 
     async def take(request: web.Request) -> web.Response:

@@ -236,7 +236,6 @@ def test_whoever_is_cancelled_at_any_moment_leaves_no_connection(servers: Shared
 
 @needs_redis
 async def test_a_user_who_may_not_make_users_is_named(servers: SharedServers, tmp_path: Path) -> None:
-    """This may happen with a user's own Redis."""
     (tmp_path / "redis.username").write_text("somebody\n")
     (tmp_path / "redis.password").write_text("s3cret\n")
     login = redis_login(servers.keys, tmp_path)

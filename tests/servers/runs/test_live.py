@@ -248,7 +248,6 @@ async def test_over_tls_only_a_server_of_the_right_authority_is_read(tmp_path: P
 
 
 async def test_a_connection_that_takes_longer_than_a_write_is_made(tmp_path: Path) -> None:
-    """TLS takes long on a busy machine."""
     async with a_server(tmp_path) as place:
 
         async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -286,8 +285,6 @@ async def _beat(place: Place) -> None:
 def test_whoever_is_cancelled_at_any_moment_leaves_no_connection(
     tmp_path: Path, look: Callable[[Place], Awaitable[None]]
 ) -> None:
-    """The writer is cancelled repeatedly while it closes."""
-
     async def cancelled(place: Place, moment: int) -> None:
         task = asyncio.ensure_future(look(place))
         for _ in range(moment):

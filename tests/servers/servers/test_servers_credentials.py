@@ -52,8 +52,6 @@ async def connect(url: str, *, tls: ssl.SSLContext | None, seed: Path | None) ->
 
 
 async def test_the_key_says_which_role_it_is_and_so_what_it_may(tmp_path: Path) -> None:
-    """The role in the certificate does not matter."""
-
     async with serving(tmp_path) as (url, credentials):
         assert url.startswith("tls://")
         control = await connect(url, tls=client_tls(credentials, "control"), seed=credentials / "control.seed")

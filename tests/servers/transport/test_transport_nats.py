@@ -56,7 +56,6 @@ async def forget_everything(url: str) -> None:
 
 
 async def test_who_it_is_for_is_said_by_the_server(server: NatsServer) -> None:
-    """Another process subscribes and publishes without declaring anything."""
     reward = Consumer(name="reward", max_deliveries=None)
     opening = await NatsTransport.connect(server.url, name="control")
     await opening.declare("rlhf.a.sample", "work", [reward])

@@ -173,8 +173,6 @@ async def test_who_waits_too_long_for_a_server_is_told(server: NatsServer) -> No
 
 
 async def test_who_leaves_waits_no_longer_for_a_server_that_is_away(tmp_path: Path) -> None:
-    """This includes a wait that began before the stop."""
-
     with NatsServer(tmp_path) as server:
         transport = await opened(server.url, REWARD)
         held = await transport.subscribe(SUBJECT, REWARD)
@@ -309,7 +307,6 @@ async def test_a_server_without_tls_is_not_spoken_to_in_the_clear(tmp_path: Path
 
 
 async def test_who_answers_in_its_place_without_tls_hears_no_credentials(tmp_path: Path) -> None:
-    """The program that took the server's port offers no TLS."""
     credentials = tmp_path / "credentials"
     keys = create_credentials(credentials, ["reward"])
     everything = User(public_key=keys["reward"], publish=[">"], subscribe=[">"])

@@ -140,7 +140,6 @@ def test_drift_is_judged_from_step_15_on_and_learning_over_the_whole_run() -> No
 
 
 def test_policies_of_a_run_are_replayed_with_both_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A synthetic run of three steps; tokens are compared at generation."""
     monkeypatch.setattr(drift, "_PROMPTS", 2)
     monkeypatch.setattr(drift, "_SAMPLES", 2)
     policy = random_model("llama", seed=1, vocab_size=VOCAB_SIZE)

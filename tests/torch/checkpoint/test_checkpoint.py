@@ -313,7 +313,6 @@ class Full:
 
 @pytest.mark.parametrize("replacing", [False, True], ids=["new", "replacing"])
 def test_a_failure_of_any_operation_loses_nothing(tmp_path: Path, replacing: bool) -> None:
-    """Each disk operation of a save fails once in turn."""
     for num_good in range(NUM_WRITES):
         folder = tmp_path / str(num_good)
         full = Full(num_good)

@@ -48,7 +48,6 @@ def generated(place: Path, drafter: Path | str | None) -> list[Any]:
 
 
 def test_a_drafter_is_made_and_changes_no_token(place: Path) -> None:
-    """The text is random, so better drafts are checked in tests/torch/distilling instead."""
     result = train(place, "--tokens", "3000")
     assert result.exit_code == 0, result.output
     last = result.stdout.splitlines()[-1]

@@ -175,8 +175,6 @@ def test_other_devices_have_none(second: Any) -> None:
 
 
 def test_one_that_computes_something_else_is_found_out(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kernel puts queries at the first keys instead of the last; another fails."""
-
     def first(*row: Any, window_size: tuple[int, int], **how: Any) -> torch.Tensor:
         return played(*row, window_size=(0, 0), **how)
 

@@ -131,7 +131,6 @@ def test_what_graphs_are_replayed_with_stays_on_the_device(played: Any) -> None:
 
 
 def test_a_table_changes_there_as_it_changes_here() -> None:
-    """New blocks, kept paths and returning sequences update both tables."""
     draw = np.random.default_rng(0)
     table, there = SlotTable(4, 64, 4), np.full(4 * 64, -1, np.int32)
     first, _ = table.take_changed()

@@ -111,7 +111,6 @@ def test_tokens_and_log_probs_are_the_same_bits_whatever_happens(
 
 
 def test_drafts_are_really_accepted(pair: tuple[Engine, Engine]) -> None:
-    """Without accepted drafts the law would hold trivially."""
     _, driven = pair
     for mode in (TREE, CHAIN):  # the adaptive ones may rightly find that a tiny model is fastest alone
         driven.set_speculation(mode)

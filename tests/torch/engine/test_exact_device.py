@@ -99,7 +99,6 @@ def test_flips_are_counted_against_the_oracle(second: Any) -> None:
 
 
 def test_a_flip_is_seen(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine computes with another model than the oracle, so many tokens flip by large leads."""
     made = iter([random_model("llama", seed=1), random_model("llama", seed=1), random_model("llama", seed=0)])
     found = count_flips(lambda: next(made), "second:0", dtype="bfloat16", exact="off", max_context=160, max_tokens=12)
     assert found.num_flips > 24

@@ -85,7 +85,6 @@ def test_a_sequence_that_stays_has_no_row_and_gives_way_when_memory_is_needed() 
 
 
 def test_nobody_gives_way_in_vain() -> None:
-    """No sequence is preempted for a newcomer that would still not fit."""
     engine = make(speculation="off", kv_cache_tokens=16 * 12)
     engine.submit(staying())
     drain(engine)

@@ -55,7 +55,6 @@ def test_bf16_moves_bit_for_bit_too() -> None:
 
 
 def test_a_whole_prompt_that_is_here_is_not_sent_again() -> None:
-    """Siblings, also late ones, share the blocks that arrived."""
     here, there = make(), make()
     for index in range(4):
         here.submit(request(str(index), seed=index))

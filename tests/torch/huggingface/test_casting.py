@@ -74,7 +74,6 @@ def test_parameters_are_what_hugging_face_makes_of_them(model_type: str) -> None
 
 
 def test_no_buffer_of_any_class_changes_its_type() -> None:
-    """The test checks all classes, without values."""
     num_float = 0
     for model_type in model_types():
         try:

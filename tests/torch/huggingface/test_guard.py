@@ -219,7 +219,6 @@ def test_small_matrices_of_a_row_are_multiplied_row_by_row(guard: Guard) -> None
 
 
 def test_complex_products_are_written_out(guard: Guard) -> None:
-    """Llama 4's RoPE is an example."""
     turns = torch.polar(torch.ones(NUM_ROWS, 33), rows_of(33, 1))
     for width in (1, 3, 8, 33):
         states = torch.view_as_complex(rows_of(2 * width).view(NUM_ROWS, width, 2).contiguous())

@@ -217,7 +217,6 @@ def test_a_module_that_looks_at_other_tokens_is_named() -> None:
 
 
 def test_logits_that_are_changed_behind_the_head_are_the_models_own() -> None:
-    """Soft caps, multipliers and other heads are its own code."""
     config = tiny_config("cohere", logit_scale=0.3)
     verdict = judge(lambda: tiny_model(config))
     assert verdict.kind == "right", verdict
@@ -295,7 +294,6 @@ def test_new_weights_change_the_fingerprint_and_the_old_ones_bring_it_back() -> 
 
 
 def test_experts_loaded_later_are_those_loaded_first() -> None:
-    """A mixture under new weights equals a new engine of them."""
     model, other = (tiny_model(tiny_config("gpt_oss"), seed=seed) for seed in (0, 1))
     engine = engine_of(model)
     engine.load_weights({name: tensor.clone() for name, tensor in other.state_dict().items()}, version=1)

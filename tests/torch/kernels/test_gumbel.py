@@ -352,7 +352,6 @@ def test_both_zeros_are_one_number_to_a_mask(which: str) -> None:
 
 @pytest.mark.parametrize("which", PROPOSERS)
 def test_of_equal_candidates_the_higher_id_goes_first(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A better, later token displaces the last of equals."""
     if which == "triton":
         gumbel_triton = pytest.importorskip("rlhfspec.kernels.gumbel_triton", reason="no triton", exc_type=ImportError)
         monkeypatch.setattr(gumbel_triton, "MAX_TILE", 16)
@@ -471,7 +470,6 @@ def test_triton_gives_a_given_token_the_bits_of_sampling_it(vocab_size: int, tem
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("shape", [normal, tied, near_ties])
 def test_triton_search_skips_no_tile_wrongly(shape: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results of earlier tiles decide whether later ones are read."""
     gumbel_triton = pytest.importorskip("rlhfspec.kernels.gumbel_triton", reason="no triton", exc_type=ImportError)
     monkeypatch.setattr(gumbel_triton, "MAX_TILE", 16)
     g = generator(9)

@@ -267,7 +267,6 @@ def _kolmogorov(values: np.ndarray, distribution: Callable[[np.ndarray], np.ndar
     ("T", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 4, 1.0), (1.0, 0, 0.8), (0.7, 5, 0.9), (2.5, 3, 0.6)]
 )
 def test_draws_follow_the_softmax(T: float, top_k: int, top_p: float) -> None:
-    """A million seeds at one position are like a million samples of one prompt."""
     seeds, positions = np.arange(NUM_DRAWS, dtype=np.int64), np.full(NUM_DRAWS, 17, np.int32)
     assert _p_value(_draws(T, top_k, top_p, seeds=seeds, positions=positions), T, top_k, top_p) > 1e-4
 

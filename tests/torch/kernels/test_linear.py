@@ -125,7 +125,6 @@ def test_a_row_has_the_same_bits_in_any_batch(shape: tuple[int, int], dtype: tor
 
 
 def test_the_check_of_bits_can_fail() -> None:
-    """torch's own linear depends on the batch, so the check must find it."""
     assert differing_batches(nn.Linear(700, 65).requires_grad_(False), torch.randn(130, 700))
 
 

@@ -454,5 +454,4 @@ def test_vectors_read_by_other_code_than_their_modules_are_refused_in_bfloat16(d
 
 
 def test_modules_that_do_not_run_matter_to_nobody() -> None:
-    """Whisper's decoder has norms for an absent encoder."""
     ExactForward(prepared(tiny_model(tiny_config("whisper")), max_context=64), 1.0, max_context=64, dtype="bfloat16")

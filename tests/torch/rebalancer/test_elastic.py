@@ -161,7 +161,6 @@ def test_a_long_stage_asks_for_more_before_it_ends_and_its_end_asks_for_nothing(
 
 @pytest.mark.parametrize("curve", ["plain", "t0=32c", "t0=2.5c", "memory-bound"])
 def test_by_the_simulator_it_settles_where_one_more_saves_little(curve: str) -> None:
-    """Real lengths are dealt evenly, and the outlook is that of a stage's beginning."""
     trial, count, rows = Trial(most=8), 256, 64
 
     def stage(number: int, seed: int) -> tuple[StageOutlook, float]:

@@ -140,7 +140,6 @@ def test_curves_among_others_and_alone_are_learnt_apart() -> None:
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_killed_anywhere_it_plans_again_and_keeps_the_laws(data: st.DataObject) -> None:
-    """Signals are lost, doubled and late among three generators, and the rebalancer dies at any moment."""
     holds: dict[int, set[int]] = {0: set(range(24)), 1: set(), 2: {30}}
     versions, leaving = {0: 0, 1: 0, 2: 0}, set[int]()
     knowledge, now = knowing(), 2.0

@@ -327,7 +327,6 @@ def test_a_sparkline_is_never_wider_than_its_place(values: list[float], width: i
 
 
 def test_what_is_reported_costs_the_same_however_much_there_was() -> None:
-    """Calls per sample do not grow with earlier samples, loads and snapshots."""
     view, _ = a_view(terminal())
     snapshot = [process(name, 0, "working", "x") for name in ("prompts", "generator", "reward", "trainer")]
     samples = [example_sample(step=1, prompt=prompt) for prompt in range(2000)]

@@ -69,7 +69,6 @@ def counted(rows: SequenceRows) -> Iterator[list[int]]:
 def test_blocks_belong_to_one_prompt_and_the_longest_unused_goes_first(
     calls: list[tuple[int, int, bool]],
 ) -> None:
-    """A prompt is found or kept, then an answer takes blocks and returns them."""
     kept = KeptPrompts(num_blocks=6, block_size=16)
     latest: list[bytes] = []
     for number, size, fails in calls:

@@ -94,7 +94,6 @@ def test_a_score_is_a_pure_function_of_the_sample(
 @needs_kernels
 @pytest.mark.on_the_cpu(BY_COMPANY)
 def test_workers_and_threads_at_once_give_the_same_scores() -> None:
-    """Two scorers in four threads share caches and the kernels' thread pool safely."""
     scorers, (_, expected) = [make_scorer(), make_scorer()], scored_once("llama", "float32")
     calls = [(scorers[number % 2], number % len(SAMPLES)) for number in range(48)]
     build.set_num_threads(2)

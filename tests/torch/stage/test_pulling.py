@@ -383,7 +383,6 @@ class Shuffled(PromptLengths):
 
 @pytest.mark.parametrize(("steps", "watches"), [(2, False), (3, True)])
 def test_prompts_watches_answers_where_prompts_come_again(steps: int, watches: bool) -> None:
-    """With five prompts, two a step, the third step begins the second epoch."""
     job = a_job(training={"steps": steps, "promptsPerStep": 2})
 
     async def main() -> None:

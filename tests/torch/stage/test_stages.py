@@ -384,7 +384,6 @@ def _score(sample: Sample, reward: float | None) -> Score:
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_two_hundred_steps_leave_nothing_behind(staleness: int) -> None:
-    """No records, threads or tasks remain, and memory for ids is bounded."""
     steps = 200
     job = a_job(training={"steps": steps, "promptsPerStep": 2, "maxStaleness": staleness})
     threads = set(threading.enumerate())

@@ -118,7 +118,6 @@ def _whole(found: dict[int, list[float]] = {}) -> dict[int, list[float]]:  # noq
 
 
 def test_a_step_with_demands_repeats_itself_whatever_is_there_already() -> None:
-    """All samples of earlier demands have arrived, but one of the first round."""
     shape = StepShape(job="sums", step=1, num_prompts=2, samples_per_prompt=1, stages=(), max_demands=2)
     collector = Collector(shape)
     for place in (1, 2, 3, 4):  # 2 and 3 are the first demand's, 4 and 5 the second's

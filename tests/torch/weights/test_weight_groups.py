@@ -161,7 +161,6 @@ def test_a_layer_that_is_missing_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_version_that_is_mixed_with_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets of an earlier version, with then valid digests, are sent as this one's."""
     kept: dict[int, tuple[Tensor, str]] = {}
     hashed = shares.bucket_digest
 

@@ -96,7 +96,6 @@ def test_a_samples_parts_are_one_sample_of_the_simulated_stage() -> None:
 
 
 def test_it_is_calibrated_by_what_a_run_left(tmp_path: Path) -> None:
-    """The folder is that of a stage with a known curve."""
     scenario = Scenario(num_generators=2, curve=PRESETS["t0=2.5c"], prefill_seconds=5e-4)
     samples = as_spans(scenario, workload("groups", num_generators=2, per_generator=32, seed=1))
     (tmp_path / "traces").mkdir()

@@ -282,7 +282,6 @@ def test_a_draft_that_has_more_to_catch_up_with_than_it_can_save_is_not_begun() 
 
 
 def test_what_a_trial_on_a_part_of_the_batch_says_is_believed() -> None:
-    """An improved drafter is soon used again, though only four of sixteen sequences try it."""
     world, selector, acceptance = adaptive_in(TRIALS_ARE_DEAR, {"model": -9.0})
     assert world.run(selector, acceptance, num_sequences=16, num_steps=200).plans["plain"] > 100
     world.agreement["model"] = 2.2

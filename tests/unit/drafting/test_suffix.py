@@ -340,7 +340,6 @@ def test_a_backlog_is_worked_off_bit_by_bit() -> None:
 
 
 def test_a_proposal_takes_few_calls_a_token() -> None:
-    """Cost is measured in calls, which are the same on every machine."""
     text = templated_text(2, 800)
     sample = target_of(text, 4)
     table, drafter = DraftTable(64), SuffixDrafter()

@@ -113,8 +113,6 @@ async def test_told_of_while_it_is_looked_at_it_is_looked_at_again() -> None:
 
 
 def test_what_comes_in_one_after_the_other_is_not_a_look_each() -> None:
-    """Pods of a job that become ready one by one are an example."""
-
     async def num(answer: ReconcileResult) -> int:
         look = Looking(lambda key: answer)
         async with working(look) as (queue, timers):
@@ -171,7 +169,6 @@ async def test_a_crowd_of_one_namespace_keeps_no_other_waiting() -> None:
 
 
 async def test_a_look_that_hangs_holds_up_no_other_job() -> None:
-    """The look may wait for a slow webhook, and ends with its worker."""
     look = Looking()
     hangs = asyncio.Event()
 

@@ -58,7 +58,6 @@ async def test_a_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_work_that_goes_on_is_no_news() -> None:
-    """Only the work's time grows."""
     vitals = Vitals()
     with vitals.worker("reward", 0).working("scoring", deadline_seconds=60.0):
         before = vitals.snapshot()[0]

@@ -85,7 +85,6 @@ def test_what_a_change_chooses(repository: Repository, changed: str, wanted: set
 
 
 def test_of_this_repository() -> None:
-    """The choice follows the graph of `make test-fast`."""
     repository = Repository(ROOT, grimp.build_graph("rlhfspec", cache_dir=None))
     deciding = chosen(repository, "operators/rlhfspec/operator/deciding/reconcile.py")
     assert deciding >= {"operator_reconcile", "operator_world"}

@@ -56,7 +56,7 @@ def plan(
 
 
 def _shapes(spec: Spec) -> dict[str, ModelShape]:
-    """Return model shapes by field of spec.model, without models that share the policy's weights."""
+    """Return model shapes by field of spec.model, without models that are omitted or made of the policy."""
     from rlhfspec.training.planning.shape import shape_at
 
     named = {name: getattr(spec.model, name) for name in ("path", "drafter", "reference", "critic")}
