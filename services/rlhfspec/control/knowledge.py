@@ -85,7 +85,6 @@ class RunKnowledge:
                 self.known.tell(info)
 
     def read(self, info: DatasetInfo) -> None:
-        """Record where the data ends, if before the job's last step."""
         steps = self._job.spec.training.steps
         self._total_steps = min(info.last_step, steps) if info.last_step else steps
 

@@ -24,8 +24,6 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Failing:
-    """Record of a failure that keeps the first message while it lasts."""
-
     what: str
     since: float
 

@@ -78,7 +78,6 @@ class LoadMeter:
 
     @property
     def prefill_seconds(self) -> float:
-        """Return prefill seconds per token."""
         return self._curve.prefill_seconds
 
     def load(self) -> Load | None:

@@ -91,8 +91,6 @@ class PromptCustody:
 
 
 class OwnMoves:
-    """Moves of one generator's samples, and its knowledge of other generators from their records."""
-
     def __init__(self, bus: StageBus, mover: Mover, news: asyncio.Event, *, job: str) -> None:
         self.mover = mover
         self._bus = bus

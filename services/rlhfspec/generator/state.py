@@ -109,7 +109,6 @@ class GeneratorState:
         return self._seconds_each - self.running[sample_id].before
 
     def end(self, sample_id: str) -> tuple[Delivery[Prompt], float]:
-        """Remove a sample; return its prompt and its engine seconds."""
         seconds = self.seconds_of(sample_id)
         return self.running.pop(sample_id).delivery, seconds
 

@@ -84,7 +84,6 @@ class StageWork:
         return max(self._samples_per_step - len(known), 0)
 
     def outlook(self, fleet: Fleet, there: Iterable[str], usual_tokens: float) -> StageOutlook:
-        """Return the outlook. usual_tokens: expected length of a sample that has not begun."""
         num_to_come = self.num_to_come(there)
         begun = self._usual_longest - int(fleet.generated.min(initial=self._usual_longest))
         longest = max(float(fleet.remaining.max(initial=0.0)), float(self._usual_longest if num_to_come else begun))
@@ -192,7 +191,6 @@ class FleetKnowledge:
     # -- what follows -----------------------------------------------------------------------------------------
 
     def advise(self, now: float) -> Advice | None:
-        """Return advice, or None if it is too early or no generator has work."""
         for move in [id for id, move in self._under_way.items() if move.ends_at <= now]:
             del self._under_way[move]
         if now < self._plans_from or (seen := self._fleet(now)) is None:
@@ -294,7 +292,6 @@ class FleetKnowledge:
 
 
 def _without(seen: SeenFleet, heard: list[_KnownGenerator]) -> SeenFleet:
-    """Return the fleet without samples that finished after their generator's report."""
     fleet = seen.fleet
     first = fleet.starts
     gone = np.array([first[index] + place for index, each in enumerate(heard) for place in each.gone], np.int64)

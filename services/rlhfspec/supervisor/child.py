@@ -26,8 +26,6 @@ class Ended:
 
 
 class Process(Protocol):
-    """A child of this process."""
-
     @property
     def pid(self) -> int: ...
 
@@ -152,7 +150,6 @@ class Child:
         return " as memory ran out" if ran_out else ""
 
     def _noted_end(self) -> list[dict[str, Any]]:
-        """Return the recorded end, for which the log may have had no room."""
         if self._activity is None or not end_file(self._activity).exists():
             return []
         return [_parsed(end_file(self._activity).read_bytes())]

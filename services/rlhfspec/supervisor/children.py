@@ -112,7 +112,6 @@ class Children(Service):
             child.abandon()
 
     async def _until(self, *events: asyncio.Event) -> None:
-        """Wait for the first of these and raise its exception."""
         waits = [asyncio.create_task(event.wait()) for event in events]
         try:
             while not any(event.is_set() for event in events):

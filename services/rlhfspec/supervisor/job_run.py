@@ -69,7 +69,6 @@ class JobRun(ABC):
             self.folder.discard()
 
     def close(self) -> None:
-        """Release the lock of the run folder."""
         self._leaving.close()
         self.folder.close()
         self.runner.close()

@@ -79,7 +79,6 @@ class ProcessRun(JobRun):
             failing.pop_all()
 
     async def _start(self, gpus: Dealt) -> None:
-        """Start the servers, then the workers; return when every worker is ready."""
         weights_folder = self._weights_folder()
         self.say("starting the servers")
         servers = await start_servers(self._job, self._place, self._closing)
@@ -134,7 +133,6 @@ class ProcessRun(JobRun):
         return launcher
 
     async def _connect(self, connections: Connections) -> None:
-        """Open the run on the bus, listen to it and write its live state."""
         assert connections.redis_url is not None
         self._live = LiveState(connections.redis_url, self._place.uid, credentials=connections.credentials)
         self._transport = await connect(

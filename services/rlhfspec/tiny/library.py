@@ -56,7 +56,6 @@ def _shuffled(seed: int, *, held_out: bool) -> Iterator[str]:
 
 @functools.cache
 def _documents(*, held_out: bool) -> tuple[str, ...]:
-    """Return all documents in order of module names, the same on every machine with this Python version."""
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     chosen = [path for i, path in enumerate(modules) if (i % _HELD_OUT_EVERY == 0) is held_out]
     texts = (path.read_text(encoding="utf-8", errors="replace") for path in chosen)

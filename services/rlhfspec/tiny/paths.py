@@ -41,7 +41,6 @@ def resolve(path: str, report: Callable[[str], None] = print) -> str:
 
 
 def model_folder(path: str) -> Path | None:
-    """Return the model's folder, made or not, or None if the name is no model."""
     recipe = RECIPES.get(path.removeprefix(TINY_PREFIX)) if path.startswith(TINY_PREFIX) else None
     return None if recipe is None else cache_folder() / recipe.folder_name
 

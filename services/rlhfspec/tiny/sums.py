@@ -109,7 +109,6 @@ def _lesson(rng: random.Random, num_digits: int, *, guessed: bool) -> tuple[str,
 
 
 def correct(completion: str, answer: str) -> float:
-    """Return 1 if the response ends with the right answer, else 0."""
     found = _ANSWER.search(completion)
     return float(found is not None and found[1] == answer)
 

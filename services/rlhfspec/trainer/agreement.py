@@ -27,7 +27,7 @@ _QUANTISE = {"quantization", "quantization_config", "kv_cache_dtype"}  # argumen
 
 
 def precision_of(spec: Spec) -> str:
-    """Return the job's row in the table above."""
+    """Return the job's row in this module's table of precisions."""
     spec = settled(spec, device_of(spec))
     if _QUANTISE & spec.generation.engine.arguments.keys():
         return "quantised"

@@ -44,8 +44,6 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Training samples of a step, in id order, and everything generated for it."""
-
     samples: tuple[Sample, ...]
     scores: tuple[Score, ...]
     num_dropped: int  # of all: failed rewards, and groups that dynamic sampling left out

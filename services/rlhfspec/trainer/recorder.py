@@ -113,7 +113,6 @@ class RunRecorder:
         return evaluation
 
     def is_evaluated(self, step: int) -> bool:
-        """Return whether `evaluations.jsonl` already contains this step."""
         return any(evaluation.step == step for evaluation in self._evaluations)
 
     def checkpoint(self, step: int, state: dict[str, Any] | Writes) -> None:
