@@ -83,7 +83,7 @@ def test_the_rule_is_right_in_nine_jobs_of_ten() -> None:
 
 
 def test_in_steps_of_a_millisecond_what_every_step_costs_counts_too() -> None:
-    """Where learning does not pay, labels and bookkeeping cost at most one part in a hundred."""
+    """If learning does not pay, labels and bookkeeping cost at most one part in a hundred."""
     budget, clock, spent = LearningBudget(share=None), 0.0, 0.0
     for _ in range(100_000):
         clock += 0.001

@@ -165,7 +165,7 @@ def test_new_weights_of_the_critic_forget_what_was_run_with_the_old_ones(asked: 
 
 @pytest.mark.on_the_cpu("forwards of one shape leave no neighbours to depend on")
 def test_where_bits_depend_on_the_rows_of_a_forward_a_kept_prompt_leads_to_the_same_ones() -> None:
-    """Where this holds, as on a GPU, all batches must be cut alike."""
+    """On a GPU this is so, and all batches must be cut alike."""
     scorer = row_sensitive_scorer(CONTEXT)
     pairs = [(prompt, answer) for answer in ANSWERS for prompt in PROMPTS]
     with counted(scorer._rows) as run_with_kept:

@@ -108,7 +108,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlace:
-    """What can be observed of a run: its folder, if reachable from here, and the address of its live signals."""
+    """Observable parts of a run: its folder, if reachable from here, and the address of its live signals."""
 
     folder: Path | None = None
     address: Address | None = None
