@@ -1,5 +1,4 @@
-"""Access to the API server, from a kubeconfig (with its login plugins and proxies) or a pod's service account. Expired
-tokens are renewed."""
+"""Access to the API server from a kubeconfig or a pod's service account. Expired tokens are renewed."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 class KubeAccess:
-    """Address and credentials of an API server. Without arguments it uses KUBECONFIG, ~/.kube/config or the pod's
-    account, as kubectl does. `namespace` is the default namespace."""
+    """Address and credentials from KUBECONFIG, ~/.kube/config or the pod's account, as in kubectl."""
 
     def __init__(self, kubeconfig: str | None = None, context: str | None = None) -> None:
         self._configuration = client.Configuration()

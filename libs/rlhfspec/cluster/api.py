@@ -1,7 +1,5 @@
-"""Client of the API server: few verbs, each with a deadline. A refusal is a response, not an exception. Transient
-failures (429, 5xx, no connection) are retried until the deadline; refusals (quota, webhook, invalid object) are
-returned. Each attempt of a write first calls `may_write`, so that a paused leader writes nothing when it resumes
-(`lease`)."""
+"""Client of the API server. Transient failures are retried until a deadline; a refusal is a response, not an exception.
+Every attempt of a write first calls `may_write`, so that a paused leader writes nothing when it resumes (`lease`)."""
 
 from __future__ import annotations
 
@@ -59,8 +57,7 @@ class ApiResponse:
 
     @property
     def is_of_another(self) -> bool:
-        """Return whether `take_up` failed because the object has another owner, or none. The API server does not name
-        the failed test; for an invalid object it names kind and fields."""
+        """Return whether `take_up` failed because the object has another owner. (Invalid objects have details.)"""
         return self.code == 422 and not self.body.get("details")
 
     @property
@@ -95,9 +92,8 @@ def _plural(kind: str) -> str:
 
 
 class Api:
-    """Client of the API server. `count` receives verb and kind of every accepted write. `agent` is the name in audit
-    logs. `connections` limits open connections (0: no limit). Failures are retried for `deadline_seconds` (0: never,
-    when a person waits)."""
+    """Client of the API server. `count` receives accepted writes, `agent` is the name in audit logs. `connections` 0:
+    no limit; `deadline_seconds` 0: no retries."""
 
     def __init__(
         self,
@@ -136,8 +132,7 @@ class Api:
         return await self._write("PATCH", "apply", thing["kind"], path, thing, query, APPLY)
 
     async def write_status(self, namespace: str, name: str, uid: str, version: str, status: Json) -> ApiResponse:
-        """Replace the whole status, because a server-side apply would turn an emptied map into null. The answer is a
-        conflict (409) if it was written since `version`, or if another job has the name by now."""
+        """Replace the whole status. 409 if it was written since `version`, or another job has the name."""
         said = {"/metadata/uid": uid, "/metadata/resourceVersion": version, "/status": status}
         patch = [{"op": "add", "path": path, "value": value} for path, value in said.items()]
         path = path_of(JOB_VERSION, names.KIND, namespace, name) + "/status"
@@ -169,8 +164,7 @@ class Api:
         return await self._write("POST", "try" if dry_run else "create", thing["kind"], path, thing, query)
 
     async def take_up(self, thing: Json, fields: Iterable[str]) -> ApiResponse:
-        """Overwrite labels and `fields` of the existing object of this name, if it has the same first owner. Nothing is
-        read."""
+        """Overwrite labels and `fields` of an existing object with the same first owner, without reading it."""
         metadata = thing["metadata"]
         path = path_of(thing["apiVersion"], thing["kind"], metadata.get("namespace"), metadata["name"])
         patch = [
@@ -240,8 +234,8 @@ class Api:
     async def watch(
         self, version: str, kind: str, namespace: str | None, since: str, *, labels: str = "", fields: str = ""
     ) -> AsyncIterator[tuple[str, Json]]:
-        """Yield (ADDED, MODIFIED, DELETED or BOOKMARK, object) until the API server ends the watch after WATCH_SECONDS.
-        A bookmark has only a resourceVersion. Raises ClusterUnavailable, also when `since` is too old."""
+        """Yield changes as (ADDED, MODIFIED, DELETED or BOOKMARK, object) for WATCH_SECONDS. Raises ClusterUnavailable,
+        also when `since` is too old."""
         query = {
             "watch": "true", "resourceVersion": since, "allowWatchBookmarks": "true",
             "timeoutSeconds": str(WATCH_SECONDS), "labelSelector": labels, "fieldSelector": fields,
@@ -263,8 +257,7 @@ class Api:
     async def log(
         self, namespace: str, pod: str, container: str, *, follow: bool = False, tail: int | None = None
     ) -> AsyncIterator[bytes]:
-        """Yield a pod's log as it comes, with a timestamp before each line. Raises ClusterRefused or
-        ClusterUnavailable."""
+        """Yield a pod's log as it comes, with timestamps. Raises ClusterRefused or ClusterUnavailable."""
         query = {"container": container, "timestamps": "true", "follow": str(follow).lower()}
         query |= {} if tail is None else {"tailLines": str(tail)}
         silence = None if follow else ATTEMPT_SECONDS
@@ -297,8 +290,7 @@ class Api:
         return status
 
     async def lease(self, method: str, namespace: str, name: str, body: Body | None = None) -> ApiResponse:
-        """Write a Lease once, without `may_write`, since the caller is not yet leader. The lease has its own
-        deadline."""
+        """Write a Lease once, without `may_write`, since the caller is not yet leader."""
         path = path_of("coordination.k8s.io/v1", "Lease", namespace, "" if method == "POST" else name)
         return await self._try(method, path, body, {}, "application/json")
 

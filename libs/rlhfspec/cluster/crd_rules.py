@@ -1,6 +1,5 @@
-"""CEL validation rules of the CRD: contradictions within a job, and fields that cannot change once it has started.
-Contradictions come from `job.file.rules`, which `job.file.checks` evaluates too; tests/torch/job/test_job_cluster.py
-and e2e/test_crd.py compare both. The others come from the marks of the job's fields."""
+"""CEL rules of the CRD: contradictions in a job (also in `job.file.checks`), and fields that cannot change once it
+started."""
 
 from __future__ import annotations
 
@@ -37,7 +36,6 @@ def _one_manager() -> dict[str, Any]:
 
 
 def source_rules() -> list[dict[str, Any]]:
-    """Return the rules of a reward source."""
     function = f"self.{in_cel('function')}"
     return [
         _rule(
@@ -49,7 +47,6 @@ def source_rules() -> list[dict[str, Any]]:
 
 
 def template_rules() -> list[dict[str, Any]]:
-    """Return the rules of the metadata of a podTemplate."""
     own = _text(OWN_LABELS)
     return [
         _rule(
@@ -99,8 +96,7 @@ def _is_there(root: str, path: str) -> str:
 
 
 def _fields(node: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    """Return fields and defaults, two levels deep (roles: three). A block with a field of no CEL type is compared as a
-    whole."""
+    """Return fields and defaults, two levels deep (roles: three). Blocks with non-CEL types stay whole."""
     found: list[tuple[str, Any]] = []
     for name, field in node["properties"].items():
         path = f"{prefix}{name}"

@@ -1,6 +1,5 @@
-"""Names of everything that belongs to a job in a cluster, for operator, pods, plugin and chart. A *role* is whatever
-has a pod of a job: every stage, `prepare` (makes the run folder and checks the job first) and `control` (opens the run
-on the bus, observes it, and reports to the operator).
+"""Names of everything that belongs to a job in a cluster. A *role* has a pod: every stage, `prepare` (makes the run
+folder and checks the job first) and `control` (opens the run on the bus, and reports to the operator).
 
 Example:
     >>> pod_name("sums", "generator", 2), secret_name("sums", "generator", "6f1c-42"), run_uid("6f1c-42", 1)
@@ -52,8 +51,7 @@ def pod_name(job: str, role: str, worker: int) -> str:
 
 
 def config_name(job: str, job_uid: str) -> str:
-    """Return the name of the job's ConfigMap. The job's uid makes it unique, because an existing object is
-    overwritten."""
+    """Return the name of the job's ConfigMap. The job's uid makes it unique: nothing else is overwritten."""
     return f"{job}-connections-{job_uid[:8]}"
 
 
@@ -77,7 +75,6 @@ def policy_name(ports: str, job: str, job_uid: str) -> str:
 
 
 def workload_name(job: str, job_uid: str) -> str:
-    """Return the name of Kueue's Workload of a queued job."""
     return f"rlhfjob-{job}-{job_uid[:8]}"
 
 
@@ -86,8 +83,7 @@ def labels_of(job: str, role: str, worker: int) -> dict[str, str]:
 
 
 def run_uid(job_uid: str, number: int) -> str:
-    """Return the uid of the job's n-th run; a resumed or restarted job runs under a new uid with its own subjects. It
-    is long enough that a user who can write a job's status cannot find a number that yields another run's uid."""
+    """Return the uid of the job's n-th run. It is long, so that a forged number cannot yield another run's uid."""
     return hashlib.sha256(f"{job_uid}/{number}".encode()).hexdigest()[:16]
 
 

@@ -1,5 +1,4 @@
-"""Report that a job's `control` sends to the operator over HTTPS, the operator's only view inside a run. It is sent on
-changes, at most once a second, and at least every `AT_LEAST_SECONDS`.
+"""Report of a job's `control` to the operator: on changes, at most once a second, at least every `AT_LEAST_SECONDS`.
 
 Example:
     >>> Report(run="3a9d33b1", step=12, total_steps=100, reward=0.4).model_dump_json(exclude_defaults=True)
@@ -20,7 +19,7 @@ class ReportPart(BaseModel):
 
 
 class Trouble(ReportPart):
-    """Something that holds the run up. `reason`: as in the job's conditions; `message`: the evidence, one line."""
+    """Something that holds the run up. `reason` is as in the job's conditions; `message` is one line of evidence."""
 
     reason: Literal["BrokerUnavailable", "RewardFailing", "Stalled", "RecordUndeliverable"]
     message: str = Field(max_length=1000)

@@ -70,8 +70,7 @@ class Held:
         self._ended("term")
 
     def leave(self, progress: SampleProgress | None) -> None:
-        """Give up this delivery without ack or nak: another worker with the token ends it, or it is redelivered.
-        `progress` is None if it never began here."""
+        """Give up a delivery without ack or nak. `progress` is None if it never began here."""
         self._forget()
         self._ended("moved", progress)
 
@@ -108,8 +107,8 @@ class Delivery(Generic[_R]):
 
 
 class Inbox(Generic[_R]):
-    """Records of one type for one worker. Records that cannot be decoded go to the dead letters. Inside `async with`,
-    pulled records stay in progress and go to no other worker."""
+    """Records of one type for one worker; undecodable ones go to the dead letters. Inside `async with`, pulled records
+    stay in progress and go to no other worker."""
 
     def __init__(
         self,
@@ -173,8 +172,8 @@ class Inbox(Generic[_R]):
         return Delivery(record, held, message.num_deliveries, message.headers)
 
     async def adopt(self, data: bytes, id: str, token: str, headers: Mapping[str, str]) -> Delivery[_R]:
-        """Take over a delivery from another worker of the stage. The watcher hears of it at `arrived`. Raises
-        MalformedRecord if the data is no such record, InvalidRequest if the token is invalid."""
+        """Take over a delivery from another worker; the watcher hears at `arrived`. Raises MalformedRecord, or
+        InvalidRequest for a bad token."""
         record = self._bus.read(self._record_type, f"{self._bus.uid}/{id}", data)
         subject = self._bus.subject(self._record_type)
         receipt = await self._bus.transport.adopt(token, subject, self._place.stage)
@@ -244,8 +243,8 @@ class StageBus:
 
 
 class Bus:
-    """Records of one run over one transport. `uid` separates runs of one job. `workers` are the number per stage and
-    observer; work is kept only for these stages. Set `watcher` before the first subscription."""
+    """Records of one run over one transport. `uid` separates runs of a job; `workers` are counts per stage and
+    observer. Set `watcher` before the first subscription."""
 
     def __init__(
         self, transport: Transport, job: str, *, uid: str, workers: Mapping[str, int], clock: Clock | None = None

@@ -1,5 +1,4 @@
-"""Context that a stage's builder gets beside the job: bus, weights, run folder. Torch-free; builders import heavy
-modules late."""
+"""Context that a stage's builder gets beside the job. Torch-free; builders import heavy modules late."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ KEPT_VERSIONS = 2  # the newest version and the one before, which others may sti
 
 
 def kept_versions(job: RLHFJob, stage: str = "trainer") -> int:
-    """Return how many weight versions a store keeps. The trainer's store adds those that staleness allows; relaying
-    stores keep two."""
+    """Return how many weight versions a store keeps: two, and in the trainer's those that staleness allows."""
     return KEPT_VERSIONS + (job.spec.training.max_staleness if stage == "trainer" else 0)
 
 
@@ -60,7 +58,5 @@ class GeneratorContext(Context):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerContext(Context):
-    """Context of a trainer in its own process."""
-
     at_end: ExitStack  # closed after the service, with the error that ended the process
     group_sender: GroupSender | None = None  # None: weights travel through the store only

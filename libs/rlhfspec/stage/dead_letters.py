@@ -19,9 +19,8 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class DeadLetterWatch(Service):
-    """Service that raises RecordUndeliverable at the first dead letter of this run; others are logged only. consumes:
-    the dead letters of the job; produces: nothing; waits for: a record that a stage refused for good, or never
-    acknowledged; unblocked by: any stage."""
+    """Service that raises RecordUndeliverable at the first dead letter of this run. consumes: the dead letters of the
+    job; produces: nothing; waits for: a record that a stage refused or never acknowledged; unblocked by: any stage."""
 
     def __init__(self, bus: Bus, vitals: Vitals) -> None:
         super().__init__("supervisor", 0, vitals)

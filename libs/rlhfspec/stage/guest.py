@@ -1,6 +1,5 @@
-"""Idle workers that act as an additional worker of a scoring stage until their own work returns. The guest is built by
-the stage's own builder and pulls with the stage's rights, so its scores are bit-identical. Its activity is reported as
-the host's. Only a worker with its own process has a guest: loading changes process-wide settings.
+"""Idle workers that act as an additional worker of a scoring stage until their own work returns. The guest is built and
+pulls as that stage, so its scores are bit-identical; its activity is reported as the host's.
 
 Example:
     >>> async def main() -> list[str]:
@@ -36,8 +35,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class HostedScoring:
-    """Guest of an idle worker. `make` builds the service at first use. If that fails it is logged, and the host only
-    waits."""
+    """Guest of an idle worker. `make` builds the service at first use; after a failure the host only waits."""
 
     def __init__(self, stage: str, make: Callable[[], Awaitable[Service]]) -> None:
         self.stage = stage
@@ -46,8 +44,8 @@ class HostedScoring:
         self._was_tried = False
 
     async def score_while(self, waiting: asyncio.Task[Any]) -> None:
-        """Score until `waiting` is done and the current sample is finished; return the other pulled samples. Waits for
-        the first load to end, because loading changes settings of the whole process (torch's default dtype)."""
+        """Score until `waiting` is done and the current sample finished. The first load is awaited, because it changes
+        process-wide settings (torch's default dtype)."""
         service = await self._made()
         if service is None:
             await waiting
@@ -62,7 +60,6 @@ class HostedScoring:
             running.cancel()
 
     def close(self) -> None:
-        """Close the guest when its host's run is over."""
         if self._service is not None:
             self._service.close()
 

@@ -1,5 +1,4 @@
-"""JSON logs, one line per record, with run, worker and sample. Key seeds, passwords in URLs and private keys are
-masked.
+"""JSON logs, one line per record, with run, worker and sample. Secrets (key seeds, passwords) are masked.
 
 Example:
     >>> import io

@@ -27,9 +27,8 @@ async def load_newest(
     deadline_seconds: float,
     clock: Clock,
 ) -> None:
-    """Pass the newest of these versions to `load(tensors, version)`, which runs in the worker's thread. Retries until
-    it succeeds or the worker stops, since the sender may be restarting. After `deadline_seconds` supervision ends the
-    run."""
+    """Pass the newest version to `load(tensors, version)` in the worker's thread. Retry until success, a stop, or
+    `deadline_seconds`, since the sender may be restarting."""
     from rlhfspec.training.weights import newest_kept
 
     def get_and_load() -> WeightsVersionError | None:

@@ -29,9 +29,8 @@ Tasks = dict[asyncio.Task[None], Service]
 
 
 class Supervisor:
-    """Supervisor of one run. Services have `grace_seconds` to stop when asked, and again when cancelled. The run ends
-    when all services of the `final` stages have returned (without such stages, when all have), or with an error when
-    all wait for `stall_seconds`."""
+    """Supervisor of one run, which ends when all services of the `final` stages have returned, or with an error when
+    all wait for `stall_seconds`. Services have `grace_seconds` to stop when asked, and again when cancelled."""
 
     def __init__(
         self,

@@ -30,8 +30,7 @@ async def together(*parts: Coroutine[Any, Any, None]) -> None:
 
 
 async def ended(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks repeatedly until they are over, because redis-py may lose a cancellation (asyncio.wait_for of Python
-    3.11).
+    """Cancel tasks until they are over: redis-py may lose a cancellation (asyncio.wait_for of Python 3.11).
 
     >>> async def loses_the_first() -> None:
     ...     try:

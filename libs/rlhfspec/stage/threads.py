@@ -1,5 +1,4 @@
-"""Daemon threads for compute, so that a hanging call delays neither the event loop nor the exit. The pool of
-`asyncio.to_thread` would be joined at interpreter exit.
+"""Daemon threads for compute. A hanging call delays neither event loop nor exit, unlike in `asyncio.to_thread`.
 
 Example:
     >>> async def main() -> int:
@@ -44,7 +43,7 @@ class _Call:
 
 class ComputeThread:
     """Thread of one worker's compute, which keeps thread-local settings (torch's). Calls run one at a time. A cancelled
-    call is logged and leaves its busy thread behind; the next call starts a new one."""
+    call leaves its busy thread behind; the next call starts a new one."""
 
     def __init__(self, name: str) -> None:
         self.name = name

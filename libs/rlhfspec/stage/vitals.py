@@ -204,8 +204,7 @@ class WorkerVitals:
 
 
 class Vitals:
-    """Vital signs of all workers of a process. `told` is called when a piece of work ends, `note` with the current
-    activity whenever that changes."""
+    """Vital signs of a process's workers. `told` is called when work ends, `note` when the activity changes."""
 
     def __init__(
         self, clock: Clock | None = None, *, told: Told | None = None, note: Callable[[str], None] | None = None

@@ -1,5 +1,4 @@
-"""Endpoint through which a generator gives and takes sequences. In one process all share a `DirectControl`; otherwise
-each worker has a server."""
+"""Endpoint of a generator for moves, with a `DirectControl` in one process or a server per worker."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ MOVERS = ("generator",)  # roles that may move sequences
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveEndpoint:
-    """A worker's endpoint for moves. `incarnation` is the id of its WorkerInfo, `address` serves the control channel,
-    `host` its links. Call `close` after the mover's, in the event loop."""
+    """Endpoint of a worker for moves. `incarnation` is its WorkerInfo's id, `address` serves the control channel. Call
+    `close` after the mover's, in the event loop."""
 
     incarnation: str
     control: MoveControl
@@ -54,8 +53,7 @@ class MoveEndpoint:
         link_port: int = 0,
         worker_host: str | None = None,
     ) -> Self:
-        """Create a server and client in the running event loop. `worker_host` is the name in workers' certificates;
-        None: their address."""
+        """Create the servers in the running event loop. `worker_host` is the certificates' name (None: addresses)."""
         tls = (server_tls(credentials, role), client_tls(credentials, role, worker_host)) if credentials else None
         listen, connect = tls or (None, None)
         server = StreamControlServer(host, port, tls=listen, askers=MOVERS if credentials else None)

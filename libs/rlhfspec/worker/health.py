@@ -51,7 +51,7 @@ Metrics = Callable[[], str]
 
 class Health:
     """gRPC and HTTP servers of one worker; others add handlers to `server`. `credentials` is a folder with ca.pem,
-    STAGE.pem and STAGE.key (None: no TLS). Port 0 is any free port."""
+    STAGE.pem and STAGE.key (None: no TLS). Port 0 is any."""
 
     def __init__(
         self,

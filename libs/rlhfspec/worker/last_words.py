@@ -31,8 +31,8 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class Ending:
-    """Context manager around a process's work that turns exceptions into exit code and last words, and swallows them.
-    `file` is a copy in memory for the supervisor, in case the disk is full."""
+    """Context manager that turns exceptions of a process into exit code and last words. `file` is a copy for the
+    supervisor, in memory in case the disk is full."""
 
     def __init__(self) -> None:
         self.code = exits.DONE

@@ -1,7 +1,5 @@
-"""Copy of a run folder in an object store, for the part that a process uses. With an object store each pod has its own
-folder: it fetches what it reads at start and sends its changes. The trainer sends before it acknowledges
-(`trainer.keeping`), so its successor finds everything; other stages may lose the traces and moves of the last half
-minute.
+"""Copy of a run folder in an object store: each pod fetches what it reads at start, and sends its changes. The trainer
+sends before it acknowledges (`trainer.keeping`); others may lose half a minute of traces and moves.
 
 Example:
     >>> import tempfile
@@ -51,8 +49,8 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 def mirrored(connections: Connections, stage: str, worker: int, *, follows: bool = False) -> Mirror | None:
-    """Return a mirror with everything fetched that this process reads; None if storage is a claim. With `follows` (a
-    further rank of a trainer) the trainer's own files are left alone."""
+    """Return a mirror with this process's files fetched; None with a claim. `follows`: leave the trainer's files
+    alone."""
     if connections.storage_uri is None:
         return None
     began = time.monotonic()
@@ -100,8 +98,7 @@ class Mirror:
         return num_bytes
 
     def fetch_inputs(self, job_file: Path) -> int:
-        """Fetch the job's inputs, with top-level modules that rewards may import. Stages that compute nothing skip
-        model weights."""
+        """Fetch the job's inputs and top-level modules. Stages that compute nothing skip model weights."""
         sizes = self.store.sizes(*input_paths(_spec_of(job_file), self.store.base))
         modules = {path: size for path, size in self.store.at_the_top().items() if path.endswith(".py")}
         computes = self._stage in TORCH_ROLES and self._stage != PREPARE
@@ -113,8 +110,7 @@ class Mirror:
         self.store.fetch(self.store.sizes(f"{self._run}/{TRACES}"))
 
     def send(self) -> None:
-        """Send changed files so that the run can resume wherever this stops: logs before checkpoints, a manifest last.
-        The trainer also removes deleted files."""
+        """Send changed files so that the run can resume wherever this stops: logs, then checkpoints, manifests last."""
         with self._alone:
             now = {name: _fingerprint(self._folder / name) for name in _names_in(self._folder)}
             for name in sorted(now, key=_order):

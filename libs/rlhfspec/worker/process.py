@@ -1,7 +1,6 @@
-"""`python -m rlhfspec.STAGE --connections FILE --worker N`: one worker of one stage in its own process. SIGTERM and
-SIGINT ask it to leave: it finishes, returns the rest, and exits with 0. A second signal, or one during loading, ends it
-at once. The last log line (in a pod also the termination message) says how it ended. Heavy modules are imported after
-the arguments are parsed."""
+"""`python -m rlhfspec.STAGE --connections FILE --worker N`: one worker of one stage in its own process. SIGTERM asks it
+to finish and exit with 0; a second one, or one during loading, ends it at once. Heavy modules are imported after the
+arguments are parsed."""
 
 from __future__ import annotations
 
@@ -59,8 +58,8 @@ def leave_when_asked_to(said: Callable[[], object] = lambda: os.write(2, _LEFT))
 
 
 def _ask_itself_for_nothing() -> None:
-    """Raise in Python code (a reward function) that signals its own process: SIGTERM would look like a request to
-    leave. Signals from C code are not seen."""
+    """Raise in Python code (a reward function) that signals its own process, since that looks like a request to
+    leave."""
     own = os.getpid()
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:

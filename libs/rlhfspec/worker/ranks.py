@@ -1,7 +1,6 @@
-"""`python -m rlhfspec.worker.ranks --nodes N --ranks-per-node G -m MODULE ...`: one worker as a set of ranks. Ranks are
-forked, get torchrun's environment variables, and meet at a c10d store of rank 0. By default all nodes are on this
-machine; `--node I --leader HOST:PORT --secret FILE` runs one of several. If a rank fails, the whole set ends, and the
-last log line names it. A request to leave goes to rank 0, which releases the others."""
+"""`python -m rlhfspec.worker.ranks --nodes N --ranks-per-node G -m MODULE ...`: one worker as a set of forked ranks.
+Ranks get torchrun's environment variables. All nodes are on this machine without `--node I --leader HOST:PORT --secret
+FILE`. If a rank fails the whole set ends; a request to leave goes to rank 0."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class RankSet:
         return self._nodes * self._ranks_per_node
 
     def start(self, module: str, arguments: list[str], gpus: list[str], leader: str, secret: str) -> None:
-        """Fork the ranks of this node. `gpus` has one GPU per rank in order (empty: no restriction), `leader` is
-        host:port, and `secret` authenticates ranks."""
+        """Fork the ranks of this node. `gpus`: one per rank, or empty; `leader`: host:port; `secret`: of all ranks."""
         host, _, port = leader.rpartition(":")
         if "OMP_NUM_THREADS" not in os.environ:
             arguments = [*arguments, "--threads", "1"]  # torchrun's default

@@ -55,8 +55,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class StageWorker:
-    """Worker of one stage. `run` returns when its work is done or it was asked to leave, and raises when it cannot go
-    on."""
+    """Worker of one stage. `run` returns when done or asked to leave, and raises when it cannot go on."""
 
     def __init__(
         self, stage: str, worker: int, connections: Connections, job: RLHFJob, mirror: Mirror | None = None
@@ -207,8 +206,7 @@ class StageWorker:
         return store
 
     async def _built(self, bus: Bus, context: Context, say: _Saying) -> Service:
-        """Build in a thread while the event loop runs. Its vitals are separate, so that building is not the stage's
-        work."""
+        """Build in a thread while the event loop runs, with vitals of its own, since it is no work of the stage."""
         vitals = Vitals(context.vitals.clock, note=context.vitals.note)
         deadline = getattr(self._job.spec.roles, self._stage).deadline_seconds
         beating = asyncio.create_task(Heartbeats(bus, vitals).run())
@@ -247,8 +245,8 @@ class StageWorker:
 
 
 def guest_of(job: RLHFJob, host: Context, connect: Connect) -> HostedScoring | None:
-    """Return the guest of a worker that may become idle; None without a scoring stage to help. Its number is beyond the
-    stage's workers."""
+    """Return the guest of a worker that may become idle; None without a stage to help. Its number is beyond the
+    stage's."""
     running = workers_of(job)
     stage = next((stage for stage in GUESTS.get(host.bus.stage.name, ()) if stage in running), None)
     if stage is None or "rebalancer" not in running:
@@ -257,7 +255,6 @@ def guest_of(job: RLHFJob, host: Context, connect: Connect) -> HostedScoring | N
 
 
 async def _make(job: RLHFJob, stage: str, worker: int, host: Context, connect: Connect) -> Service:
-    """Build the guest in its own thread while the event loop runs."""
     vitals = HostedVitals(host.vitals, host.bus.stage.name, host.worker)
     deadline = getattr(job.spec.roles, stage).deadline_seconds
     thread = ComputeThread(f"{stage}-build")

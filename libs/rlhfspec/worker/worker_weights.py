@@ -25,8 +25,7 @@ READERS = ("generator", "critic")
 
 
 class WorkerWeights:
-    """WeightStore of the kind that the run configures (`choices.weight_stores`). Stores that serve each other find
-    peers by WorkerInfo."""
+    """WeightStore of the configured kind (`choices.weight_stores`). Serving stores find peers by WorkerInfo."""
 
     def __init__(self, connections: Connections, job: RLHFJob, bus: StageBus, health: Health) -> None:
         """Create it before the gRPC server of `health` starts."""

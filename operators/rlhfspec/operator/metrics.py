@@ -92,8 +92,6 @@ class Metrics:
 
 
 class _MadeWhenRead(Collector):
-    """Metric family that is computed at each scrape."""
-
     def __init__(self, family: Callable[[], Metric]) -> None:
         self._family = family
 
@@ -102,8 +100,7 @@ class _MadeWhenRead(Collector):
 
 
 def _restarts(workers: Iterable[Restarted]) -> Metric:
-    """Return restart counters under the same names as the local supervisor's (docs/tracing.md), with the job's
-    labels."""
+    """Return restart counters under the local supervisor's names (docs/tracing.md)."""
     labels = ("namespace", "rlhfjob", "stage", "worker")
     family = CounterMetricFamily("rlhfspec_restarts", "Times that a worker was started again.", labels=labels)
     for each in workers:

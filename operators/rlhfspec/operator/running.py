@@ -105,7 +105,6 @@ class Operator:
             await stop.wait()
 
     def _begin(self) -> None:
-        """Create what needs the running event loop."""
         waited = self._metrics.waited_seconds.observe
         self._queue = WorkQueue(self._reconcile, asyncio.get_running_loop(), waited=waited)
         self._metrics.show(

@@ -17,8 +17,7 @@ _CLOSE_SECONDS = 2.0
 
 
 def health_app(metrics: Metrics, problem: Callable[[], str]) -> web.Application:
-    """Return the app: `/healthz` while the event loop answers, `/readyz` while `problem` returns nothing, and
-    `/metrics`."""
+    """Return the app with `/healthz`, `/readyz` (ready while `problem` returns nothing) and `/metrics`."""
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")

@@ -29,7 +29,6 @@ def suspend(cluster: Cluster, job: str, *, is_on: bool) -> str:
 
 
 def to_drain(cluster: Cluster, job: str, worker: str | None, node: str | None) -> list[dict[str, Any]]:
-    """Return the running pods to drain."""
     if (worker is None) == (node is None):
         raise InvalidRequest("drain", worker, "name a worker, such as generator-1, or a --node")
     cluster.job(job)
@@ -56,8 +55,7 @@ def drain(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[str]:
-    """Evict pods and wait until they left. Generators hand over their sequences first; the operator then restarts the
-    workers where there is room."""
+    """Evict pods and wait until they left; generators hand over their sequences first."""
     waited_for = {}
     for pod in pods:
         cluster.evict(name_of(pod))

@@ -71,7 +71,6 @@ class Cluster:
         return self._asked(f"change of {name}", change)
 
     def pods(self, job: str, role: str | None = None) -> list[Json]:
-        """Return a job's pods in the order of the roles, then by number."""
         selector = f"{names.JOB}={job}" + (f",{names.ROLE}={role}" if role else "")
         return sorted(self._list("pods", "v1", "Pod", labels=selector), key=_order)
 
@@ -130,7 +129,7 @@ class Cluster:
         return self.kubectl("exec", "-it", self._control(job), "-c", names.CONTAINER, "--", *_SHOW, "--view")
 
     def ask_control(self, job: str, *options: str) -> Any:
-        """Return what `rlhfspec.control.show` prints, as JSON."""
+        """Return the JSON output of `rlhfspec.control.show`."""
         command = self.exec(self._control(job), *_SHOW, *options)
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_EXEC_SECONDS)
@@ -165,8 +164,7 @@ class Cluster:
 
 
 class _Calls:
-    """Event loop in its own thread, so that synchronous commands can use the asynchronous client. Any thread may call;
-    `close` cancels pending calls."""
+    """Event loop in its own thread for synchronous callers, of any thread. `close` cancels pending calls."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

@@ -82,7 +82,6 @@ def _of_containers(status: Json, phase: str) -> PodState | None:
 
 
 def last_line(text: str) -> str:
-    """Return the last non-empty line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
 

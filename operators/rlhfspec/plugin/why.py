@@ -62,8 +62,7 @@ def _waited_for(status: Json) -> list[tuple[str, Json]]:
 
 
 def _events(cluster: Cluster, job: Json, pods: list[Json]) -> Iterator[str]:
-    """Yield recent warnings about this job and these pods, not older ones of the same name. In a healthy job, failed
-    probes only mean that a worker starts."""
+    """Yield recent warnings about this very job and its pods. In a healthy job failed probes are skipped."""
     is_well = condition_of(job, "Healthy").get("status") == "True"
     uids = {name_of(each): each["metadata"]["uid"] for each in (job, *pods)}
     seen = set[tuple[str, ...]]()

@@ -36,16 +36,15 @@ class MoveControl(Protocol):
 
 
 class Custody(Protocol):
-    """Prompts in progress of the generator service, with their ack tokens. Call it in the event loop. Invariant: every
-    sample in the engine has its prompt in custody. It is taken before the import and given after the release."""
+    """Prompts in progress of the generator service, with ack tokens. Call it in the event loop. Invariant: the prompt
+    of every sample in the engine is in custody, from before its import until after its release."""
 
     def prompt_of(self, sample_id: str) -> tuple[bytes, str] | None:
         """Return the prompt's record as bytes and its ack token, or None if it is not here."""
         ...
 
     async def taken(self, sample_id: str, prompt: bytes, token: str) -> None:
-        """Keep the prompt in progress from now on. Raises MalformedRecord or another RLHFSpecError if it cannot be
-        kept."""
+        """Keep the prompt in progress from now on. Raises MalformedRecord or another RLHFSpecError."""
         ...
 
     def arrived(self, sample_id: str, progress: SampleProgress) -> None:

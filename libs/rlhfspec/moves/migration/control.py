@@ -1,6 +1,5 @@
-"""Control channel between the two ends of a move: direct calls in one process, frames on a kept TCP connection
-otherwise. A frame is the length of its content (u32), the number of its question (u32), its kind (u8), and the content.
-Replies come in any order."""
+"""Control channel between the two ends of a move: direct calls in one process, frames over TCP otherwise. A frame is
+length (u32), number of the question (u32), kind (u8), content. Replies come in any order."""
 
 from __future__ import annotations
 
@@ -30,8 +29,6 @@ Answer = Callable[[bytes], Awaitable[bytes]]
 
 
 class DirectControl:
-    """Control channel between the movers of one process, by address."""
-
     def __init__(self) -> None:
         self._answers: dict[str, Answer] = {}
 
@@ -90,8 +87,7 @@ class _Frames(asyncio.Protocol):
 
 
 class StreamControl:
-    """Client that keeps a connection to each peer. `answerers` are the certificate names that may answer, because an
-    address proves nothing; None accepts any."""
+    """Client with a connection per peer. Only certificate names in `answerers` may answer (None: any)."""
 
     def __init__(self, tls: ssl.SSLContext | None = None, *, answerers: Collection[str] | None = None) -> None:
         self._tls = tls
@@ -119,8 +115,7 @@ class StreamControl:
         self._lines.clear()
 
     async def _line(self, address: str) -> _Line:
-        """Return the open connection to an address, or a new one. Above the limit, the least recently used one is
-        closed."""
+        """Return the open connection to an address, or a new one, evicting the least recently used."""
         task = self._lines.pop(address, None)
         if task is None or (task.done() and (task.cancelled() or task.exception() or task.result().is_lost)):
             task = asyncio.create_task(self._open(address))
@@ -191,7 +186,7 @@ class _Line(_Frames):
 
 class StreamControlServer:
     """Server that passes questions to the function given to `serve`. Only certificate names in `askers` may ask (None:
-    anybody). It listens at once and answers after `serve`. Create it in the running event loop."""
+    any). Create it in the running event loop."""
 
     def __init__(
         self,
@@ -301,8 +296,7 @@ class StreamControlServer:
 
 
 class _ServedConnection(_Frames):
-    """Connection from one peer. A frame that has begun has a deadline; a peer that does not read replies is not read
-    from."""
+    """Connection from one peer. A begun frame has a deadline; unread replies pause reading."""
 
     def __init__(self, server: StreamControlServer) -> None:
         super().__init__()

@@ -63,8 +63,6 @@ class _SourceAttempts:
 
 
 class Destination:
-    """State machine of all moves that arrive at one process."""
-
     def __init__(self, incarnation: str, offer: str = "") -> None:
         self.incarnation = incarnation
         self.offer = offer
@@ -75,7 +73,6 @@ class Destination:
 
     @property
     def arriving(self) -> frozenset[str]:
-        """Return the samples with a lease."""
         return frozenset(self._leases)
 
     def may_leave(self, sample: str, now: float) -> bool:

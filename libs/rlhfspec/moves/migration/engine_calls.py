@@ -27,15 +27,12 @@ T = TypeVar("T")
 
 
 class EngineStopped(RLHFSpecError):
-    """Raised when the engine's thread makes no more calls."""
-
     def __init__(self) -> None:
         super().__init__("the engine has stopped")
 
 
 class EngineCalls:
-    """Queue of calls: use `call` in the event loop and `run` in the engine's thread. `on_call` runs at each call and
-    must wake an idle engine loop."""
+    """Queue of calls: `call` in the event loop, `run` in the engine's thread. `on_call` wakes an idle engine."""
 
     def __init__(self, on_call: Callable[[], None] = lambda: None) -> None:
         self._on_call = on_call
@@ -45,9 +42,8 @@ class EngineCalls:
         self.longest_seconds = 0.0  # of one call
 
     def call(self, do: Callable[[], T]) -> asyncio.Future[T]:
-        """Queue a call at once; calls run in the order of `call`, even without an awaiting caller. An RLHFSpecError of
-        `do` is re-raised here. Any other exception is a bug: raised here as EngineStopped and as itself in the engine's
-        thread. Raises EngineStopped when closed."""
+        """Queue a call; calls run in order, awaited or not. RLHFSpecErrors of `do` are re-raised here. Other errors
+        raise in the engine's thread, and EngineStopped here, as after `close`."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         with self._lock:

@@ -1,5 +1,4 @@
-"""Source side of one move: executes the actions of its state machine. By measured costs it chooses whether to move KV,
-move tokens only, or stay."""
+"""Source side of one move: executes its state machine, and chooses by cost to move KV, move tokens, or stay."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class Costs:
         self.bytes_a_token: float | None = None
 
     def learn_link(self, peer: str, *, num_bytes: int, seconds: float) -> None:
-        """Update a link's cost from the time between packing and import. Small ranges measure engine steps and are
-        ignored."""
+        """Update a link's cost with the time from packing to import. Small ranges are ignored as noise."""
         if num_bytes >= LEAST_BYTES:
             known = self._seconds_a_byte.get(peer)
             self._seconds_a_byte[peer] = _newer(known, seconds / num_bytes)
@@ -94,8 +92,6 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveContext:
-    """Dependencies that all moves of one process share."""
-
     engine: MovableByTokens
     calls: EngineCalls
     control: MoveControl
@@ -106,7 +102,6 @@ class MoveContext:
     parting: set[asyncio.Task[None]] = field(default_factory=set)  # notifications in the background
 
     def part(self, peer: Peer, message: messages.Told) -> None:
-        """Send a message without waiting for the reply."""
         task = asyncio.create_task(self._tell(peer, message))
         self.parting.add(task)
         task.add_done_callback(self.parting.discard)
@@ -282,8 +277,7 @@ class Giving:
         await self._send(way, offer, key, num_bytes)
 
     async def _tell(self, message: messages.Told) -> Event:
-        """Send a message while the packed range is on its way. A failed send of a Range raises here; for a HandOver
-        only the destination decides."""
+        """Send a message while the packed range travels. A failed send of a Range raises LinkError."""
         sending, self._sending = self._sending, None
         asking = self._ask(message)
         if sending is not None:

@@ -29,8 +29,7 @@ _CLOSE_SECONDS = 0.5  # for pending notifications
 
 
 class Mover:
-    """Both ends of moves in one generator. The loop that steps the engine reports prefill costs to
-    `costs.learn_prefill`."""
+    """Both ends of moves in one generator. The engine loop reports prefills to `costs.learn_prefill`."""
 
     def __init__(
         self,
@@ -67,8 +66,8 @@ class Mover:
         return dict(self._taking.refused)
 
     async def move(self, move: Move, peer: Peer, *, must_go: bool = False) -> Moved:
-        """Move a sequence and return the outcome. With `must_go` (a leaving generator) it goes without KV rather than
-        stays. The move goes on even if the awaiting task is cancelled."""
+        """Move a sequence and return the outcome, even if the caller is cancelled. `must_go`: move without KV rather
+        than stay."""
         reason = self._why_not(move)
         if reason:
             return _kept(move, reason)
@@ -96,8 +95,7 @@ class Mover:
         await self._taking.refuse()
 
     async def close(self) -> None:
-        """Refuse arrivals, end outgoing moves and close the links. Sequences not handed over stay; those in doubt are
-        forgotten. The engine's thread must still `run` calls."""
+        """Refuse arrivals, end outgoing moves, close the links. The engine's thread must still `run` calls."""
         self._is_closed = True
         for giving in self._giving.values():
             giving.give_up("its generator is leaving")

@@ -58,8 +58,7 @@ class Detached:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Event: an action failed. `field` is `epoch` (it lost its KV), `finished` (it is no longer here), `link`, or
-    another field."""
+    """Event: an action failed. `field`: `epoch` (its KV is lost), `finished` (it is gone), `link`, or another."""
 
     field: str
     reason: str
@@ -125,8 +124,6 @@ class Detach:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Action that ends in SourceTick."""
-
     seconds: float
 
 
@@ -137,8 +134,7 @@ class Reattach:
 
 @dataclass(frozen=True, slots=True)
 class LetGo:
-    """Action: release the sequence. `is_known`: the destination confirmed it; else it is forgotten without ack or
-    nak."""
+    """Action: release the sequence. `is_known`: the destination confirmed; else without ack or nak."""
 
     is_known: bool
 
@@ -173,8 +169,7 @@ class MoveSource:
         numbers: Iterator[int],
         must_go: bool = False,
     ) -> None:
-        """Begin a move. `numbers` are attempt numbers, never reused by a process. With `must_go` the sequence goes
-        without KV rather than stays."""
+        """Begin a move. Attempt `numbers` are never reused. `must_go`: move without KV rather than stay."""
         self.state: State = "describing"
         self._move, self._sample, self._ends = move, sample, (source, destination)
         self._numbers = numbers
@@ -261,8 +256,7 @@ class MoveSource:
         return [Pack(self._mark, self._offer, self.key)]
 
     def _copied(self) -> list[Action]:
-        """Go on after a copied range. A round ends when no more KV existed; after a round of a single range only a few
-        positions are left, so detach."""
+        """Go on after a copied range. After a round of a single range only few positions are left, so detach."""
         assert self._sent is not None
         self._mark = self._sent.end
         self._ranges += 1

@@ -1,6 +1,5 @@
-"""Learned cost of one token for each of B sequences: `step_seconds + sequence_seconds * B`. Least squares with
-forgetting, never below 0. Two synthetic observations from a prior (the fleet's curve, or a guess) are always included,
-scaled to the real ones. They define the slope until steps of different B are seen.
+"""Learned cost of one token for each of B sequences: `step_seconds + sequence_seconds * B`, both >= 0. Least squares
+with forgetting. Two synthetic observations from a prior define the slope until steps of different B are seen.
 
 Example:
     >>> curve = LearnedCurve()
@@ -48,7 +47,6 @@ class LearnedCurve:
 
     @property
     def prefill_seconds(self) -> float:
-        """Return the prefill cost of a token; 0 if none was observed."""
         tokens, seconds = self._prefill
         return seconds / tokens if tokens else 0.0
 
@@ -57,8 +55,7 @@ class LearnedCurve:
         return step + sequence * num_running
 
     def learn(self, num_running: float, seconds: float) -> None:
-        """Update the curve with the time of one step (with drafts, its share for one token) at `num_running`
-        sequences."""
+        """Learn the time of one step (with drafts, its share for one token) at `num_running` sequences."""
         if num_running <= 0 or seconds <= 0:
             return
         if self._num_learnt >= _FEW:

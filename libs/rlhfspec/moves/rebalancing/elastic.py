@@ -31,8 +31,6 @@ _START_SECONDS = 30.0  # start time of a generator: in a long stage, more must s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOutlook:
-    """Remaining work of a stage, for any number of generators."""
-
     step_seconds: float  # of the median engine
     sequence_seconds: float
     tokens: float  # expected in all: running, waiting and still to be pulled
@@ -67,8 +65,7 @@ class Wanted:
 
 
 class Elastic:
-    """Decision on the number of generators, within the job's `least` and `most`. Once enough is known it depends on the
-    work alone, since the change may take effect late."""
+    """Decision on the number of generators, between `least` and `most`. Once known, it depends on the work alone."""
 
     def __init__(self, *, least: int, most: int) -> None:
         self._least, self._most = least, most
@@ -86,8 +83,7 @@ class Elastic:
         self._was_lowered = False
 
     def learn(self, stage: int, outlook: StageOutlook, now: float, *, num_generators: int) -> Wanted | None:
-        """Update with an outlook and return the wanted number, or None while too little is known. `stage` grows;
-        `num_generators` exist, perhaps still starting."""
+        """Update and return the wanted number; None while unknown. `stage` grows; `num_generators` exist or start."""
         self._begin(now, num_generators)
         if stage > self._stage:
             self._end_stage(now)

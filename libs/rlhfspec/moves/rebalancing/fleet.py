@@ -28,8 +28,6 @@ MUCH = 1 << 40  # unlimited room
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
-    """Limits and thresholds of a plan."""
-
     pause_seconds: float = 0.02  # of one move: about one step of the destination and 5 ms
     num_rounds: int = 4  # moves per generator and plan
     least_share: float = 0.05  # smaller differences of two ends, as a share of the later one, are ignored
@@ -97,7 +95,6 @@ class Fleet:
         return self.step_seconds * longest + self.sequence_seconds * total + self.prefill_owed
 
     def only(self, chosen: BoolArray) -> Fleet:
-        """Return the fleet with these sequences only."""
         return replace(self, **{name: getattr(self, name)[chosen] for name in OF_SEQUENCES})
 
     def moved(self, sequence: int, destination: int, now: float) -> Fleet:

@@ -1,7 +1,6 @@
 """How many engines of a host should run: they share memory bandwidth, so fewer, fuller engines can be faster. With k of
 n engines a host takes `F_k = t0_k * longest + c_k * max(longest, sum / k)`, where t0 and c are interpolated between one
-engine alone and all n. F_k depends on the host's total work only, so moves within it do not change the decision. A
-consolidating host exchanges nothing with other hosts, or their decisions would oscillate."""
+engine alone and all n. A consolidating host exchanges nothing with other hosts, or their decisions would oscillate."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ class Running:
 
 
 def engines_to_run(fleet: Fleet, settings: PlannerSettings) -> Running:
-    """Choose engines to close. None closes where engines share nothing and cost nothing, versions differ, or room is
-    short."""
+    """Choose engines to close; none if they share nothing, cost nothing, differ in version, or lack room."""
     closing, kept = np.zeros(fleet.num_generators, bool), np.zeros(fleet.num_generators, np.int64)
     apart = np.full(fleet.num_generators, -1)
     step, sequence = fleet.step_seconds.copy(), fleet.sequence_seconds.copy()

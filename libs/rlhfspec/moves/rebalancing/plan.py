@@ -1,8 +1,6 @@
-"""Planner of moves: `plan(fleet, now, settings)`, pure, the same code in production and in the simulator. An engine
-finishes after `F = t0 * longest + c * sum + prefill owed`. Each of four rounds pairs, within a weights version, the
-latest engine with the earliest that has room, and moves the sequence that lowers the later end most. Every move lowers
-the larger F of its pair, so plans cannot oscillate. Engines that are leaving or should be empty (`hosts`) hand over
-first.
+"""Planner of moves: `plan(fleet, now, settings)`, pure. An engine finishes after `F = t0 * longest + c * sum + prefill
+owed`. Each of four rounds pairs the latest engine with the earliest of its weights version, and moves the sequence that
+lowers the later end most. Every move lowers the larger F of its pair, so plans cannot oscillate.
 
 Example: 300 and 200 tokens on one engine, nothing on the other.
 
@@ -71,8 +69,6 @@ class _Pairs(NamedTuple):
 
 
 class _State:
-    """The fleet after the moves planned so far."""
-
     def __init__(self, fleet: Fleet, now: float, settings: PlannerSettings) -> None:
         self.fleet, self.settings = fleet, settings
         running = engines_to_run(fleet, settings)
@@ -141,7 +137,6 @@ class _State:
         return np.maximum(stays, self.ends[source] - there)
 
     def _end_with(self, place: Ints, remaining: Floats) -> Floats:
-        """Return a generator's end with one more sequence."""
         longest = np.maximum(self.longest[place], remaining)
         work = self.sequence[place] * (self.total[place] + remaining)
         return self.step[place] * longest + work + self.fleet.prefill_owed[place] + self.settings.pause_seconds
@@ -175,8 +170,7 @@ class _State:
         return True
 
     def _later_end(self, pairs: _Pairs, counts: Ints, remaining: Floats) -> Floats:
-        """[members]: Return the later end of the pair if this sequence moves. The source's is a bound, since its
-        longest may leave."""
+        """[members]: Return (a bound of) the later end of the pair if this sequence moves."""
         source, destination = pairs.source, pairs.destination
         here = np.repeat(self.ends[source], counts)
         here -= np.repeat(self.sequence[source], counts) * remaining

@@ -49,7 +49,6 @@ class PlannedMoves:
         return len(self.sequence)
 
     def why_move(self, move: int, name: Name = str) -> str:
-        """Return the reason of one move as text."""
         source, destination = int(self.source[move]), int(self.destination[move])
         there = f"{self.before[destination]:.2f} s"
         if self.why[move] == LEAVING:
@@ -88,8 +87,6 @@ _WORDS = {
 
 
 class Notes:
-    """Recorder of a plan's decisions."""
-
     def __init__(self) -> None:
         self._moves: list[tuple[Ints, Ints, Ints, Floats, Ints]] = []
         self._pairs: list[tuple[Ints, Ints, Floats, Floats, Ints]] = []

@@ -1,6 +1,5 @@
-"""Expected remaining length of a sequence, from the survival of recent lengths. Lengths are learned relative to their
-prompt's typical length (`factor`), so that all prompts share one table. The mean residual life is a Kaplan-Meier
-estimate; truncated answers are censored observations.
+"""Expected remaining length of a sequence: mean residual life by a Kaplan-Meier estimate of recent lengths. Lengths are
+relative to their prompt's `factor`; truncated answers are censored observations.
 
 Example:
     >>> residual = Residual()
@@ -63,8 +62,7 @@ def _table(lengths: Floats, is_censored: BoolArray) -> Floats:
 
 
 def mean_residual_life(lengths: Floats, is_censored: BoolArray, elapsed: Floats) -> Floats:
-    """[E]: Return the mean remaining length at each elapsed length. Beyond the last length it assumes a tenth of the
-    elapsed.
+    """[E]: Return the mean remaining length at each elapsed length; a tenth of it beyond the last.
 
     >>> mean_residual_life(np.array([1.0, 3.0, 5.0]), np.zeros(3, bool), np.array([0.0, 2.0, 20.0])).round(6).tolist()
     [3.0, 2.0, 2.0]

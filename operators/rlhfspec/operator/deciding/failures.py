@@ -1,5 +1,4 @@
-"""How a pod ended, whether that counts as a failure, and when its worker restarts. The rules are the supervisor's
-(`supervisor.restarts`), with counters in the job's status.
+"""How a pod ended, whether it counts as a failure, and when its worker restarts (`supervisor.restarts`).
 
 Example:
     >>> from dataclasses import replace
@@ -49,7 +48,6 @@ class PodEnd:
 
 
 def end_of(pod: PodView) -> PodEnd:
-    """Return how a finished pod ended."""
     ended = pod.terminated
     code = ended.exit_code if ended else None
     message = (ended.message if ended else "") or ""
@@ -75,7 +73,6 @@ def end_of(pod: PodView) -> PodEnd:
 
 
 def is_complete(pod: PodView) -> bool:
-    """Return whether this is the trainer's pod and the last step is trained."""
     return pod.role == "trainer" and pod.phase == "Succeeded" and end_of(pod).cause == "completed"
 
 
@@ -189,8 +186,8 @@ def _likely_cause(pod: PodView) -> tuple[bool, float, int]:
 
 
 def keep_together(known: Situation, due: list[Worker]) -> tuple[list[Worker], Actions]:
-    """Return the due pods that may be created, and the actions that end a broken set. No pod of a set is created while
-    an earlier set exists or before the set may begin. If one ends, all end."""
+    """Return the due pods that may be created, and the actions that end a broken set. If one pod ends, all end; no pod
+    is created while an earlier set exists."""
     if known.spec.roles.trainer.nodes == 1:
         return due, NOTHING
     pods = [pod for pod in known.pods if pod.role == "trainer"]

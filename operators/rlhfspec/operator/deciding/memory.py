@@ -1,5 +1,4 @@
-"""Memory of the operator about a job, kept in the job's status, so that a new replica continues from there. Private
-fields are under `status.internal`.
+"""Memory of the operator about a job, kept in the job's status (private fields: `status.internal`).
 
 Example:
     >>> memory = Memory.of({"internal": {"number": 2, "state": "open", "prepared": True}})
@@ -26,8 +25,7 @@ INTERNAL = "internal"  # private status field
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """Memory of one worker. `pod`, `reason` and `message` describe the last counted end; the worker restarts after
-    `not_before`."""
+    """Memory of one worker: its last counted end; it restarts after `not_before`."""
 
     counted: int = 0  # by the failure policy; this and the next two since the last trained step
     uncounted: int = 0
@@ -78,7 +76,6 @@ class Memory:
     outcome: JobOutcome | None = None
 
     def of_worker(self, name: str) -> WorkerMemory:
-        """Return the memory of a worker, such as `reward-0`."""
         return self.workers.get(name, _NEW_WORKER)
 
     @classmethod

@@ -1,5 +1,4 @@
-"""What the operator observes about a job: the job, its pods, its report, and refusals, as of the watches. `views`
-builds these.
+"""State of a job as observed: the job, its pods, its report, and refusals. `views` builds these.
 
 Example:
     >>> from datetime import UTC, datetime

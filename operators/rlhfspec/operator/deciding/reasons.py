@@ -1,5 +1,4 @@
-"""Reasons why a job is unhealthy, with evidence; `docs/conditions.md` shows this table. The first matching cause is
-reported, so causes come before their consequences.
+"""Reasons why a job is unhealthy, with evidence (docs/conditions.md). Causes come before their consequences.
 
 Example:
     >>> [cause.reason for cause in CAUSES][:3]
@@ -113,8 +112,7 @@ def _pods(known: Situation) -> Iterator[PodView]:
 
 
 def _down(known: Situation) -> Iterator[tuple[str, WorkerMemory]]:
-    """Yield workers that ended and are not back. After repeated failures, a worker is back when it has been ready for a
-    while."""
+    """Yield workers that are not back. After repeated failures a worker must be ready for a while."""
     for key in known.wanted:
         memory, pod = known.memory.of_worker(worker_name(key)), known.by_key.get(key)
         is_back = pod is not None and pod.ready and pod.uid != memory.pod

@@ -78,8 +78,7 @@ def take_down(known: Situation, *, keep_finished: bool) -> Actions:
 
 
 def is_stale(known: Situation, new_seconds: float) -> bool:
-    """Return whether this copy of the job is stale: another replica just created pods of a later run. Older pods of
-    unknown runs are simply removed."""
+    """Return whether this copy of the job is stale: another replica just created pods of a later run."""
     number = known.memory.number
     next_runs = {names.run_uid(known.job.uid, later) for later in (number + 1, number + 2)}
     return any(pod.run in next_runs and known.seconds_since(pod.created) < new_seconds for pod in known.pods)
@@ -104,8 +103,7 @@ def settle_generators(known: Situation) -> Situation:
 
 
 def _next_count(known: Situation, count: int, advice: int) -> int:
-    """Return `count` changed by at most one towards the advice, once all generators exist. Growing also requires that
-    all are ready."""
+    """Return `count` changed by at most one towards `advice`, once all generators exist (to grow: are ready)."""
     generators = [pod for pod in known.pods if pod.role == "generator"]
     if len(generators) != count or any(pod.is_deleting for pod in generators):
         return count

@@ -26,8 +26,7 @@ _LEAST_REQUEUE_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Deletion of one object; `uid` is a precondition. `grace_seconds` None: the object's own; 0: at once, without its
-    node. A missing or newer object is no error."""
+    """Deletion of one object; `uid` is a precondition. `grace_seconds` None: the object's own; 0: at once."""
 
     kind: Literal["Pod", "RLHFJob"]
     name: str
@@ -37,8 +36,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadWrite:
-    """Write to the job's Kueue Workload. `body` is the object, or a status patch with its resourceVersion; after a
-    conflict the next reconcile retries."""
+    """Write to the job's Workload. `body`: the object, or a status patch with its resourceVersion."""
 
     verb: Literal["create", "delete", "status"]
     name: str
@@ -90,8 +88,8 @@ class Actions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReconcilePlan(Actions):
-    """Result of one reconcile: a status, which is written first, and actions. After a write conflict no action is
-    carried out and the job is reconciled again. Any action may fail; the next reconcile decides anew."""
+    """Result of one reconcile. The status is written first; after a conflict no action is carried out. Any action may
+    fail."""
 
     status: dict[str, Any]
     events: tuple[Event, ...] = ()
@@ -106,8 +104,7 @@ def requeued(seconds: float) -> Actions:
 
 @dataclass(frozen=True)
 class Situation:
-    """Everything known about a job during one reconcile. Decisions to remember return a new situation with another
-    `memory`."""
+    """Everything known about a job in one reconcile. Decisions return a situation with another `memory`."""
 
     job: JobView
     observed: Observed
@@ -196,8 +193,7 @@ class Situation:
         return requeued((time - self.now).total_seconds())
 
     def removal_of(self, pod: PodView, grace_seconds: int | None = None) -> Actions:
-        """Return the actions that remove a pod (`grace_seconds` None: its own). A pod that is being deleted is watched
-        until its node counts as lost."""
+        """Return the actions that remove a pod. A deleted pod is watched until its node counts as lost."""
         if pod.gone_by is None:
             return Actions(delete=(Delete("Pod", pod.name, grace_seconds, pod.uid),))
         lost_at = pod.gone_by + timedelta(seconds=LOST_SECONDS)

@@ -90,8 +90,7 @@ def _without_gauges(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _news(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the status without fields that change constantly. The operator's memory counts as news, except the last
-    step, which the next report repeats."""
+    """Return the status without constantly changing fields. Memory is news, except the last step."""
     internal = {name: value for name, value in (status.get(INTERNAL) or {}).items() if name != "step"}
     often = ("progress", "roles", "generators")
     return {name: value for name, value in status.items() if name not in often} | {INTERNAL: internal}
@@ -218,7 +217,6 @@ def _healthy(status: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def phase_of(known: Situation) -> str:
-    """Return the first phase that holds."""
     memory = known.memory
     suspend = known.job.job is not None and known.spec.suspend
     prepare = known.by_key.get((names.PREPARE, 0))

@@ -1,6 +1,5 @@
-"""Cache of jobs and pods from watches and our own writes, in the small form that `reconcile` needs. Older resource
-versions never replace newer ones, and deleted objects never return. `listed` repairs what a watch missed, such as a pod
-deleted while the API server was away."""
+"""Cache of jobs and pods from watches and our own writes. Older resource versions never replace newer ones. `listed`
+repairs what a watch missed."""
 
 from __future__ import annotations
 
@@ -136,8 +135,7 @@ class Cache:
         return key
 
     def put_warning(self, event: Json) -> Key | None:
-        """Store a warning about a known pod; the same event replaces its predecessor. Events from another namespace are
-        untrusted."""
+        """Store a warning about a known pod. Events from another namespace are untrusted."""
         about, name = event["involvedObject"], event["metadata"]["name"]
         found = self._pod_by_uid.get(about.get("uid", ""))
         if found is None or found[0][0] != event["metadata"]["namespace"]:

@@ -78,8 +78,7 @@ class Reconciler:
         return ReconcileResult(soonest, None if plan.is_quiet else _deeds(plan))
 
     async def _carry_out(self, key: Key, job: JobView, plan: ReconcilePlan, now: datetime) -> float | None:
-        """Carry out a plan in order. Return the seconds until the next reconcile where no watch event will follow: 0
-        after new knowledge, else until a postponed status write."""
+        """Carry out a plan in order. Return the seconds until the next reconcile that no watch event triggers."""
         put_off = seconds_to_write(job.status, plan.status, self._cache.status_written(key), now)
         if not plan.is_quiet or put_off == 0.0:
             await self._write_status(key, job, plan.status, now)
@@ -131,8 +130,7 @@ class Reconciler:
         return answer
 
     async def _create(self, key: Key, things: tuple[dict[str, Any], ...], now: datetime) -> bool:
-        """Create objects kind by kind, so that mounted objects exist before pods. Return whether something was
-        learned."""
+        """Create objects kind by kind, mounted ones before pods. Return whether something was learned."""
         learned = False
         for kind, group in groupby(things, key=lambda thing: str(thing["kind"])):
             asked = list(group)

@@ -1,6 +1,5 @@
 """Work queue of jobs: one reconcile per job at a time, longest waiting first, namespaces in turn. Notifications of a
-waiting job are merged. A job notified during its reconcile runs once more, after a rest if there was nothing to do. A
-reconcile that repeats the last one backs off exponentially, whatever is notified."""
+waiting job are merged. Reconciles that repeat the last one back off exponentially."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 60.0
 
 @dataclass(frozen=True, slots=True)
 class ReconcileResult:
-    """Result of a reconcile. `did` identifies its actions for comparison (None: nothing). `gone`: the job does not
-    exist."""
+    """Result of a reconcile. `did` identifies its actions (None: nothing). `gone`: the job does not exist."""
 
     requeue_seconds: float | None = None
     did: object = None
@@ -65,7 +63,6 @@ class WorkQueue:
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
-        """Return the number of due jobs."""
         return sum(map(len, self._ready.values()))
 
     def tell(self, key: Key, *, after_seconds: float = GATHER_SECONDS) -> None:

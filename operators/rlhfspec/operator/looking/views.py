@@ -69,8 +69,7 @@ def read(manifest: Mapping[str, Any]) -> tuple[RLHFJob | None, tuple[Problem, ..
 
 
 def pod_view(pod: Mapping[str, Any]) -> PodView | None:
-    """Return the view of a pod; None: no job's. Owner and name identify it, because labels can be written by
-    anybody."""
+    """Return the view of a job's pod. Owner and name identify it: labels can be written by anybody."""
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     owner = owner_of(metadata)
     if owner is None or (worker := _worker_of(metadata["name"], owner["name"])) is None:
@@ -113,8 +112,7 @@ def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _phase_of_worker(status: Mapping[str, Any], container: Mapping[str, Any]) -> Any:
-    """Return the worker's phase: a sidecar may outlive or fail it. A reason of the whole pod, such as Evicted,
-    prevails."""
+    """Return the worker's phase: a sidecar may outlive it. A reason of the whole pod prevails."""
     ended = (container.get("state") or {}).get("terminated")
     if ended and not status.get("reason"):
         return "Failed" if ended.get("exitCode") else "Succeeded"
@@ -122,8 +120,7 @@ def _phase_of_worker(status: Mapping[str, Any], container: Mapping[str, Any]) ->
 
 
 def _state(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state of the worker's container, or of an init container that blocks it. Init containers that always
-    restart are sidecars and may end."""
+    """Return the state of the worker's container, or of an init container (no sidecar) that blocks it."""
     state: Mapping[str, Any] = _container(status).get("state") or {}
     if "running" in state or "terminated" in state:
         return state

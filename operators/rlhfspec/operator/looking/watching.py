@@ -1,6 +1,5 @@
-"""Watches of jobs, their pods, and warnings about these, which feed the cache. Each kind in each namespace is listed
-and watched independently. A failure is logged once, shown in the metrics, and retried with backoff; other namespaces
-are unaffected. Namespaces are fixed, or selected by a label, in which case they are watched too."""
+"""Watches of jobs, their pods and warnings, which feed the cache. Each kind in each namespace is listed, watched and
+retried independently. Namespaces are fixed, or selected by a label."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ class WatchSource:
 
 
 class Informers:
-    """Watches of all namespaces. `tell` receives changed jobs. `label` selects namespaces if none are given; `joins`
-    and `leaves` are called when one gains or loses it."""
+    """Watches of all namespaces. `tell` receives changed jobs; `joins` and `leaves` namespaces of the `label`."""
 
     def __init__(
         self, cache: Cache, namespaces: Sequence[str], tell: Callable[[Key], None], *, label: str = "",
@@ -89,7 +87,6 @@ class Informers:
             self._joins(name)
 
     def _leave(self, namespace: Json) -> None:
-        """Stop watching a namespace that is gone or lost the label."""
         name = self._by_uid.pop(namespace["metadata"]["uid"], None)
         if name is None or name in self._by_uid.values():  # recreated under the same name
             return
@@ -113,8 +110,7 @@ class Informers:
             self._tell(key)
 
     def problems(self) -> dict[str, str]:
-        """Return, per watched namespace, why it is not watched; empty: it is. The key "" is the list of labelled
-        namespaces."""
+        """Return, per watched namespace ("": the labelled ones), why it is not watched; empty: it is."""
         label = {} if self._labelled is None else {"": self._problems.get((None, self._labelled.kind), "")}
         return label | {namespace: self._problem_of(namespace) for namespace in self._namespaces}
 
@@ -198,6 +194,5 @@ def _workloads(known: Workloads) -> Iterator[WatchSource]:
 
 
 def _of_kueue(known: Workloads) -> Iterator[WatchSource]:
-    """Return Kueue's cluster-scoped sources."""
     yield WatchSource(workloads.WORKLOAD_VERSION, workloads.FLAVOR, known.put_flavor, known.remove_flavor)
     yield WatchSource(workloads.PRIORITY_VERSION, workloads.PRIORITY, known.put_priority, known.remove_priority)

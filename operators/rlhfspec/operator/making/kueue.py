@@ -122,7 +122,6 @@ def _unknown_flavors(known: Situation, seen: WorkloadView) -> list[str]:
 
 
 def settle(known: Situation) -> Actions:
-    """Return the one write that brings the Workload up to date, and when to look again."""
     if known.job.deleting_since is not None:
         return NOTHING
     memory, seen = known.memory, known.observed.queueing.workload

@@ -1,5 +1,4 @@
-"""NetworkPolicies of one job: ports for pods of the same job, only if the job needs them. They are created only
-together with the chart's policies, which deny the rest.
+"""NetworkPolicies of one job: ports for its own pods, opened only if needed; the chart's policies deny the rest.
 
 Example:
     >>> [port.name for port in OWN_PORTS]

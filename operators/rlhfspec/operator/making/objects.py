@@ -1,5 +1,4 @@
-"""Objects of a job beside its pods: ConfigMap, Secrets, Service, and the objects of gang schedulers. Names depend on
-the job only, contents on the job and its run."""
+"""Objects of a job beside its pods: ConfigMap, Secrets, Service, and PodGroups of gang schedulers."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ def config_map(known: Situation) -> dict[str, Any]:
 
 
 def ranks_service(known: Situation) -> dict[str, Any]:
-    """Return the headless Service that names the trainer's pods even before they are ready, because ranks meet
-    earlier."""
+    """Return the headless Service with the trainer's pods, also unready ones, because ranks meet earlier."""
     job = known.job
     return {
         "apiVersion": "v1",
@@ -100,7 +98,6 @@ def ranks_service(known: Situation) -> dict[str, Any]:
 
 
 def _pod_group(known: Situation) -> list[dict[str, Any]]:
-    """Return the PodGroup for volcano or coscheduling."""
     scheduling = known.spec.scheduling
     if scheduling.gang not in _POD_GROUPS:
         return []

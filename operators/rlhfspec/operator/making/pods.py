@@ -170,7 +170,6 @@ def command(known: Situation, key: Worker) -> list[str]:
 
 
 def _is_node(known: Situation, role: str) -> bool:
-    """Return whether it is one of several trainer nodes."""
     return role == "trainer" and known.spec.roles.trainer.nodes > 1
 
 
@@ -184,8 +183,7 @@ def _environment(known: Situation) -> list[dict[str, Any]]:
 
 
 def _threads(resources: Mapping[Any, Any], processes: int) -> list[dict[str, Any]]:
-    """Return OMP_NUM_THREADS for the CPU limit: torch counts the node's cores, and threads above the limit are
-    throttled.
+    """Return OMP_NUM_THREADS for the CPU limit, since torch counts the node's cores.
 
     >>> _threads({"limits": {"cpu": "3500m"}}, 1), _threads({"limits": {"cpu": 8}}, 2), _threads({}, 1)
     ([{'name': 'OMP_NUM_THREADS', 'value': '3'}], [{'name': 'OMP_NUM_THREADS', 'value': '4'}], [])
@@ -197,7 +195,6 @@ def _threads(resources: Mapping[Any, Any], processes: int) -> list[dict[str, Any
 
 
 def _num_processes(known: Situation, role: str) -> int:
-    """Return the number of processes in a pod."""
     return known.spec.roles.trainer.ranks_per_node if role == "trainer" else known.spec.num_processes(role)
 
 
@@ -266,14 +263,12 @@ def _mounts(role: str) -> list[dict[str, Any]]:
 
 
 def num_gpus(known: Situation, role: str) -> int:
-    """Return the number of GPUs that one pod of the role requests."""
     options: PodOptions = getattr(known.spec.roles, role)
     return min(sum(_gpus(known, role, options).values()), MOST)  # 1e99 fits no status
 
 
 def _gpus(known: Situation, role: str, options: PodOptions) -> dict[str, int]:
-    """Return the GPU limits of the worker's container by kind. A resource claim counts as one device, because its size
-    is not in the pod."""
+    """Return the GPU limits of the worker's container by kind. A resource claim counts as one device."""
     resources = _resources(known, role, options)
     limits, claims = resources.get("limits"), resources.get("claims")
     found = {
@@ -307,8 +302,7 @@ def group_counts(known: Situation) -> dict[str, int]:
 
 
 def _of_scheduler(known: Situation, key: Worker) -> dict[str, Any]:
-    """Return a gang scheduler's additions to a pod; for Kueue, its placement. `prepare` and generators added later are
-    not members of the group."""
+    """Return a gang scheduler's additions to a pod. `prepare` and later generators are no group members."""
     scheduling, (role, worker) = known.spec.scheduling, key
     is_member = role != names.PREPARE and worker < group_counts(known).get(role, 0)
     if scheduling.gang == "kueue":
@@ -329,8 +323,7 @@ _KEYS = {"volumeMounts": "mountPath", "ports": "containerPort", "imagePullSecret
 
 
 def merged(base: Mapping[Any, Any], change: Mapping[Any, Any]) -> dict[str, Any]:
-    """Merge a user's additions into a pod like `kubectl patch`: maps recursively, list items by key, other items
-    appended; null removes.
+    """Merge a user's additions into a pod like `kubectl patch`: maps recursively, lists by key; null removes.
 
     >>> merged({"env": [{"name": "A", "value": "1"}], "x": 1}, {"env": [{"name": "A", "value": "2"}], "x": None})
     {'env': [{'name': 'A', 'value': '2'}]}
@@ -353,8 +346,7 @@ def _is_list(value: object) -> bool:
 
 
 def _merged_lists(base: Sequence[Any], change: Sequence[Any], key: str) -> list[Any]:
-    """Merge lists. Lists of text, such as a command, are replaced; items without the key, such as tolerations, are
-    appended."""
+    """Merge lists: lists of text are replaced, items without the key are appended."""
     if not all(isinstance(item, Mapping) for item in (*base, *change)):
         return list(change)
     result = list(base)

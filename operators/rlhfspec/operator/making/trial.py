@@ -1,5 +1,4 @@
-"""Dry run of a job's pods before a run opens, since only the API server can validate a `podTemplate` or quantities.
-Other refusals, such as a quota, are left to the real pods."""
+"""Dry run of a job's pods before a run opens: only the API server can validate a `podTemplate` or quantities."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def problem_of(job: RLHFJob | None, tried: Sequence[dict[str, Any]], answers: Se
 
 
 def refusals(tried: Sequence[dict[str, Any]], answers: Sequence[ApiResponse]) -> list[tuple[str, ApiResponse]]:
-    """Return refusals, by name, of pods that would be created right after the trial and refused again; a hanging
-    webhook is waited for only once."""
+    """Return refusals of pods that would be created and refused again: a hanging webhook is awaited once."""
     return [
         (pod["metadata"]["name"], answer)
         for pod, answer in zip(tried, answers, strict=True)

@@ -126,7 +126,6 @@ class Workloads:
         return self._by_job.pop(job)[0] if job is not None else None
 
     def leave(self, namespace: str) -> None:
-        """Forget a namespace that is no longer watched."""
         self._by_job = {job: held for job, held in self._by_job.items() if held[0][0] != namespace}
 
     def put_flavor(self, body: Json) -> None:

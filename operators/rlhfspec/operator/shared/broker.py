@@ -1,5 +1,4 @@
-"""Reachability of NATS and Redis (`Observed.broker`), dialled every DIAL_SECONDS while there are jobs. Two failures in
-a row count as down."""
+"""Reachability of NATS and Redis (`Observed.broker`). Two failed dials in a row count as down."""
 
 from __future__ import annotations
 

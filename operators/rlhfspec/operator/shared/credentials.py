@@ -49,8 +49,7 @@ _JETSTREAM = "$JS.API"
 
 @dataclass(frozen=True)
 class Keys:
-    """Contents of the Secret `RELEASE-keys`: a 32-byte `master` secret, the seed of the NATS account that all jobs
-    share, and the release's authority."""
+    """Contents of the Secret `RELEASE-keys`: a 32-byte `master`, the NATS account's seed, and the authority."""
 
     master: bytes
     account_seed: bytes
@@ -74,7 +73,6 @@ class Keys:
 
 
 def new_keys() -> Keys:
-    """Return random keys for a new release."""
     return Keys(os.urandom(32), new_account_seed(), *new_authority(datetime.now(UTC)))
 
 

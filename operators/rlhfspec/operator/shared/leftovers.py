@@ -34,8 +34,6 @@ class ServerAway(Exception):
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """Open run with what its subjects derive from (`loop.declarations`)."""
-
     namespace: str
     job: str
     uid: str
@@ -43,8 +41,7 @@ class OpenRun:
 
 
 class Runs:
-    """Runs as the cleanup sees them. `watched` returns completely known namespaces; `may_act`, whether we still lead,
-    is checked before every write."""
+    """Runs as the cleanup sees them. `watched`: completely known namespaces; `may_act`: checked before writes."""
 
     def __init__(self, cache: Cache, watched: Callable[[], set[str]], may_act: Callable[[], bool]) -> None:
         self._cache = cache
@@ -94,8 +91,7 @@ class Server(Protocol):
     seconds: float  # between two passes
 
     async def settle(self, runs: Runs) -> None:
-        """Create what open runs need and delete leftovers. Raises ServerAway; partial work stands, and the next pass
-        continues."""
+        """Create what open runs need, delete leftovers. Raises ServerAway; the next pass continues."""
 
     async def close(self) -> None: ...
 

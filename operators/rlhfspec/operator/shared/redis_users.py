@@ -1,5 +1,4 @@
-"""Redis users of open runs; the users and then keys of runs that are over are removed. A restarted Redis gets all users
-at the next pass."""
+"""Redis users of open runs, and removal of users and keys of runs that are over."""
 
 from __future__ import annotations
 

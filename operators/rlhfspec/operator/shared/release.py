@@ -1,5 +1,4 @@
-"""Credentials from the mounted Secret RELEASE-keys, for jobs and the operator. External NATS or Redis servers add an
-account, a user and authorities as files beside the keys."""
+"""Credentials from the mounted Secret RELEASE-keys. External servers add their own files beside the keys."""
 
 from __future__ import annotations
 
@@ -57,7 +56,6 @@ def servers_of(told: OperatorFile, keys: Keys, folder: Path) -> list[Server]:
 
 
 def redis_login(keys: Keys, folder: Path) -> tuple[str, str]:
-    """Return the operator's own Redis user and password."""
     user, password = (folder / name for name in REDIS_LOGIN)
     if not user.exists():
         return OPERATOR, password_of(keys.master, OPERATOR)

@@ -1,6 +1,5 @@
-"""Objects that jobs need in each namespace: service account, the operator's rights, claim, NetworkPolicies. The leader
-creates them with scope `cluster`, where a label selects namespaces; else the chart does. They stay when the label goes,
-since pods may use them.
+"""Objects that jobs need in each namespace, created by the leader with scope `cluster` (else by the chart). They stay
+when the label goes, since pods may use them.
 
 Example:
     >>> kind_of = {"ServiceAccount": 1, "PersistentVolumeClaim": 2}
@@ -23,8 +22,6 @@ LOG = logging.getLogger(__name__)
 
 
 class Spaces:
-    """Setup of namespaces. `kit` are the objects, without a namespace."""
-
     def __init__(self, api: Api, kit: Sequence[Json]) -> None:
         self._api = api
         self._kit = kit
@@ -44,8 +41,7 @@ class Spaces:
         self._done.discard(namespace)
 
     async def work(self) -> None:
-        """Run while this replica leads. A new leader applies everything again, because an upgrade may have changed
-        it."""
+        """Run while this replica leads. Each leader applies everything again, also after upgrades."""
         self._done.clear()
         while True:
             self._changed.clear()

@@ -1,7 +1,6 @@
 """Streams in NATS: created with their consumers for open runs, deleted for runs that are over. Runs never create
-streams, because all share one account and a stream could capture others' subjects. Stream metadata names install and
-namespace, so several installs may share a server; streams without it are foreign. A restarted NATS gets its streams
-back at the next pass.
+streams, because all share one account and a stream could capture others' subjects. Metadata names install and
+namespace; streams without it are foreign.
 
 Example:
     >>> metadata_of("6eb63d927a08", "team")
@@ -50,8 +49,7 @@ def run_in(stream: str) -> str:
 
 
 def calls_of(run: OpenRun, install: str, there: Collection[str]) -> list[Call]:
-    """Return the calls that create all streams and consumers of a run, the one that marks it open last; [] if all
-    streams exist."""
+    """Return the calls that create a run's streams and consumers, in order; [] if all streams exist."""
     keeping = Keeping(work_seconds=KEEP_SECONDS, metadata=metadata_of(install, run.namespace))
     calls: list[Call] = []
     is_lacking = False

@@ -143,8 +143,7 @@ def _left(deadline: float | None) -> float | None:
 
 
 class Door:
-    """Server with one listening thread and one thread per connection; `close` joins them all. `serve(connection)` runs
-    in the connection's thread until it returns or raises LinkError."""
+    """Server with a thread per connection, joined by `close`. `serve` runs until it returns or raises LinkError."""
 
     def __init__(
         self,

@@ -49,7 +49,6 @@ class KVInbox:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes in buffers that somebody writes or reads."""
         return self._buffers.num_used
 
     @property
@@ -75,8 +74,7 @@ class KVInbox:
             self._changed.notify_all()
 
     def land(self, key: str, view: memoryview, release: Callable[[], None] | None = None) -> None:
-        """Make a range available. `release` is called once, when its memory is free again; None: `view` comes from
-        `buffer`."""
+        """Make a range available. `release` is called once when its memory is free (None: from `buffer`)."""
         release = release or (lambda: self.give_back(view))
         with self._changed:
             self._forget_old()
@@ -151,8 +149,7 @@ class KVInbox:
 
 
 class Landing(KVInbox):
-    """Destination's end of all links to this process, with one inbox. `offer` is the address with a secret: send it
-    over trusted connections only."""
+    """Destination's inbox for all its links. `offer` contains a secret: use trusted connections only."""
 
     def __init__(
         self,

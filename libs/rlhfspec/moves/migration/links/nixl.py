@@ -1,7 +1,6 @@
-"""Link by NIXL over UCX: one-sided reads by RDMA, shared memory or TCP (`UCX_TLS` chooses). The destination reads the
-source's room. A TCP connection beside it proves the token and carries headers and completions. Without RDMA the source
-must drive progress; it does so while it waits, because NIXL's progress thread would keep a core busy. Memory of a
-failed transfer is never reused, because bytes may still arrive."""
+"""Link by NIXL over UCX: one-sided reads by RDMA, shared memory or TCP (`UCX_TLS` chooses), with a TCP connection for
+token, headers and completions. Without RDMA the source drives progress while it waits. Memory of a failed transfer is
+never reused, because bytes may still arrive."""
 
 from __future__ import annotations
 
@@ -88,7 +87,6 @@ class _Agent:
             self._nixl.get_new_notifs()
 
     def read(self, ours: int, theirs: int, num_bytes: int, name: str, deadline: float) -> None:
-        """Read another agent's memory into local memory. Raises LinkError."""
         if num_bytes == 0:
             return
         with self._guarded():
@@ -112,7 +110,6 @@ class _Agent:
             self._nixl = None  # ends its threads and closes its files
 
     def take(self, num_bytes: int, deadline: float) -> _Region:
-        """Return registered memory, reused if possible."""
         size = max(1 << 16, 1 << (num_bytes - 1).bit_length())
         with self._lock:
             while not (fitting := [each for each in self._free if len(each.array) >= num_bytes]):
@@ -180,8 +177,6 @@ class NixlWay:
 
 
 class _NixlSource:
-    """Destination's view of one source."""
-
     def __init__(self, connection: socket.socket, agent: _Agent, inbox: KVInbox, seconds: float) -> None:
         self.name = ""
         self._connection = connection

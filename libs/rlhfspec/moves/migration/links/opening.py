@@ -1,5 +1,4 @@
-"""Factory of landings and sendings for the link kinds of `rlhfspec.job.choices.links`, and the open links of one
-process."""
+"""Factory of landings and sendings for the kinds in `rlhfspec.job.choices.links`, and a process's open links."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def make_landing(
     seconds: float = SECONDS,
     kept_seconds: float = KEPT_SECONDS,
 ) -> Landing:
-    """Open a landing. `host` and `port` are the address to listen at, which sources use too. `tls` is for links between
-    hosts.
+    """Open a landing that listens, and is found, at `host` and `port`. `tls` is for links between hosts.
 
     >>> landing = make_landing("memory")
     >>> sending = open_sending(landing.offer)
@@ -82,8 +80,7 @@ class SendingWay:
 
 
 class Links:
-    """Landing of this process and one connection per destination. `open_sending` connects with the right TLS
-    context."""
+    """Landing of this process and one connection per destination, opened by `open_sending`."""
 
     def __init__(self, landing: Landing, open_sending: Callable[[str], Sending]) -> None:
         self.landing = landing

@@ -1,7 +1,5 @@
-"""Link between processes of one host: the source packs into memory that the destination has mapped. The memory is
-anonymous files (memfd) passed over a local socket. No other process can open them, seals forbid shrinking under a
-reader, and the kernel frees them when both ends are gone. Files are reused, because fresh pages cost more than the
-copy: the destination returns a file's number when it is done."""
+"""Link between processes of one host by anonymous files (memfd) that are mapped on both ends. Seals forbid shrinking
+under a reader, and the kernel frees them with the processes. Files are reused, since fresh pages are slow."""
 
 from __future__ import annotations
 
@@ -98,8 +96,7 @@ class ShmSending:
             raise LinkError("shm", f"cannot connect to {way.get('name')}: {error}") from error
 
     def is_at_once(self, num_bytes: int) -> bool:
-        """Return whether free memory is available. `send` then only writes a header, of which at most eight are in
-        transit."""
+        """Return whether memory is free; `send` then only writes a header, of which at most eight are queued."""
         if select.select([self._connection], [], [], 0.0)[0]:
             heard = self._connection.recv(1024, socket.MSG_PEEK)
             if not heard or len(heard) % _PLACE.size:

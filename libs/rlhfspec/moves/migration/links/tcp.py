@@ -1,6 +1,4 @@
-"""Link over TCP, without an intermediate copy between packing and reading. Every connection begins with a proof of the
-offer's token. With credentials all traffic is TLS with certificates on both ends, which costs more than everything else
-here."""
+"""Link over TCP, received directly into the memory it is read from. With credentials all traffic is mutual TLS."""
 
 from __future__ import annotations
 
@@ -58,8 +56,6 @@ class TcpWay:
 
 
 class SocketSending:
-    """Sending that packs into process memory, beside a connection that has proved the token."""
-
     def __init__(
         self, way: Mapping[str, Any], token: str, *, tls: ssl.SSLContext | None = None, seconds: float = SECONDS
     ) -> None:

@@ -1,6 +1,5 @@
-"""Link by torch.distributed: gloo point-to-point sends in a group of two per pair. A TCP connection beside it proves
-the token and carries headers. The c10d store and gloo's connections prove nothing, so use it on trusted networks only.
-KV is packed in host memory, so NCCL does not apply."""
+"""Link by gloo point-to-point sends of torch.distributed, with a TCP connection for token and headers. Store and gloo
+authenticate nothing: use trusted networks only."""
 
 from __future__ import annotations
 
