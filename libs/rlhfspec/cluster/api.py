@@ -132,7 +132,8 @@ class Api:
         return await self._write("PATCH", "apply", thing["kind"], path, thing, query, APPLY)
 
     async def write_status(self, namespace: str, name: str, uid: str, version: str, status: Json) -> ApiResponse:
-        """Replace the whole status. 409 if it was written since `version`, or another job has the name."""
+        """Replace the whole status, since a server-side apply would turn an emptied map into null. The answer is 409 if
+        it was written since `version`, or if another job has the name by now."""
         said = {"/metadata/uid": uid, "/metadata/resourceVersion": version, "/status": status}
         patch = [{"op": "add", "path": path, "value": value} for path, value in said.items()]
         path = path_of(JOB_VERSION, names.KIND, namespace, name) + "/status"

@@ -1,5 +1,4 @@
-"""CEL rules of the CRD: contradictions in a job (also in `job.file.checks`), and fields that cannot change once it
-started."""
+"""CEL rules of the CRD: contradictions (also in `job.file.checks`), and fields that are immutable after the start."""
 
 from __future__ import annotations
 

@@ -49,8 +49,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 def mirrored(connections: Connections, stage: str, worker: int, *, follows: bool = False) -> Mirror | None:
-    """Return a mirror with this process's files fetched; None with a claim. `follows`: leave the trainer's files
-    alone."""
+    """Return a mirror with this process's files; None with a claim. `follows`: skip the trainer's files."""
     if connections.storage_uri is None:
         return None
     began = time.monotonic()

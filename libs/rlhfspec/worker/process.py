@@ -58,8 +58,7 @@ def leave_when_asked_to(said: Callable[[], object] = lambda: os.write(2, _LEFT))
 
 
 def _ask_itself_for_nothing() -> None:
-    """Raise in Python code (a reward function) that signals its own process, since that looks like a request to
-    leave."""
+    """Raise in Python code that signals its own process: a reward's SIGTERM looks like a request to leave."""
     own = os.getpid()
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:

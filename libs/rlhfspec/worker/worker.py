@@ -245,8 +245,7 @@ class StageWorker:
 
 
 def guest_of(job: RLHFJob, host: Context, connect: Connect) -> HostedScoring | None:
-    """Return the guest of a worker that may become idle; None without a stage to help. Its number is beyond the
-    stage's."""
+    """Return the guest of a worker that may become idle; None without a stage to help."""
     running = workers_of(job)
     stage = next((stage for stage in GUESTS.get(host.bus.stage.name, ()) if stage in running), None)
     if stage is None or "rebalancer" not in running:

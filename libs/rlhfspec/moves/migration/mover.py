@@ -66,8 +66,7 @@ class Mover:
         return dict(self._taking.refused)
 
     async def move(self, move: Move, peer: Peer, *, must_go: bool = False) -> Moved:
-        """Move a sequence and return the outcome, even if the caller is cancelled. `must_go`: move without KV rather
-        than stay."""
+        """Move a sequence; the move outlives a cancelled caller. `must_go`: without KV rather than stay."""
         reason = self._why_not(move)
         if reason:
             return _kept(move, reason)

@@ -88,8 +88,7 @@ class Actions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReconcilePlan(Actions):
-    """Result of one reconcile. The status is written first; after a conflict no action is carried out. Any action may
-    fail."""
+    """Result of one reconcile. The status is written first; after a conflict no action is carried out."""
 
     status: dict[str, Any]
     events: tuple[Event, ...] = ()
