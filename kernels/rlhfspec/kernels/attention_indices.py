@@ -1,4 +1,4 @@
-"""The indices of an attention call, as tensors on the device of its query: what kernels read of an `AttentionMeta`."""
+"""Index tensors that attention kernels read, on the device of the query."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AttentionIndices:
-    """All int32; `AttentionMeta` of `kernels.tree_attention` says what they mean."""
+    """Indices of an `AttentionMeta` as int32 tensors; see `kernels.tree_attention` for their meaning."""
 
     slots: torch.Tensor  # [N]
     table_rows: torch.Tensor  # [N]

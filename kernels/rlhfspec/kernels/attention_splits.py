@@ -1,8 +1,5 @@
-"""Attention in fixed splits: positions [i S, (i + 1) S) have a softmax of their own, merged in ascending i.
-
-A split begins and ends at absolute positions, whatever a window hides of it. So the result is the same to the bit
-wherever splits are computed: all in one call, or some here and the rest where their keys and values lie. Of each split
-three things travel: the largest score, the sum of the weights exp(score - largest), and the weighted sum of values.
+"""Attention in fixed splits at absolute positions, each with its own softmax. Their merge has the bits of one call
+anywhere.
 
 Example: one head of size 1, three splits of one key each, the second of which another process has.
     >>> here = Partials(torch.tensor([[[[0.0, 1.0, 3.0]]]]), first=0, split=64)
@@ -33,9 +30,9 @@ _MERGE = struct.Struct("@7q")  # mirrors struct MergeCall of csrc/attention_spli
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """What rows make of the splits [first, first + n), not merged yet."""
+    """Unmerged partial results of attention rows over the splits [first, first + n)."""
 
-    numbers: torch.Tensor  # [N, H, n, 2 + D] largest score, sum of weights (0: nothing is seen), weighted sum of values
+    numbers: torch.Tensor  # [N, H, n, 2 + D] largest score, sum of weights (0: no visible key), weighted sum of values
     first: int
     split: int
 
@@ -50,12 +47,12 @@ def check_split(split: int) -> None:
 
 
 def merge(
-    parts: Sequence[Partials],  # from split 0 on, each beginning where the one before it ends
+    parts: Sequence[Partials],  # from split 0 on, contiguous
     *,
     sinks: torch.Tensor | None = None,  # [H]
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The attention [N, H, D] that one call would give for all of these splits, to the bit. dtype: of the query."""
+    """Merge splits into the attention output [N, H, D], with the bits of a single call. dtype: that of the query."""
     _check_parts(parts)
     numbers = parts[0].numbers if len(parts) == 1 else torch.cat([part.numbers for part in parts], dim=2)
     if numbers.is_cuda:
@@ -78,7 +75,7 @@ def _check_parts(parts: Sequence[Partials]) -> None:
 
 
 def merge_reference(numbers: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """The same in plain torch, one split after the other: [..., H, n, 2 + D] -> [..., H, D]."""
+    """Merge splits one after the other in plain torch: [..., H, n, 2 + D] -> [..., H, D]."""
     largest, weight_sum, sums = numbers[..., 0, 0], numbers[..., 0, 1], numbers[..., 0, 2:]
     for split in numbers.unbind(-2)[1:]:
         seen = split[..., 1] != 0

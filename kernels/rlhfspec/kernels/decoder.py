@@ -1,11 +1,7 @@
-"""A whole decoder in one native call, for models whose layers have the common shape.
+"""A whole decoder in one native call, for models with Llama-like layers; the layers themselves are the slow twin.
 
-The kernels are the very ones the layers call; what falls away is the Python between them (0.1-0.3 ms a layer, most of
-a small draft model's time). The caller knows which models have such layers, compares the bits of
-`NativeDecoder.forward` with the layers' own before it uses it, and keeps the layers as the slow twin.
-
-The common shape: `layers` of input_layernorm, self_attn (q/k/v/o_proj, optionally q_norm and k_norm, rotary by halves),
-post_attention_layernorm, a gated MLP; then `norm` and a linear head: Llama, Mistral, Qwen2, Qwen3 and their like.
+Layers are input_layernorm, self_attn (q/k/v/o_proj, optional q_norm and k_norm, rotary by halves),
+post_attention_layernorm and a gated MLP, then `norm` and a linear head. Callers compare the bits before using it.
 """
 
 from __future__ import annotations
@@ -51,7 +47,7 @@ class _Layer(ctypes.Structure):
 
 
 class _DecoderStruct(ctypes.Structure):
-    """Mirrors struct Decoder of csrc/decoder.cpp."""
+    """Mirror of struct Decoder in csrc/decoder.cpp."""
 
     _fields_ = [
         ("linear", _POINTER), ("head_linear", _POINTER), ("gated_mlp", _POINTER),
@@ -64,20 +60,18 @@ class _DecoderStruct(ctypes.Structure):
 
 @dataclass(slots=True)
 class DecoderParts:
-    """A model whose layers have the common shape."""
+    """Model whose layers have the common shape (see the module)."""
 
     inner: Any  # embed_tokens, layers, norm
     head: PackedLinear
     scale: float
     sliding_windows: list[int]  # per layer, 0 = none
-    split: int  # positions of attention that have a softmax of their own
+    split: int  # positions per attention softmax
 
 
 class NativeDecoder:
-    """Runs N tokens through all layers in one call.
-
-    It holds addresses: `bind` must be called again when a weight tensor was replaced rather than written in place.
-    """
+    """Decoder that runs N tokens through all layers. Call `bind` again after replacing a weight instead of writing in
+    place."""
 
     def __init__(
         self, parts: DecoderParts, kv: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, num_heads: int
@@ -94,7 +88,7 @@ class NativeDecoder:
         self.bind()
 
     def bind(self) -> None:
-        """Take the addresses of weights, tables and cache as they are now."""
+        """Store the current addresses of weights, tables and cache."""
         inner, first = self.parts.inner, self.parts.inner.layers[0]
         windows = self.parts.sliding_windows
         layers = [_layer(layer, window) for layer, window in zip(inner.layers, windows, strict=True)]
@@ -118,7 +112,8 @@ class NativeDecoder:
         meta: AttentionMeta,
         wanted: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        """tokens, positions [N]; the logits [n, V] of the rows `wanted` [n]."""
+        """Return the logits [n, V] of the rows `wanted` [n] for tokens and positions [N]. Raise ValueError if out of
+        range."""
         batch = meta.native()
         if len(positions) and not 0 <= positions.min() <= positions.max() < len(self.rotary[0]):
             raise ValueError(f"positions: must be below {len(self.rotary[0])} (got {positions.max()})")

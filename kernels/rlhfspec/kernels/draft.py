@@ -1,10 +1,4 @@
-"""A draft's levels behind the first in one native call (CPU).
-
-Level by level a draft chooses the nodes to expand, runs them through the draft model, keeps candidates under the noise
-and asks whether one more level pays. That is little work in many small steps: from Python each level costs several
-times what the draft model's forward does. The slow twin is `rlhfspec.engine.drafting.model`; tests hold their
-trees equal.
-"""
+"""The levels of a draft after the first, in one native CPU call. `rlhfspec.engine.drafting.model` is the slow twin."""
 
 from __future__ import annotations
 
@@ -33,7 +27,7 @@ _PROBLEMS = {-1: "slot_table: a slot outside the cache", -2: "temperatures: ever
 
 
 class CostCurve(Protocol):
-    """Seconds by rows: linear between `rows` [n] and `knots` [n], times `factor`."""
+    """Seconds as a function of rows: linear between `rows` [n] and `knots` [n], times `factor`."""
 
     @property
     def rows(self) -> Doubles: ...
@@ -44,7 +38,7 @@ class CostCurve(Protocol):
 
 
 class LevelTermsProtocol(Protocol):
-    """What decides whether one more level pays."""
+    """Inputs of the rule that decides whether one more level pays."""
 
     @property
     def target(self) -> CostCurve: ...
@@ -63,7 +57,7 @@ class _Curve(ctypes.Structure):
 
 
 class _Rule(ctypes.Structure):
-    """Mirrors struct PayingLevel of csrc/draft_rules.h."""
+    """Mirror of struct PayingLevel in csrc/draft_rules.h."""
 
     _fields_ = [
         ("target", _Curve), ("level", _Curve),
@@ -72,7 +66,7 @@ class _Rule(ctypes.Structure):
 
 
 class _DraftStruct(ctypes.Structure):
-    """Mirrors struct Draft of csrc/draft.cpp."""
+    """Mirror of struct Draft in csrc/draft.cpp."""
 
     _fields_ = [
         ("decoder", _POINTER), ("vocab_size", _LONG), ("num_slots", _LONG), ("threads", _LONG),
@@ -90,7 +84,7 @@ class _DraftStruct(ctypes.Structure):
 
 
 class _KeepStruct(ctypes.Structure):
-    """Mirrors struct Keep of csrc/draft.cpp."""
+    """Mirror of struct Keep in csrc/draft.cpp."""
 
     _fields_ = [
         ("sequence", _POINTER), ("parent", _POINTER), ("token", _POINTER), ("held_at", _POINTER),
@@ -103,7 +97,7 @@ class _KeepStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class GrownNodes:
-    """M nodes, E of which were expanded (run through the draft model), level by level."""
+    """M nodes in level order, E of which were expanded (run through the draft model)."""
 
     nodes: Ints  # [5, M] sequence, parent, depth, token, rank
     chances: Floats  # [2, M] gap, path acceptance
@@ -112,7 +106,7 @@ class GrownNodes:
 
 
 class NativeDraft:
-    """Grows trees with one draft model; holds the memory that results are written to."""
+    """Grows trees with one draft model and owns the result buffers."""
 
     def __init__(self, decoder: NativeDecoder) -> None:
         self.decoder = decoder
@@ -122,7 +116,7 @@ class NativeDraft:
         self._grow.argtypes = [_POINTER]
         build.check_sizes("draft", ctypes.sizeof(_DraftStruct), ctypes.sizeof(_KeepStruct))
         self._tables: tuple[Ints | None, Ints | None] = (None, None)
-        self._most = (0, 0, 0)  # nodes, expanded nodes, levels that there is memory for
+        self._most = (0, 0, 0)  # buffer capacity: nodes, expanded nodes, levels
 
     def grow(
         self, *, rows: Ints, lengths: Ints, prompt_lengths: Ints, room: Ints, seeds: npt.NDArray[np.uint64],
@@ -130,10 +124,11 @@ class NativeDraft:
         roots: Ints, tokens: Ints, scores: Floats, log_odds: Doubles,
         depth: int, width: int, branch: int, terms: LevelTermsProtocol | None,
     ) -> GrownNodes:  # fmt: skip
-        """Trees of at most `depth` levels, at most `width` nodes a sequence expanded for each, `branch` children kept.
+        """Grow trees of at most `depth` levels with `width` expanded nodes per sequence and level and `branch` children
+        each.
 
         rows ... shifts [B]; capacity [R]; slot_table [R, L]; roots [n] indices into the batch, with their first
-        candidates tokens, scores [n, k]; log_odds: see LOG_ODDS_SHAPE. Without `terms` no level is refused.
+        candidates tokens, scores [n, k]; log_odds: see LOG_ODDS_SHAPE. Without `terms`, every level is grown.
         """
         size, num_roots, k = len(rows), len(roots), tokens.shape[1]
         if not (1 <= branch <= k and k >= 2 and width >= 1 and depth >= 1):
@@ -170,7 +165,7 @@ class NativeDraft:
         )  # fmt: skip
 
     def _use_table(self, slot_table: Ints, capacity: Ints) -> None:
-        if slot_table is self._tables[0] and capacity is self._tables[1]:  # an engine has one
+        if slot_table is self._tables[0] and capacity is self._tables[1]:  # an engine has one table
             return
         self._tables = slot_table, capacity
         struct, height = self._struct, len(capacity)
@@ -211,10 +206,10 @@ def keep(
     expanded: Ints, level_rows: npt.NDArray[np.int64], *, rows: Ints, lengths: Ints, new_lengths: Ints,
     tokens: Ints, slot_table: Ints, cached: Ints,
 ) -> bool:  # fmt: skip
-    """Keep the draft KV of expanded nodes that the target chose, by swapping entries of `slot_table` [R, L] in place.
+    """Keep the draft KV of accepted expanded nodes by swapping entries of `slot_table` [R, L] in place.
 
-    `expanded`, `level_rows` as in Grown; rows, lengths (when the draft began), new_lengths [B]; tokens [R, T];
-    cached [R]: positions with valid draft KV, updated. False, with nothing done, without a kernel library.
+    `expanded`, `level_rows` as in GrownNodes; rows, lengths (when the draft began), new_lengths [B]; tokens [R, T];
+    cached [R]: positions with valid draft KV, updated. Without a kernel library, return False and change nothing.
     """
     kernel = _keep_kernel()
     if kernel is None:

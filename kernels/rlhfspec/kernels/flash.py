@@ -1,8 +1,7 @@
-"""torch's `varlen_attn` (FlashAttention): several sequences' attention in one call, on a GPU and in 16 bits.
+"""Attention of several sequences in one call by torch's `varlen_attn` (FlashAttention), on a GPU in 16 bits.
 
-Each use keeps a slow twin beside it, which runs wherever `why_not` has a reason, and asks `disagreement` once of each
-kind of heads: a small call both ways. Pages of a KV cache are not given to it: in torch's own kernel a page has 256
-positions at least.
+Use the slow twin when `why_not` or `disagreement` returns a reason. Paged KV is not supported: pages need 256
+positions.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 _LARGEST_HEAD, _HEAD_UNIT = 256, 8
 _DTYPES = (torch.bfloat16, torch.float16)
-_TOLERANCE = 2e-2  # of the largest number; bfloat16 has 8 bits
+_TOLERANCE = 2e-2  # relative to the largest number; bfloat16 has 8 bits
 
 
 def has_flash(device: torch.device) -> bool:
@@ -26,7 +25,7 @@ def why_not(
     device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, *,
     chunk: int | None = None, softcap: float = 0.0, has_sinks: bool = False,
 ) -> str:  # fmt: skip
-    """Return why such an attention does not run here; nothing where it does."""
+    """Return the reason why FlashAttention cannot run this attention, or an empty string."""
     if not has_flash(device):
         return f"{device.type} has no FlashAttention"
     if dtype not in _DTYPES:
@@ -43,10 +42,10 @@ def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, most: int, most_keys: int,
     *, scale: float, window: int | None,
 ) -> Tensor:  # fmt: skip
-    """Let each sequence's queries attend its keys: the last one stands at the last key, and sees it and all before.
+    """Run causal attention for each sequence, aligning its last query with its last key. Return [T, H, D].
 
-    query [T, H, D], key/value [K, Hkv, D]; starts, key_starts [n + 1] int32: where each sequence begins; most and
-    most_keys: of one. window: a query sees so many keys, its own included. Returns [T, H, D].
+    query [T, H, D]; key/value [K, Hkv, D]; starts, key_starts [n + 1] int32 offsets; `most`, `most_keys`: the longest
+    lengths. `window` counts visible keys including the query's own.
     """
     out = varlen_attn(
         query, key, value, starts, key_starts, most, most_keys, scale=scale,
@@ -57,7 +56,7 @@ def flash_attention(
 
 
 def disagreement(flash: Callable[[], Tensor], twin: Callable[[], Tensor]) -> str:
-    """Return in what way a call by FlashAttention is not its twin's; nothing where it is."""
+    """Return how the result of FlashAttention differs from its twin's, or an empty string."""
     try:
         with torch.no_grad():
             found, wanted = flash(), twin()

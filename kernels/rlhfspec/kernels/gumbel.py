@@ -1,7 +1,6 @@
-"""Sampling by the law (docs/law.md): token and log-probs of every row of logits, and a drafter's candidates.
+"""Sampling by the law (docs/law.md): slow twins, and the dispatch to `cpu/csrc/gumbel.cpp` and `gumbel_triton.py`.
 
-The slow twins here say what is computed; `cpu/csrc/gumbel.cpp` and `gumbel_triton.py` compute it fast. All three choose
-the same tokens, and a row gives the same bits in every batch.
+All three choose the same tokens, and a row has the same bits in every batch.
 
 Example:
     >>> logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
@@ -31,17 +30,16 @@ PerRow = Tensor | npt.NDArray[Any]  # [N], one value a row: a tensor on the logi
 
 
 class SampleResult(NamedTuple):
-    """What was drawn, on the logits' device. A row that is not finite has token 0 and NaN log-probs."""
+    """Sampled tokens on the logits' device. A row that is not finite has token 0 and NaN log-probs."""
 
     tokens: Tensor  # [N] int32
     log_probs: Tensor  # [N] float32, under softmax(logits)
     tempered_log_probs: Tensor  # [N] float32, under the distribution sampled from (temperature, then masks)
-    finite: Tensor  # [N] bool: False where the logits hold NaN or +inf, or nothing but -inf
+    finite: Tensor  # [N] bool: False where the logits hold NaN or +inf, or only -inf
 
 
 class Candidates(NamedTuple):
-    """A drafter's best tokens under the noise, best first. Where a row has fewer, or float32 holds no more of their
-    scores: token -1, score -inf."""
+    """A drafter's best tokens under the noise, best first. Missing candidates have token -1 and score -inf."""
 
     tokens: Tensor  # [N, k] int32
     scores: Tensor  # [N, k] float32
@@ -50,11 +48,11 @@ class Candidates(NamedTuple):
 def sample(
     logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: PerRow, top_k: PerRow, top_p: PerRow
 ) -> SampleResult:
-    """One token a row, by the law.
+    """Sample one token per row by the law.
 
-    logits [N, V] float32, rows at any stride; seeds [N] int64 (the bits of a 64-bit seed; numpy uint64 too);
-    positions [N] int32 in the response; temperatures [N] float32 >= 0 (0: greedy); top_k [N] int32 (0: every token);
-    top_p [N] float32 in (0, 1] (1: every token). On a GPU values out of range go unnoticed: looking would wait for it.
+    logits [N, V] float32, rows at any stride; seeds [N] int64 (the bits of a 64-bit seed; numpy uint64 too); positions
+    [N] int32 in the response; temperatures [N] float32 >= 0 (0: greedy); top_k [N] int32 (0: every token); top_p [N]
+    float32 in (0, 1] (1: every token). On a GPU, values out of range are not checked, to avoid a device sync.
     """
     _check_logits(logits)
     kernel = _native("gumbel_sample") if logits.is_cpu else None
@@ -76,7 +74,7 @@ def sample(
 
 
 def candidates(logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: PerRow, k: int) -> Candidates:
-    """A drafter's `k` (at most 16) best tokens a row by `log_softmax(logits) / T + noise`; no masks."""
+    """Return a drafter's `k` (at most 16) best tokens per row by `log_softmax(logits) / T + noise`, without masks."""
     _check_logits(logits)
     if not 1 <= k <= MAX_CANDIDATES:
         raise ValueError(f"k: must be from 1 to {MAX_CANDIDATES} (got {k})")
@@ -97,11 +95,11 @@ def candidates(logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: P
 
 
 def token_log_probs(logits: Tensor, tokens: PerRow, temperature: float) -> Tensor:
-    """The log-prob of one given token a row under softmax(logits / temperature): [N] float32, without a gradient.
+    """Return the log-prob of one given token per row under softmax(logits / temperature): [N] float32, without a
+    gradient.
 
-    On the CPU it has the very bits that `sample` returns for a token drawn without masks: `log_probs` for temperature
-    1, else `tempered_log_probs`, and so it has on a GPU. logits [N, V] float32; tokens [N] int32, of which those out of
-    range give NaN on a GPU, where looking would wait; a row that is not finite gives NaN.
+    The bits equal those of `sample` without masks. logits [N, V] float32; tokens [N] int32. A row that is not finite
+    gives NaN, and so does a token out of range on a GPU.
 
     >>> token_log_probs(torch.tensor([[0.0, 0.0]]), np.array([1], np.int32), 1.0).exp()
     tensor([0.5000])
@@ -111,7 +109,7 @@ def token_log_probs(logits: Tensor, tokens: PerRow, temperature: float) -> Tenso
         raise ValueError(f"temperature: must be finite and > 0 (got {temperature})")
     rows, vocab_size = logits.shape
     ids = _as_tensor("tokens", tokens, rows, logits.device)
-    if ids.is_cpu and not bool(((ids >= 0) & (ids < vocab_size)).all()):  # looking would wait for a device
+    if ids.is_cpu and not bool(((ids >= 0) & (ids < vocab_size)).all()):  # on a device this check would synchronize
         raise ValueError(f"tokens: every value must be in [0, {vocab_size})")
     temperatures = torch.full((rows,), temperature, device=logits.device)
     if logits.is_cuda:
@@ -131,8 +129,8 @@ def token_log_probs(logits: Tensor, tokens: PerRow, temperature: float) -> Tenso
 
 
 def kept_tokens(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Which tokens the masks keep: logits [N, V] float64, temperatures [N] float64 > 0; returns [N, V] bool."""
-    ordered, ids = torch.sort(logits, dim=1, descending=True, stable=True)  # stable: of equals the lower id first
+    """Return the mask [N, V] of kept tokens for logits [N, V] float64 and temperatures [N] float64 > 0."""
+    ordered, ids = torch.sort(logits, dim=1, descending=True, stable=True)  # stable: lower id first among equals
     rank = torch.arange(logits.shape[1], device=logits.device)
     survives = rank < torch.where(top_k > 0, top_k, logits.shape[1])[:, None]
     weights = torch.exp((ordered - ordered[:, :1]) / temperatures[:, None]) * survives
@@ -146,16 +144,15 @@ def kept_tokens(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tens
 def sample_reference(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor
 ) -> SampleResult:
-    """`sample`, slow and obvious, in float64."""
     _check_values(temperatures, top_k, top_p)
     finite = _finite_rows(logits)
-    x = torch.where(finite[:, None], logits, 0).to(torch.float64)  # [N, V]; rows without an answer go along as zeros
+    x = torch.where(finite[:, None], logits, 0).to(torch.float64)  # [N, V]; rows that are not finite become zeros
     greedy = temperatures == 0
     temperature = torch.where(greedy, 1, temperatures).to(torch.float64)
     kept = kept_tokens(x, temperature, top_k, top_p)
     scores = _perturbed(x, seeds, positions, temperatures).masked_fill(~kept & ~greedy[:, None], -torch.inf)
     ids = torch.arange(x.shape[1], device=x.device)
-    tokens = torch.where(scores == scores.amax(1, keepdim=True), ids, x.shape[1]).amin(1)  # lowest id of equals
+    tokens = torch.where(scores == scores.amax(1, keepdim=True), ids, x.shape[1]).amin(1)  # lowest id among equals
     centred = x - x.amax(1, keepdim=True)
     log_probs = torch.log_softmax(centred, dim=1).gather(1, tokens[:, None])[:, 0]
     tempered = (centred / temperature[:, None]).masked_fill(~kept, -torch.inf)
@@ -169,7 +166,6 @@ def sample_reference(
 
 
 def token_log_probs_reference(logits: Tensor, tokens: Tensor, temperatures: Tensor) -> Tensor:
-    """`token_log_probs`, slow and obvious, in float64."""
     finite = _finite_rows(logits)
     x = torch.where(finite[:, None], logits, 0).to(torch.float64)
     centred = (x - x.amax(1, keepdim=True)) / temperatures.to(torch.float64)[:, None]
@@ -178,7 +174,6 @@ def token_log_probs_reference(logits: Tensor, tokens: Tensor, temperatures: Tens
 
 
 def candidates_reference(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, k: int) -> Candidates:
-    """`candidates`, slow and obvious, in float64."""
     _check_values(temperatures)
     vocab_size = logits.shape[1]
     finite = _finite_rows(logits)[:, None]
@@ -193,13 +188,13 @@ def candidates_reference(logits: Tensor, seeds: Tensor, positions: Tensor, tempe
 
 
 def _finite_rows(logits: Tensor) -> Tensor:
-    """[N] bool: no NaN, no +inf, and at least one token that can be chosen."""
+    """Return [N] bool: the row has no NaN, no +inf, and at least one token that can be chosen."""
     best = logits.amax(dim=1)  # NaN if the row holds one
     return (best > -torch.inf) & (best < torch.inf)
 
 
 def _perturbed(x: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
-    """x / T + G, or x where T = 0: [N, V] float64."""
+    """Return x / T + G, or x where T = 0: [N, V] float64."""
     greedy = (temperatures == 0)[:, None]
     temperature = temperatures.to(torch.float64)[:, None]
     return torch.where(greedy, x, x / temperature + gumbel_noise(seeds, positions, x.shape[1]))
@@ -218,7 +213,7 @@ def _check_logits(logits: Tensor) -> None:
 
 
 def _check_values(temperatures: Tensor, top_k: Tensor | None = None, top_p: Tensor | None = None) -> None:
-    if not temperatures.is_cpu:  # looking would wait for the device
+    if not temperatures.is_cpu:  # on a device this check would synchronize
         return
     checks = [("temperatures", torch.isfinite(temperatures) & (temperatures >= 0), "finite and >= 0")]
     if top_k is not None and top_p is not None:
@@ -263,7 +258,7 @@ def _as_tensor(name: str, value: PerRow, rows: int, device: torch.device) -> Ten
 # ---- the C++ kernel --------------------------------------------------------------------------------------------------
 
 
-# How many sizes (stride, rows, vocabulary, candidates' k) and how many vectors each function takes.
+# Numbers of sizes (stride, rows, vocabulary, k of candidates) and of vectors that each function takes.
 _ARGUMENTS = {"gumbel_sample": (3, 9), "gumbel_candidates": (4, 5), "gumbel_log_probs": (3, 3)}
 _REFUSED = {1: "temperatures: every value must be finite and >= 0", 2: "top_k: every value must be >= 0"}
 _REFUSED[3] = "top_p: every value must be in (0, 1]"
@@ -271,7 +266,6 @@ _REFUSED[3] = "top_p: every value must be in (0, 1]"
 
 @functools.cache
 def _native(name: str, isa: str | None = None) -> Any:
-    """`gumbel_sample`, `gumbel_candidates` or `gumbel_log_probs` as a ctypes function; None without a library."""
     kernel = build.function(name, isa)
     if kernel is None:
         return None
@@ -283,7 +277,7 @@ def _native(name: str, isa: str | None = None) -> Any:
 
 
 def _pointer(name: str, value: PerRow, rows: int) -> int:
-    """Where a vector of parameters lies in memory, once it is what the kernel expects."""
+    """Return the address of a parameter vector. Raise if its dtype or shape is not what the kernel expects."""
     if isinstance(value, np.ndarray):
         if value.dtype in _NUMPY_DTYPES[name] and value.shape == (rows,) and value.flags.c_contiguous:
             if rows and value.flags.writeable:  # several times faster than .ctypes, which matters for one row

@@ -1,13 +1,10 @@
-"""The law of sampling (docs/law.md) as Triton kernels: one program a row, one pass over its logits.
+"""The law of sampling (docs/law.md) as Triton kernels, one program per row; call them through `gumbel.py`.
 
-The pass keeps a running maximum, the sums of exponentials of both distributions and the best perturbed scores. As on
-the CPU, a cheap float32 bound of every token's score decides which tiles are worth the float64 definition. Rows with
-masks first look for the end of the kept prefix, by bisection. Tiles and their reductions have one order, so a row gives
-the same bits in every batch. Import this module only where triton is; `gumbel.py` is its checked front.
+A float32 bound skips tiles that cannot win; the others are scored in float64. Rows with masks first find the end of the
+kept prefix by bisection. Tiles are reduced in a fixed order, so a row has the same bits in every batch.
 """
 
-# Triton types neither its decorator nor what a kernel works on.
-# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+# Triton has no types for its decorator or for kernel arguments.
 
 from __future__ import annotations
 
@@ -20,22 +17,22 @@ MAX_TILE = 1024
 INT_MAX = tl.constexpr(2**31 - 1)
 MAX_NOISE = tl.constexpr(22.9)  # G <= 33 ln 2
 WAYS = tl.constexpr(8)  # a pass of the bisection tries so many thresholds
-BOUND_SLACK = tl.constexpr(1e-3)  # above the float32 rounding of a bound
+BOUND_SLACK = tl.constexpr(1e-3)  # thresholds tried in one pass of the bisection
 
 
 @triton.jit
 def _load_tile(row, first, vocab_size, TILE: tl.constexpr):
-    """ids [TILE], logits [TILE] float32, whether each is NaN or +inf [TILE]; those, and all past the end, read -inf."""
+    """Return ids [TILE], logits [TILE] float32, and a mask of NaN and +inf [TILE]; those and the padding read -inf."""
     ids = first + tl.arange(0, TILE)
     x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
     bad = (x != x) | (x == float("inf"))
     x = tl.where(bad, float("-inf"), x)
-    return ids, tl.where(x == 0.0, 0.0, x), bad  # -0 orders as +0
+    return ids, tl.where(x == 0.0, 0.0, x), bad  # -0 sorts like +0
 
 
 @triton.jit
 def _words(seed, position, first, TILE: tl.constexpr):
-    """The random words [TILE] uint32 of the tokens from `first` (a multiple of 4) on."""
+    """Return the random words [TILE] uint32 of the tokens from `first` (a multiple of 4) on."""
     block = first // 4 + tl.arange(0, TILE // 4)
     r0, r1, r2, r3 = tl.philox(seed, block, block * 0 + position, block * 0, block * 0)
     return tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
@@ -43,20 +40,19 @@ def _words(seed, position, first, TILE: tl.constexpr):
 
 @triton.jit
 def _gumbel(words):
-    """By the definition, float64."""
     u = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
     return -tl.log(-tl.log(1.0 - u))
 
 
 @triton.jit
 def _gumbel_bound(words):
-    """Not below G, by more than rounding: E >= u, so G <= -log(u). float32."""
+    """Return an upper bound of G in float32, above by more than rounding: E >= u, so G <= -log(u)."""
     return -tl.log((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10)
 
 
 @triton.jit
 def _tile_scores(x, seed, position, first, temperature, least, TILE: tl.constexpr):
-    """Exact scores [TILE] float64 if one of them may be above `least`, else -inf."""
+    """Return exact scores [TILE] float64 if one of them may exceed `least`, else -inf."""
     z = x.to(tl.float64) / temperature
     scores = tl.full((TILE,), float("-inf"), tl.float64)
     if tl.max(z) + MAX_NOISE >= least:
@@ -72,7 +68,7 @@ def _tile_scores(x, seed, position, first, temperature, least, TILE: tl.constexp
 
 @triton.jit
 def _keys(x):
-    """Integers in the order of the floats."""
+    """Map floats to integers of the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
@@ -86,7 +82,7 @@ def _is_kept(key, ids, last_key, last_id):
 def _amounts(
     row, vocab_size, lowest, last_key, last_id, maximum, temperature, BY_MASS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Of the tokens kept so far, those with keys >= lowest [WAYS]: their number or mass exp((x - max) / T), [WAYS]."""
+    """Return the number or mass exp((x - max) / T) of the kept tokens with keys >= lowest: [WAYS]."""
     total = tl.zeros((WAYS,), tl.float64)
     for first in range(0, vocab_size, TILE):
         ids, x, _ = _load_tile(row, first, vocab_size, TILE)
@@ -99,7 +95,7 @@ def _amounts(
 
 @triton.jit
 def _num_ties(row, vocab_size, key, up_to_id, last_key, last_id, TILE: tl.constexpr):
-    """How many kept tokens have this key and an id <= up_to_id; float64."""
+    """Return the number of kept tokens with this key and an id <= up_to_id, in float64."""
     ties = tl.zeros((), tl.float64)
     for first in range(0, vocab_size, TILE):
         ids, x, _ = _load_tile(row, first, vocab_size, TILE)
@@ -113,8 +109,8 @@ def _num_ties(row, vocab_size, key, up_to_id, last_key, last_id, TILE: tl.conste
 def _shorten(
     row, vocab_size, wanted, last_key, last_id, maximum, temperature, BY_MASS: tl.constexpr, TILE: tl.constexpr
 ):
-    """The end of the shortest prefix whose amount reaches `wanted`: (last key, last id)."""
-    low = tl.full((), -(2**31), tl.int64)  # the amount with keys >= low reaches it, that with keys >= high does not
+    """Return the end (last key, last id) of the shortest prefix whose amount reaches `wanted`."""
+    low = tl.full((), -(2**31), tl.int64)  # invariant: keys >= low reach the amount, keys >= high do not
     high = _keys(maximum.to(tl.float32)).to(tl.int64) + 1
     before = tl.zeros((), tl.float64)  # the amount with keys >= high
     while high - low > 1:
@@ -146,7 +142,7 @@ def _shorten(
 
 @triton.jit
 def _mask_end(row, vocab_size, temperature, top_k, top_p, TILE: tl.constexpr):
-    """The last kept token: (key, id)."""
+    """Return the last kept token as (key, id)."""
     last_key = tl.full((), -(2**31), tl.int32)
     last_id = tl.full((), INT_MAX, tl.int32)
     maximum = tl.full((), float("-inf"), tl.float64)
@@ -172,7 +168,7 @@ def _mask_end(row, vocab_size, temperature, top_k, top_p, TILE: tl.constexpr):
 
 @triton.jit
 def _grown_sum(total, old_maximum, maximum, x, keep, temperature):
-    """The sum over kept tokens of exp((x - maximum) / T), from that under the old maximum and one more tile."""
+    """Return the sum over kept tokens of exp((x - maximum) / T), rescaled from the old maximum, plus one more tile."""
     rescaled = total * tl.exp((old_maximum - maximum) / temperature)
     return rescaled + tl.sum(tl.where(keep, tl.exp((x - maximum) / temperature), 0.0))
 
@@ -216,7 +212,7 @@ def _sample_kernel(
             kept = tl.where(keep, x, float("-inf"))
             scores = _tile_scores(kept, seed, position, first, temperature, best, TILE)
         tile_best = tl.max(scores)
-        if tile_best > best:  # ids ascend, so of equals the earlier stays
+        if tile_best > best:  # ids ascend, so among equals the earlier one stays
             best = tile_best
             token = tl.min(tl.where(scores == tile_best, ids, INT_MAX))
             logit = tl.max(tl.where(ids == token, x, float("-inf")))
@@ -237,7 +233,7 @@ def _sample_kernel(
 
 @triton.jit
 def _log_probs_kernel(logits, stride, vocab_size, tokens, temperatures, log_probs, TILE: tl.constexpr):
-    """Sums as in `_sample_kernel`, so that the bits are those that it gives a token drawn without masks."""
+    """Store the log-prob of given tokens, with sums in the order of `_sample_kernel` so that the bits are equal."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     temperature = tl.load(temperatures + index).to(tl.float64)
@@ -272,7 +268,7 @@ def _candidates_kernel(
     noisy = temperature > 0
     temperature = tl.where(noisy, temperature, 1.0)
 
-    slot = tl.arange(0, SLOTS)  # the best so far, in no order; slots past NUM are never the worst, nor taken
+    slot = tl.arange(0, SLOTS)  # the best so far, unordered; slots past NUM are never the worst and never taken
     best = tl.where(slot < NUM, float("-inf"), float("inf")).to(tl.float64)
     best_id = -1 - slot  # no token yet
     worst = tl.full((), float("-inf"), tl.float64)
@@ -294,7 +290,7 @@ def _candidates_kernel(
         while tile_best > worst:
             token = tl.min(tl.where(scores == tile_best, ids, INT_MAX))
             scores = tl.where(ids == token, float("-inf"), scores)
-            last = tl.max(tl.where(best == worst, best_id, -INT_MAX))  # of the worst, the highest id goes
+            last = tl.max(tl.where(best == worst, best_id, -INT_MAX))  # among the worst, the highest id is replaced
             replaced = (best == worst) & (best_id == last)
             best = tl.where(replaced, tile_best, best)
             best_id = tl.where(replaced, token, best_id)
@@ -319,14 +315,14 @@ def _candidates_kernel(
 
 
 def _tile(vocab_size: int) -> int:
-    """Depends on the vocabulary alone, so that a row's sums have one order."""
+    """Return a tile size that depends on the vocabulary alone, so that a row's sums have one order."""
     return min(MAX_TILE, max(16, int(triton.next_power_of_2(vocab_size))))
 
 
 def sample(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, log-probs, tempered log-probs, finite; arguments as checked by `gumbel.sample`."""
+    """Return tokens, log-probs, tempered log-probs and finite flags; `gumbel.sample` checks the arguments."""
     rows, vocab_size = logits.shape
     tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
     log_probs = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -342,7 +338,7 @@ def sample(
 
 
 def log_probs(logits: Tensor, tokens: Tensor, temperatures: Tensor) -> Tensor:
-    """[N] float32; arguments as checked by `gumbel.token_log_probs`. A token outside of the vocabulary gives NaN."""
+    """Return [N] float32, NaN for a token outside the vocabulary; `gumbel.token_log_probs` checks the arguments."""
     rows, vocab_size = logits.shape
     found = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
@@ -353,7 +349,7 @@ def log_probs(logits: Tensor, tokens: Tensor, temperatures: Tensor) -> Tensor:
 
 
 def candidates(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Tokens and scores; arguments as checked by `gumbel.candidates`."""
+    """Return tokens and scores; `gumbel.candidates` checks the arguments."""
     rows, vocab_size = logits.shape
     tokens = torch.empty((rows, k), dtype=torch.int32, device=logits.device)
     scores = torch.empty((rows, k), dtype=torch.float32, device=logits.device)

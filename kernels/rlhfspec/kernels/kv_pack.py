@@ -1,7 +1,4 @@
-"""Packing KV for a journey: the scattered slots of a sequence as one contiguous tensor, and back.
-
-Many small sends are 10-30 times slower than one large one. On CUDA a Triton kernel does it, on CPU a C++ one; torch
-indexing, on any other device, is also the twin that both are tested against. Bits are copied, never converted.
+"""Pack the KV of scattered slots into one contiguous tensor for transfer, and back. Bits are copied, never converted.
 
 Example:
     >>> kv = torch.arange(16.0).reshape(2, 1, 2, 4, 1, 1)  # [blocks, layers, 2, block size, heads, dim]
@@ -30,13 +27,13 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def pack_slots(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Gathers kv [blocks, layers, 2, block size, Hkv, D] at slots [n] (int32). Returns [n, layers, 2, Hkv, D]."""
+    """Gather kv [blocks, layers, 2, block size, Hkv, D] at slots [n] (int32). Return [n, layers, 2, Hkv, D]."""
     _check(kv, slots)
     return _gathered(kv, slots)
 
 
 def unpack_slots(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
-    """Scatters packed [n, layers, 2, Hkv, D] to slots [n] of kv; everything else stays as it is."""
+    """Scatter packed [n, layers, 2, Hkv, D] to slots [n] of kv; other slots stay unchanged."""
     _check(kv, slots, unique=True)
     _, num_layers, _, _, num_kv_heads, dim = kv.shape
     _check_packed(packed, kv, (len(slots), num_layers, 2, num_kv_heads, dim))
@@ -44,7 +41,7 @@ def unpack_slots(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) ->
 
 
 def copy_slots(kv: torch.Tensor, source: IntArray, target: IntArray) -> None:
-    """What is in the slots `source` [n] also into those of `target` [n]; a device is not waited for."""
+    """Copy the slots `source` [n] to the slots `target` [n], without waiting for the device."""
     _check_slots(kv, source)
     _check_slots(kv, target, unique=True)
     from_slots, to_slots = (torch.from_numpy(slots).to(kv.device) for slots in (source, target))
@@ -78,8 +75,8 @@ def _scatter(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> Non
 
 
 def pack_into(kv: torch.Tensor, slots: IntArray, out: Bytes) -> None:
-    """`pack_slots` into `out` [n, bytes a slot], which may lie anywhere: a socket's buffer, shared memory. A device is
-    waited for once."""
+    """Run `pack_slots` into host memory `out` [n, bytes per slot], such as a socket buffer. Synchronizes the device
+    once."""
     _check_memory(kv, slots, out)
     if (kernel := _kernel_of(kv)) is not None:
         _copy_bytes(kernel, out, kv, slots, is_pack=True)
@@ -89,8 +86,7 @@ def pack_into(kv: torch.Tensor, slots: IntArray, out: Bytes) -> None:
 
 
 def unpack_from(packed: Bytes, kv: torch.Tensor, slots: IntArray) -> None:
-    """`unpack_slots` from memory [n, bytes a slot] that may lie anywhere, and that need not be writable. A device is
-    not waited for."""
+    """Run `unpack_slots` from host memory [n, bytes per slot], which may be read-only. Does not wait for the device."""
     _check_memory(kv, slots, packed, unique=True)
     if (kernel := _kernel_of(kv)) is not None:
         _copy_bytes(kernel, packed, kv, slots, is_pack=False)
@@ -101,8 +97,7 @@ def unpack_from(packed: Bytes, kv: torch.Tensor, slots: IntArray) -> None:
 
 
 def _staging(kv: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """Memory of the host [n, layers, 2, Hkv, D] that a device reads and writes without another copy of it. torch keeps
-    what is pinned for the next one, and gives it out when no copy uses it any more."""
+    """Allocate host memory [n, layers, 2, Hkv, D], pinned if a device reads or writes it."""
     shape = (num_slots, *kv.shape[1:3], *kv.shape[4:])
     return torch.empty(shape, dtype=kv.dtype, pin_memory=kv.is_cuda)
 
@@ -174,7 +169,7 @@ def _check(kv: torch.Tensor, slots: torch.Tensor, *, unique: bool = False) -> No
     lowest, highest = (int(value) for value in torch.stack(slots.aminmax()).tolist())
     if lowest < 0 or highest >= limit:
         raise ValueError(f"slots: must be in [0, {limit}) (got {lowest} to {highest})")
-    if unique:  # two writers of one place would leave either's bits
+    if unique:  # two writers of one slot would leave either one's bits
         ordered = slots.sort().values
         if bool((ordered[1:] == ordered[:-1]).any()):
             raise ValueError("slots: must not repeat")
@@ -188,7 +183,6 @@ def _check_memory(kv: torch.Tensor, slots: IntArray, packed: Bytes, *, unique: b
 
 
 def _check_slots(kv: torch.Tensor, slots: IntArray, *, unique: bool = False) -> None:
-    """As `_check`, on the host: without a torch call for each of a few positions, and without waiting."""
     if slots.dtype != np.int32 or slots.ndim != 1 or not slots.flags.c_contiguous:
         raise ValueError(f"slots: must be int32 [n], contiguous (got {slots.dtype} {slots.shape})")
     if not kv.is_contiguous():

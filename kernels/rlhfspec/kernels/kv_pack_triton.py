@@ -1,7 +1,5 @@
-"""Packing KV on a GPU: the Triton kernels behind `kv_pack` (contract and twins are there).
-
-A slot is one run per layer and plane (key, value), contiguous on either side. A program copies one piece of one run.
-"""
+"""Triton kernels behind `kv_pack`. A program copies one piece of one run; a slot has a run per layer and plane (key,
+value)."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ def unpack_slots(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) ->
 
 
 def _copy(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor, *, pack: bool) -> None:
-    """kv seen as [blocks, planes, block size, run], packed as [n, planes, run]."""
+    """Copy between kv, viewed as [blocks, planes, block size, run], and packed, viewed as [n, planes, run]."""
     if len(slots) == 0:
         return
     _, num_layers, _, block_size, num_kv_heads, dim = kv.shape

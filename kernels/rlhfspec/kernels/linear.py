@@ -1,8 +1,6 @@
-"""Linear layers, gated MLPs and activations on CPU, whose every output is a fixed function of its own row.
+"""CPU linear layers, gated MLPs and activations for inference. A row has the same bits in any batch, with any threads.
 
-A row's result has the same bits alone and in any batch, with any number of threads (csrc/linear.h states the order of
-summation); torch's own linear differs in every row. Each kernel has its plain-torch twin here, used where there is no
-kernel library ("torch" arithmetic, without that promise) and by the tests. Inference only: nothing here has a gradient.
+csrc/linear.h states the order of summation. Without a kernel library the plain-torch twins run, without that promise.
 
 Example:
     >>> linear = torch.nn.Linear(256, 1000)
@@ -28,7 +26,7 @@ Arithmetic = Literal["fma", "amx", "dpbf16", "torch"]
 ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu"]
 
 ACTIVATIONS: dict[str, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}  # the numbers of csrc/activation.h
-ISA_OF = {"amx": "amx", "dpbf16": "avx512bf16"}  # arithmetics with an instruction set of their own
+ISA_OF = {"amx": "amx", "dpbf16": "avx512bf16"}  # arithmetics with their own instruction set
 
 
 # ---- which arithmetic -----------------------------------------------------------------------------------------------
@@ -36,18 +34,15 @@ ISA_OF = {"amx": "amx", "dpbf16": "avx512bf16"}  # arithmetics with an instructi
 
 @functools.cache
 def amx_permitted() -> bool:
-    """Does this CPU have AMX bf16 tiles, and does the kernel let this process use them?"""
+    """Return whether this CPU has AMX bf16 tiles and the kernel lets this process use them."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return build.supports("amx") and ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 @functools.cache
 def available_arithmetics(dtype: torch.dtype) -> tuple[str, ...]:
-    """Best first; "torch" is always there.
-
-    fp32 weights are always multiplied in fp32. For bf16 weights, dot products come before FMA only on AMD: on Intel
-    they run at half the rate of FMA.
-    """
+    """Return the arithmetics for weights of `dtype`, best first. bf16 dot products precede FMA on AMD only: Intel's are
+    slower."""
     if dtype not in STORED:
         raise ValueError(f"dtype: packed weights are float32 or bfloat16 (got {dtype})")
     if build.load() is None:
@@ -61,8 +56,7 @@ def available_arithmetics(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def arithmetic_for(dtype: torch.dtype, wanted: str = "auto", device: str = "cpu") -> Arithmetic:
-    """How weights stored as `dtype` are multiplied: a function of this CPU and the arguments, never of a timing. On
-    another device it is torch that multiplies.
+    """Return the arithmetic for weights stored as `dtype`; it depends on CPU and arguments, never on a timing.
 
     >>> arithmetic_for(torch.float32, "amx")
     Traceback (most recent call last):
@@ -78,7 +72,7 @@ def arithmetic_for(dtype: torch.dtype, wanted: str = "auto", device: str = "cpu"
 
 
 def arithmetic_beside(arithmetic: str, dtype: torch.dtype) -> str:
-    """How weights kept as `dtype` are multiplied in a model whose other weights are by `arithmetic`.
+    """Return the arithmetic of weights stored as `dtype` in a model whose other weights use `arithmetic`.
 
     >>> arithmetic_beside("amx", torch.bfloat16), arithmetic_beside("amx", torch.float32)
     ('amx', 'fma')
@@ -106,7 +100,6 @@ def native_kernel(name: str, suffix: str = "", isa: str | None = None) -> Any:
 
 @functools.cache
 def matmul_kernel(name: str, arithmetic: str, dtype: torch.dtype) -> Any:
-    """`linear` or `gated_mlp` for an arithmetic."""
     if arithmetic == "fma":
         return native_kernel(name, f"_{STORED[dtype]}")
     return native_kernel(name, "", ISA_OF[arithmetic])
@@ -117,7 +110,8 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def checked(x: Tensor, width: int) -> Tensor:
-    """`x` as the kernels want it: fp32 on CPU, contiguous, of this width."""
+    """Return `x` as contiguous fp32 on CPU with this width. Raise ValueError if it is not fp32, on CPU and
+    gradient-free."""
     if x.dtype is not torch.float32 or not x.is_cpu or x.shape[-1] != width:
         raise ValueError(f"x: must be float32 [..., {width}] on CPU (got {x.dtype} {tuple(x.shape)} on {x.device})")
     if x.requires_grad and torch.is_grad_enabled():
@@ -129,14 +123,14 @@ def checked(x: Tensor, width: int) -> Tensor:
 
 
 def linear_twin(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: str) -> Tensor:
-    """What the kernels compute, in plain torch. x [..., K]; weight [N, K], fp32 holding stored values -> [..., N]."""
+    """Compute the kernels' result in plain torch: x [..., K], weight [N, K] (fp32 of stored values) -> [..., N]."""
     if arithmetic in ("amx", "dpbf16"):
         x = x.to(torch.bfloat16).float()
     return functional.linear(x, weight, bias)
 
 
 class PackedLinear(nn.Module):
-    """A linear layer that keeps only its packed weights (fp32 or bf16 stored) and an fp32 bias.
+    """Linear layer that keeps only packed weights (stored as fp32 or bf16) and an fp32 bias.
 
     Example:
         >>> layer = PackedLinear.from_linear(nn.Linear(3, 2), dtype=torch.float32)
@@ -152,7 +146,7 @@ class PackedLinear(nn.Module):
         self.out_features = out_features
         self.dtype = dtype
         self.arithmetic = arithmetic_for(dtype, arithmetic)
-        # Plain attributes, not buffers: a packed layout must not be cast or saved as if it were a weight.
+        # Plain attributes, not buffers: a packed layout must not be cast or saved like a weight.
         self.packed: Tensor
         self.bias: Tensor | None = None
         if self.arithmetic != "torch":
@@ -168,7 +162,6 @@ class PackedLinear(nn.Module):
 
     @torch.no_grad()
     def load_weight(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Packs new weights [N, K] in place."""
         if tuple(weight.shape) != (self.out_features, self.in_features):
             wanted = (self.out_features, self.in_features)
             raise ValueError(f"weight: must have shape {wanted} (got {tuple(weight.shape)})")
@@ -180,17 +173,15 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Type and shape of the weight, without its numbers: some models ask their layers for them."""
+        """Return a meta tensor with the weight's shape, for models that inspect their layers."""
         return torch.empty(self.out_features, self.in_features, device="meta")
 
     def unpacked_weight(self) -> Tensor:
-        """[N, K] in the stored dtype."""
         if self.arithmetic == "torch":
             return self.packed.to(self.dtype)
         return unpack(self.packed, self.in_features, self.arithmetic)[: self.out_features].contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] fp32 -> [..., N] fp32"""
         x = checked(x, self.in_features)
         if self.arithmetic == "torch":
             return linear_twin(x, self.packed, self.bias, self.arithmetic)
@@ -228,8 +219,7 @@ def activation_twin(x: Tensor, name: str) -> Tensor:
 
 
 def row_invariant_activation(x: Tensor, name: str) -> Tensor:
-    """The activation of every element, the same bits wherever it stands. (torch's vector body and scalar tail use
-    different exponentials, so a row depends on its neighbours where the width is not a multiple of 16.)"""
+    """Apply an activation with the same bits at every position. In torch they depend on the place within a vector."""
     if name not in ACTIVATIONS or build.load() is None:
         return activation_twin(x, name)
     x = checked(x, x.shape[-1])
@@ -239,7 +229,7 @@ def row_invariant_activation(x: Tensor, name: str) -> Tensor:
 
 
 class RowInvariantActivation(nn.Module):
-    """silu, gelu_tanh, gelu or relu, for MLPs that are not gated.
+    """Activation module (silu, gelu_tanh, gelu or relu) for MLPs that are not gated.
 
     Example:
         >>> RowInvariantActivation("relu")(torch.tensor([-1.0, 2.0]))
@@ -260,14 +250,13 @@ class RowInvariantActivation(nn.Module):
 
 
 def gated_mlp_twin(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str, arithmetic: str) -> Tensor:
-    """x [..., H]; gate, up [I, H]; down [N, I], all fp32 holding stored values -> [..., N]; no biases."""
+    """Compute x [..., H] with gate, up [I, H] and down [N, I] (fp32 holding stored values) -> [..., N]; no biases."""
     hidden = activation_twin(linear_twin(x, gate, None, arithmetic), activation) * linear_twin(x, up, None, arithmetic)
     return linear_twin(hidden, down, None, arithmetic)
 
 
 class PackedGatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) in one call. Its bits are those of the three PackedLinear layers with a
-    RowInvariantActivation between them.
+    """down(activation(gate(x)) * up(x)) in one call, with the bits of three PackedLinear and a RowInvariantActivation.
 
     Example:
         >>> gate, up, down = nn.Linear(8, 24, bias=False), nn.Linear(8, 24, bias=False), nn.Linear(24, 8, bias=False)
@@ -295,7 +284,7 @@ class PackedGatedMLP(nn.Module):
         self.activation = activation
         self.dtype = dtype
         self.arithmetic = arithmetic_for(dtype, arithmetic)
-        self.gate_up: Tensor  # 16 outputs of gate, 16 of up, in turn
+        self.gate_up: Tensor  # groups of 16 outputs, alternating gate and up
         self.gate_bias: Tensor | None = None
         self.up_bias: Tensor | None = None
         self.down = PackedLinear(intermediate_features, out_features, dtype=dtype, arithmetic=self.arithmetic)
@@ -335,7 +324,6 @@ class PackedGatedMLP(nn.Module):
         up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
     ) -> None:
-        """Packs new weights in place: gate and up [I, H], down [N, I]."""
         wanted = (self.intermediate_features, self.hidden_features)
         for name, weight in (("gate", gate), ("up", up)):
             if tuple(weight.shape) != wanted:
@@ -352,7 +340,7 @@ class PackedGatedMLP(nn.Module):
         pack(up, self.gate_up, self.arithmetic, every=2, offset=1)
 
     def unpacked_weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """gate, up [I, H] and down [N, I] in the stored dtype."""
+        """Return gate, up [I, H] and down [N, I] in the stored dtype."""
         down = self.down.unpacked_weight()
         if self.arithmetic == "torch":
             return self.gate_up[0].to(self.dtype), self.gate_up[1].to(self.dtype), down
@@ -362,7 +350,6 @@ class PackedGatedMLP(nn.Module):
         return gate.contiguous(), up.contiguous(), down
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., H] fp32 -> [..., N] fp32"""
         x = checked(x, self.hidden_features)
         if self.arithmetic == "torch":
             gate = linear_twin(x, self.gate_up[0], self.gate_bias, self.arithmetic)

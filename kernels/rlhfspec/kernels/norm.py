@@ -1,4 +1,4 @@
-"""RMS norm on CPU, whose every output is a fixed function of its own row; beside it its plain-torch twin."""
+"""RMS norm on CPU whose outputs depend on their own row only, and its plain-torch twin."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ def rms_norm_twin(x: Tensor, weight: Tensor, eps: float, *, add_one: bool = Fals
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float, *, add_one: bool = False) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; `add_one`: * (1 + weight), as Gemma has it.
-
-    x [..., W] fp32, weight [W] fp32 -> [..., W]; one pass, the same bits for a row in any batch.
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension; `add_one`: * (1 + weight), as in Gemma.
 
     >>> fused_rms_norm(torch.tensor([[3.0, -3.0]]), torch.ones(2), 0.0)
     tensor([[ 1., -1.]])
@@ -41,8 +39,6 @@ def fused_rms_norm(x: Tensor, weight: Tensor, eps: float, *, add_one: bool = Fal
 
 
 class FusedRMSNorm(nn.Module):
-    """`fused_rms_norm` with its weight, kept as fp32."""
-
     def __init__(self, weight: Tensor, eps: float, *, add_one: bool = False) -> None:
         super().__init__()
         self.eps = eps

@@ -1,6 +1,5 @@
-"""The noise of the law (docs/law.md): Philox4x32-10 and the Gumbel numbers made from it, in plain torch.
-
-Counter-based: a word is a pure function of (key, counter), so noise has no state to keep, lose or move.
+"""The noise of the law (docs/law.md): Philox4x32-10 and Gumbel numbers in plain torch, pure functions of (key,
+counter).
 
 Example:
     >>> words = philox_4x32(tuple(torch.zeros(4, 1, dtype=torch.int64)), tuple(torch.zeros(2, 1, dtype=torch.int64)))
@@ -22,13 +21,13 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _multiply(constant: int, value: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low word of a 32x32 bit product. int64 wraps around, which leaves the 64 bits themselves right."""
+    """Return the high and low word of a 32x32 bit product. int64 overflow leaves all 64 bits correct."""
     product = value * constant
     return (product >> 32) & MASK32, product & MASK32
 
 
 def philox_4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> Words:
-    """Four random words of 32 bits; every tensor int64 with values below 2**32, shapes broadcast together."""
+    """Return four random 32-bit words. All tensors are int64 with values below 2**32, and their shapes broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(NUM_ROUNDS):
@@ -40,8 +39,7 @@ def philox_4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> Words:
 
 
 def random_words(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """The word of every (seed, position, token): seeds [N] int64 (the bits of a 64-bit seed), positions [N],
-    returns [N, V] int64 in [0, 2**32)."""
+    """Return the words [N, V] int64 in [0, 2**32) for seeds [N] int64 (the bits of a 64-bit seed) and positions [N]."""
     blocks = torch.arange((vocab_size + 3) // 4, device=seeds.device)  # [V/4]; one call of Philox serves four tokens
     seeds, positions = seeds.to(torch.int64)[:, None], positions.to(torch.int64)[:, None]
     zero = torch.zeros_like(positions)
@@ -50,12 +48,12 @@ def random_words(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise G(seed, position, token): [N, V] float64.
+    """Return standard Gumbel noise G(seed, position, token): [N, V] float64.
 
     Example:
         >>> gumbel_noise(torch.tensor([7]), torch.tensor([0]), 4).shape
         torch.Size([1, 4])
     """
     uniform = (random_words(seeds, positions, vocab_size).to(torch.float64) + 0.5) / 2.0**32  # in (0, 1), exact
-    exponential = -torch.log1p(-uniform)  # small where the Gumbel number is large: the winning tail keeps its bits
+    exponential = -torch.log1p(-uniform)  # log1p keeps the bits of small values, which are the winning tail
     return -torch.log(exponential)

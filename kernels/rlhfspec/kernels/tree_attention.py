@@ -1,8 +1,7 @@
 """Paged tree attention: every new token of every sequence in one call, over a token-addressed KV cache.
 
-`tree_attention` dispatches: CUDA tensors to the Triton kernel, float32 CPU tensors to the C++ kernel, everything else
-to `tree_attention_reference`, the slow and obvious twin that both are tested against. docs/kernels.md draws the layout
-and states what is promised about bits.
+`tree_attention` runs the Triton kernel for CUDA tensors, the C++ kernel for float32 CPU tensors, and else the slow twin
+`tree_attention_reference`. docs/kernels.md draws the layout and states what is promised about bits.
 
 Example: two sequences of one prompt token each; the second carries a tree node behind it.
     >>> meta = AttentionMeta(
@@ -41,19 +40,19 @@ IndexArray = npt.NDArray[np.int32] | torch.Tensor
 
 @dataclass(slots=True)
 class AttentionMeta:
-    """Which keys each query row sees: built once per forward pass, used by every layer.
+    """The keys that each query row sees; built once per forward pass and used by every layer.
 
     Row i attends, in ascending position, slot_table[table_rows[i], :context_lens[i]] and then extra[i] up to its first
     -1. Its position is the last of these: a prefill row's context includes itself, a tree node is its own last extra.
-    Rows of one sequence should be neighbours: on the CPU they then share each loaded key. A row whose slot is -1 writes
-    nothing; with an empty context and no extras it is padding and gets zeros.
-    All int32, all numpy or all on the device of the query. `slot_table` may be wider and higher than what is used.
+    Neighbouring rows of one sequence share loaded keys on the CPU. A row with slot -1 stores nothing; with an empty
+    context and no extras it is padding and its output is zero. Arrays are int32, all numpy or all on the query's
+    device.
     """
 
     slots: IndexArray  # [N]
     table_rows: IndexArray  # [N]
     context_lens: IndexArray  # [N]
-    extra: IndexArray  # [N, E], -1 padded behind; E may be 0
+    extra: IndexArray  # [N, E], padded with -1 at the end; E may be 0
     slot_table: IndexArray  # [R, L]
     _native: NativeBatch | None = field(default=None, init=False, repr=False, compare=False)
     _tensors: dict[torch.device, AttentionIndices] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -73,13 +72,13 @@ class AttentionMeta:
         return len(self.slots)
 
     def native(self) -> NativeBatch:
-        """What the C++ kernel reads; checks every index on the first call."""
+        """Return the view that the C++ kernel reads; the first call checks every index."""
         if self._native is None:
             self._native = NativeBatch.of(self)
         return self._native
 
     def tensors(self, device: torch.device) -> AttentionIndices:
-        """The same indices as tensors on `device`."""
+        """Return the indices as tensors on `device`."""
         if device not in self._tensors:
             arrays = (self.slots, self.table_rows, self.context_lens, self.extra, self.slot_table)
             self._tensors[device] = AttentionIndices(*(torch.as_tensor(array, device=device) for array in arrays))
@@ -101,12 +100,11 @@ def tree_attention(
     sinks: torch.Tensor | None = None,  # [H]
     split: int = SPLIT,
 ) -> torch.Tensor:
-    """Writes all rows' keys and values into `kv`, then attends. Returns [N, H, D], contiguous, in the query's dtype.
+    """Write all rows' keys and values into `kv`, then attend. Return [N, H, D], contiguous, in the query's dtype.
 
-    query, key and value may be any strided views. sliding_window w: only keys at positions above query position - w.
-    chunk c: only keys in the query's own chunk of c positions.
-    softcap c: scores become c * tanh(score / c). sinks: one more logit per head in the softmax's denominator.
-    split: positions that have a softmax of their own (`attention_splits`); the bits depend on it.
+    sliding_window w: only keys at positions above query position - w. chunk c: only keys in the query's own chunk of c
+    positions. softcap c: scores become c * tanh(score / c). sinks: one more logit per head in the softmax's
+    denominator. split: positions per softmax (`attention_splits`), a part of what the bits depend on.
     """
     _check_call(query, key, value, kv, layer, meta, scale, sliding_window, chunk, softcap, sinks, split)
     if query.is_cuda:
@@ -129,10 +127,10 @@ def attend_partial(
     *, splits: tuple[int, int], scale: float, sliding_window: int | None = None, chunk: int | None = None,
     softcap: float = 0.0, split: int = SPLIT,
 ) -> Partials:  # fmt: skip
-    """Only the splits [first, stop) of what the rows see: `attention_splits.merge` makes the whole of all parts.
+    """Attend only the splits [first, stop), for a caller with a part of the KV; `attention_splits.merge` combines all
+    parts.
 
-    For a caller with a part of a sequence's keys and values. Rows whose slot is -1 are stored elsewhere. What `meta`
-    says of other splits is checked like the rest, and never read from the cache: any slot will do, 0 for one.
+    Rows with slot -1 are stored elsewhere. Slots of other splits are checked but never read, so 0 will do.
     """
     _check_call(query, key, value, kv, layer, meta, scale, sliding_window, chunk, softcap, None, split)
     if not 0 <= splits[0] < splits[1]:
@@ -202,7 +200,7 @@ CALL = struct.Struct("@27q2f")  # mirrors struct AttentionCall of csrc/attention
 
 
 class _BatchStruct(ctypes.Structure):
-    """Mirrors struct Batch of csrc/attention.cpp."""
+    """Mirror of struct Batch in csrc/attention.cpp."""
 
     _pointers = ("slots", "table_rows", "context_lens", "extra", "slot_table", "extra_lens", "groups")
     _numbers = (
@@ -214,7 +212,7 @@ class _BatchStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativeBatch:
-    """The C++ view of an AttentionMeta, and the arrays that it points into."""
+    """C++ view of an AttentionMeta, with the arrays that it points into."""
 
     fields: _BatchStruct
     address: int
@@ -223,11 +221,11 @@ class NativeBatch:
 
     @classmethod
     def of(cls, meta: AttentionMeta) -> NativeBatch:
-        """Raises ValueError naming the array and the row when an index is impossible."""
+        """Build the view. Raise ValueError naming the array and the row if an index is impossible."""
         lists = [_numpy(array) for array in (meta.slots, meta.table_rows, meta.context_lens, meta.extra)]
         lists = [np.ascontiguousarray(array) for array in lists]
         table = _numpy(meta.slot_table)
-        if table.strides[1] != 4:  # its rows may be far apart, never its entries
+        if table.strides[1] != 4:  # rows may be strided, entries may not
             table = np.ascontiguousarray(table)
         num_rows = meta.num_rows
         filled = [np.zeros(num_rows, np.int32), np.zeros(num_rows + 1, np.int32)]
@@ -255,7 +253,7 @@ class _Kernels:
 
 @functools.cache
 def _kernels(isa: str | None = None) -> _Kernels:
-    """The C++ functions with their signatures, for one instruction set (default: the best)."""
+    """Return the C++ functions for one instruction set (default: the best)."""
     plan, attend = build.function("tree_attention_plan", isa), build.function("tree_attention", isa)
     plan.argtypes = attend.argtypes = [ctypes.c_void_p]
     build.check_sizes("attention", ctypes.sizeof(_BatchStruct), CALL.size)
@@ -272,7 +270,7 @@ def _native(
     scale: float, sliding_window: int | None, chunk: int | None, softcap: float, sinks: torch.Tensor | None, split: int,
     *, splits: tuple[int, int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """[N, H, D], or of `splits` [N, H, n, 2 + D]."""
+    """Return [N, H, D], or [N, H, n, 2 + D] if `splits` are given."""
     batch = meta.native()
     num_rows, num_heads, dim = query.shape
     num_blocks, num_layers, _, block_size, num_kv_heads, _ = kv.shape
@@ -296,7 +294,7 @@ def _native(
 
 
 def _readable(rows: torch.Tensor) -> torch.Tensor:
-    """float32 on the CPU with a contiguous last dimension, copied only when it is not."""
+    """Return float32 rows with a contiguous last dimension, copied only if needed."""
     if rows.dtype != torch.float32:
         rows = rows.float()
     return rows if rows.stride(2) == 1 else rows.contiguous()

@@ -1,14 +1,11 @@
-"""Paged tree attention on a GPU: the Triton kernels behind `tree_attention` (contract and twin are there).
+"""Triton kernels behind `tree_attention`, which holds the contract and the twin.
 
-One program serves up to ROWS neighbouring rows of one sequence, the query heads of one kv head, and one split of
-positions. It walks them in tiles whose borders are multiples of the tile size: products of matrices, online softmax
-from tile to tile. What rows share, which is the slot table, they share the loading of; the tile in which a tree begins
-is walked for each of its rows alone, as its nodes have the same positions. Where the slot table has room for more than
-one split, a second kernel merges them in ascending order: few rows with long contexts still fill the device.
+One program serves up to ROWS neighbouring rows of one sequence, the query heads of one kv head, and one split. It walks
+tiles of positions with an online softmax. Rows share the loads of the slot table; tiles that hold tree nodes are walked
+per row, because nodes share positions. If the table has room for several splits, a second kernel merges them in order.
 
-A row gives the same bits in every batch: a product has the same shape whatever rows are there, each row's part of it
-depends on that row alone, and a key has the place in it that its position says, whether its slot comes from the table
-or from `extra`. Tile size, splits and order depend on the model's geometry alone.
+A row has the same bits in every batch: tile size, splits and order depend on the model's geometry alone, and a key's
+place in a product depends on its position alone.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import triton.language as tl
 from rlhfspec.kernels.attention_indices import AttentionIndices
 
 WARPS = 8
-MOST_PARTIAL_BYTES = 1 << 26  # of splits that wait to be merged: so many rows at a time
+MOST_PARTIAL_BYTES = 1 << 26  # of unmerged splits; limits the rows per pass
 
 
 def tree_attention(
@@ -38,10 +35,10 @@ def tree_attention(
     sinks: torch.Tensor | None = None,  # [H]
     split: int,
 ) -> torch.Tensor:
-    """The arguments are checked by `rlhfspec.kernels.tree_attention.tree_attention`. Returns [N, H, D]."""
+    """Return the attention [N, H, D]. `rlhfspec.kernels.tree_attention.tree_attention` checks the arguments."""
     _write_kv(key, value, kv, layer, indices.slots)
     num_rows, num_heads, dim = query.shape
-    room = indices.slot_table.shape[1] + indices.extra.shape[1]  # how long rows are only the device knows
+    room = indices.slot_table.shape[1] + indices.extra.shape[1]  # an upper bound; only the device knows the lengths
     num_splits = triton.cdiv(room, split)
     if num_splits <= 1:
         out = torch.empty((num_rows, num_heads, dim), dtype=query.dtype, device=query.device)
@@ -63,13 +60,13 @@ def attend_partial(
     indices: AttentionIndices, *, splits: tuple[int, int], scale: float, sliding_window: int | None = None,
     chunk: int | None = None, softcap: float = 0.0, split: int,
 ) -> torch.Tensor:  # fmt: skip
-    """[N, H, n, 2 + D] float32, as `rlhfspec.kernels.attention_splits.Partials` has them."""
+    """Return [N, H, n, 2 + D] float32 in the layout of `rlhfspec.kernels.attention_splits.Partials`."""
     _write_kv(key, value, kv, layer, indices.slots)
     return _partials(query, kv, layer, indices, splits, scale, sliding_window, chunk, softcap, split)
 
 
 def merge(numbers: torch.Tensor, sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """[N, H, n, 2 + D] -> [N, H, D] in `dtype`."""
+    """Merge [N, H, n, 2 + D] to [N, H, D] in `dtype`."""
     num_rows, num_heads, num_splits, width = numbers.shape
     out = torch.empty((num_rows, num_heads, width - 2), dtype=dtype, device=numbers.device)
     if num_rows:
@@ -116,7 +113,7 @@ def _attend(
     numbers: torch.Tensor | None, first_split: int, scale: float, sliding_window: int | None, chunk: int | None,
     softcap: float, sinks: torch.Tensor | None, split: int,
 ) -> None:  # fmt: skip
-    """The whole into `out`, where one split is all there is room for, else splits from `first_split` into `numbers`."""
+    """Write the result to `out` if a row has one split, else splits from `first_split` on to `numbers`."""
     num_rows, num_heads, dim = query.shape
     num_kv_heads = kv.shape[4]
     if num_rows == 0:
@@ -139,10 +136,7 @@ def _attend(
 
 
 def tiles(group: int, dim: int) -> dict[str, int]:
-    """The shapes of a program's products, by the model's geometry: as large as registers hold without spilling.
-
-    A product has 64 rows (32 where heads are large): query rows x query heads; where there are fewer, some are idle.
-    """
+    """Return the tile shapes for the model's geometry: as large as registers hold without spilling."""
     padded_group, padded_dim = triton.next_power_of_2(group), max(16, triton.next_power_of_2(dim))
     rows, tile = (64, 64) if padded_dim <= 128 else (32, 32)
     return {
@@ -152,7 +146,7 @@ def tiles(group: int, dim: int) -> dict[str, int]:
 
 
 def _strides(kv: torch.Tensor, layer: int) -> tuple[int, int, int, int]:
-    """Block size, and in elements: from keys to values, from block to block, where the layer begins."""
+    """Return the block size and, in elements, the strides from keys to values and per block, and the layer's offset."""
     _, num_layers, _, block_size, num_kv_heads, dim = kv.shape
     plane = block_size * num_kv_heads * dim
     return block_size, plane, num_layers * 2 * plane, layer * 2 * plane
@@ -187,7 +181,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     leader, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = tl.load(table_rows + leader)
     if tl.load(table_rows + leader - 1, mask=leader % ROWS > 0, other=-1) == sequence:
-        return  # the program of a row before serves this one too
+        return  # the program of an earlier row serves this one too
 
     m, d, t = tl.arange(0, ROWS * PADDED_GROUP), tl.arange(0, PADDED_DIM), tl.arange(0, TILE)
     stop = tl.minimum(leader // ROWS * ROWS + ROWS, num_rows)
@@ -223,7 +217,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             q, kv, slot, wanted, seen, largest, weight_sum, sums, scale, softcap, block_stride, plane, num_kv_heads,
             DIM, PADDED_DIM, BLOCK_SIZE, HAS_SOFTCAP,
         )  # fmt: skip
-    for place in range(ROWS):  # each node of a tree alone, from the tile on in which the tree begins
+    for place in range(ROWS):  # each tree node alone, from the tile where its tree begins
         own = tl.minimum(leader + place, num_rows - 1)
         is_served = (leader + place < stop) & (tl.load(table_rows + own) == sequence)
         largest, weight_sum, sums = _add_node(
@@ -245,7 +239,7 @@ def _add_node(  # type: ignore[no-untyped-def]
     PADDED_GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PADDED_EXTRA: tl.constexpr, TILE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    # The keys that the row at `place` of the program's rows sees from the tile on in which its tree begins.
+    # Add the keys that the row at `place` of the program's rows sees, from the tile on where its tree begins.
     m, t, e = tl.arange(0, ROWS * PADDED_GROUP), tl.arange(0, TILE), tl.arange(0, PADDED_EXTRA)
     extras = tl.load(extra + e, mask=(e < extra_width) & is_served, other=-1)
     count = tl.sum((extras >= 0).to(tl.int32), axis=0)
@@ -283,7 +277,7 @@ def _store(  # type: ignore[no-untyped-def]
             sink = tl.load(sinks + heads, mask=there, other=0.0).to(tl.float32)
             shrink, weight_sum = _with_sink(largest, weight_sum, sink)
             sums = sums * shrink[:, None]
-        weight_sum = tl.where(end > 0, weight_sum, 1.0)  # a padding row sees nothing and gets zeros
+        weight_sum = tl.where(end > 0, weight_sum, 1.0)  # a padding row sees no key and gets zeros
         result = sums / weight_sum[:, None]
         place = out + (row[:, None] * num_heads + heads[:, None]) * DIM + d[None, :]
         tl.store(place, result.to(out.dtype.element_ty), mask=inside)
@@ -294,12 +288,12 @@ def _add_tile(  # type: ignore[no-untyped-def]
     q, kv, slot, wanted, seen, largest, weight_sum, sums, scale, softcap, block_stride, plane, num_kv_heads,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    # Softmax over one more tile of keys, in `slot` [T] where `wanted`, for rows [M] that see them where `seen` [M, T].
+    # Add one tile of keys, in `slot` [T] where `wanted`, to the softmax of rows [M] that see them where `seen` [M, T].
     d = tl.arange(0, PADDED_DIM)
     token = slot.to(tl.int64) // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * num_kv_heads * DIM
-    token = tl.multiple_of(token, DIM & -DIM)  # so that several numbers are loaded at once
+    token = tl.multiple_of(token, DIM & -DIM)  # so that loads are vectorized
     place = kv + token[:, None] + d[None, :]  # [T, D]
-    there = wanted[:, None] & (d < DIM)[None, :]  # what no row sees may hold anything, NaN too: never loaded
+    there = wanted[:, None] & (d < DIM)[None, :]  # slots that no row sees may hold anything, even NaN: never loaded
     k, v = tl.load(place, mask=there, other=0.0), tl.load(place + plane, mask=there, other=0.0)
     if q.dtype != k.dtype:
         q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
@@ -308,10 +302,10 @@ def _add_tile(  # type: ignore[no-untyped-def]
         scores = _tanh(scores / softcap) * softcap
     scores = tl.where(seen, scores, float("-inf"))
     new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-    shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # nothing is seen so far
+    shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # no key seen so far
     shrink = tl.exp(largest - shift)
     weights = tl.exp(scores - shift[:, None])
-    # A weight of zero times NaN would be NaN: such values are left out, and the rows that do see them become NaN.
+    # A weight of zero times NaN would be NaN: such values are skipped, and the rows that do see them become NaN.
     strange = (v != v) | (tl.abs(v.to(tl.float32)) == float("inf"))
     added = tl.dot(weights.to(v.dtype), tl.where(strange, 0.0, v).to(v.dtype), input_precision="ieee")
     strange_keys = tl.max(strange.to(tl.int32), axis=1)  # [T]
@@ -325,7 +319,7 @@ def _add_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _visible(total, window, chunk, first, split):  # type: ignore[no-untyped-def]
-    # The positions [begin, end) that rows of `total` positions see of the split that begins at `first`.
+    # Return the positions [begin, end) that rows of `total` positions see of the split beginning at `first`.
     begin = tl.where(window > 0, tl.maximum(total - window, 0), 0)
     begin = tl.where(chunk > 0, (total - 1) // tl.maximum(chunk, 1) * chunk, begin)
     return tl.maximum(begin, first), tl.minimum(total, first + split)
@@ -352,7 +346,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
         place = first + part * (2 + DIM)
         part_largest, part_sum = tl.load(place), tl.load(place + 1)
         new_largest = tl.maximum(largest, part_largest)
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # nothing is seen so far
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # no key seen so far
         before, after = tl.exp(largest - shift), tl.exp(part_largest - shift)
         part_sums = tl.load(place + 2 + d, mask=d < DIM, other=0.0)
         weight_sum = weight_sum * before + part_sum * after

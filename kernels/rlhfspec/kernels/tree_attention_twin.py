@@ -1,4 +1,4 @@
-"""The slow and obvious twin of `tree_attention`: one row at a time, in plain torch."""
+"""Slow twin of `tree_attention`: one row at a time, in plain torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from rlhfspec.kernels.attention_splits import SPLIT, merge_reference
 
 
 class Meta(Protocol):
-    """An `AttentionMeta`."""
-
     def tensors(self, device: torch.device) -> AttentionIndices: ...
 
 
@@ -22,7 +20,7 @@ def tree_attention_reference(
     *, scale: float, sliding_window: int | None = None, chunk: int | None = None, softcap: float = 0.0,
     sinks: torch.Tensor | None = None, split: int = SPLIT,
 ) -> torch.Tensor:  # fmt: skip
-    """The same, one row at a time in plain torch: gather, softmax, sum; float64 for float64 queries, else float32."""
+    """Attend one row at a time in plain torch; float64 for float64 queries, else float32."""
     indices = meta.tensors(query.device)
     write_kv_reference(key, value, kv, layer, indices.slots)
     twin = _Twin(query, kv, layer, scale, softcap)
@@ -48,7 +46,7 @@ def attend_partial_reference(
     *, splits: tuple[int, int], scale: float, sliding_window: int | None = None, chunk: int | None = None,
     softcap: float = 0.0, split: int = SPLIT,
 ) -> torch.Tensor:  # fmt: skip
-    """[N, H, n, 2 + D], one row and one split at a time."""
+    """Return [N, H, n, 2 + D], one row and one split at a time."""
     indices = meta.tensors(query.device)
     write_kv_reference(key, value, kv, layer, indices.slots)
     twin = _Twin(query, kv, layer, scale, softcap)
@@ -68,7 +66,7 @@ class _Twin:
     softcap: float
 
     def scores(self, row: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a row with the keys in slots [T]: [H, T], and their values [T, H, D]."""
+        """Return a row's scores [H, T] with the keys in slots [T], and their values [T, H, D]."""
         dtype = torch.float64 if self.query.dtype == torch.float64 else torch.float32
         groups = self.query.shape[1] // self.kv.shape[4]
         keys, values = _gather(self.kv, self.layer, slots, dtype, groups)  # [T, H, D] each
@@ -76,7 +74,7 @@ class _Twin:
         return (torch.tanh(scores / self.softcap) * self.softcap if self.softcap else scores), values
 
     def partials(self, row: int, begin: int, slots: torch.Tensor, splits: range, split: int) -> torch.Tensor:
-        """The softmax of each split on its own: [H, n, 2 + D]. slots: what the row sees, from position `begin` on."""
+        """Return the softmax of each split [H, n, 2 + D]. slots: those that the row sees, from position `begin` on."""
         parts = []
         for index in splits:
             borders = (index * split, (index + 1) * split)
@@ -92,7 +90,7 @@ class _Twin:
 def visible_slots(
     indices: AttentionIndices, row: int, sliding_window: int | None, chunk: int | None = None
 ) -> tuple[int, torch.Tensor]:
-    """The first position that a row attends, and the slots from there on: [T]."""
+    """Return the first position that a row attends, and the slots [T] from there on."""
     context = indices.slot_table[indices.table_rows[row], : indices.context_lens[row]]
     extra = indices.extra[row]
     slots = torch.cat([context, extra[extra >= 0]])
@@ -107,7 +105,7 @@ def visible_slots(
 def write_kv_reference(
     key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, slots: torch.Tensor
 ) -> None:
-    """Stores each row's key and value [Hkv, D] in its slot; a slot of -1 stores nothing."""
+    """Store each row's key and value [Hkv, D] in its slot; a slot of -1 stores nothing."""
     rows = torch.nonzero(slots >= 0).flatten()
     block, offset = _places(kv, slots[rows])
     kv[block, layer, 0, offset] = key[rows].to(kv.dtype)

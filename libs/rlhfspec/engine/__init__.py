@@ -1,4 +1,4 @@
-"""The generation engine. `from rlhfspec.engine import Engine, SamplingParams` is all that is needed to generate."""
+"""The generation engine: `from rlhfspec.engine import Engine, SamplingParams` is all that generation needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Completion", "Engine", "EngineProtocol", "EngineStats", "EngineStep"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Engine":  # torch is imported only where tokens are generated
+    if name == "Engine":  # import torch only when tokens are generated
         from rlhfspec.engine.core import Engine
 
         return Engine

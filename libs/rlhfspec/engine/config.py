@@ -90,12 +90,12 @@ class EngineConfig:
             raise InvalidRequest("gpu_memory_fraction", self.gpu_memory_fraction, "must be in (0, 1]")
 
     def holding(self, num_blocks: int) -> EngineConfig:
-        """Return the same with KV of so many blocks."""
+        """Return the configuration with `num_blocks` blocks of KV."""
         return replace(self, kv_cache_tokens=num_blocks * self.block_size)
 
     @property
     def table_width(self) -> int:
-        """Return the number of slots that one row can own: its context and the room for trees, in whole blocks."""
+        """Return the number of slots that one row can own: its context and room for trees, in whole blocks."""
         return -(-(self.max_context + self.tree_slots + 1) // self.block_size) * self.block_size
 
     @property

@@ -37,7 +37,7 @@ from rlhfspec.messages.records.models import ModelReport
 
 
 class Engine(Moves):
-    """Generate tokens by the law on one model. `rlhfspec.engine.base.MovableWithKV` is its contract.
+    """Engine that generates tokens by the law on one model; its contract is `rlhfspec.engine.base.MovableWithKV`.
 
     >>> engine = Engine.from_pretrained("path/to/model", speculation="suffix")    # doctest: +SKIP
     >>> [done] = engine.generate(["2+2="], SamplingParams(max_tokens=8), seeds=[7])    # doctest: +SKIP
@@ -60,14 +60,12 @@ class Engine(Moves):
     def from_pretrained(cls, path: str | Path, *, drafter: str | Path | None = None, **options: Any) -> Engine:
         """Load a Hugging Face causal LM (folder or hub id) and, if given, a smaller one to draft with.
 
-        Options are those of `rlhfspec.engine.config.EngineConfig`: dtype, device, speculation, num_threads,
-        max_sequences, max_context, kv_cache_tokens, ...
+        `options` are fields of `rlhfspec.engine.config.EngineConfig`.
         """
         return cls(load_state(path, drafter=drafter, options=options))
 
     @property
     def reports(self) -> dict[str, ModelReport]:
-        """Return how the model, and the drafter if there is one, were checked when they were loaded."""
         return dict(zip(("model", "drafter"), (space.runner.report for space in self.state.spaces), strict=False))
 
     # -- generating without records --------------------------------------------------------------------------
@@ -93,7 +91,7 @@ class Engine(Moves):
             )
             for index, prompt in enumerate(list[str | SequenceOf[int]](prompts))
         ]
-        for request in requests:  # all or nothing: nothing is left behind by a bad one
+        for request in requests:  # check all first, so that a bad request leaves nothing behind
             self.validate(request)
         is_alone = not self.has_work
         for request in requests:
@@ -110,7 +108,7 @@ class Engine(Moves):
                     finished[done.id] = done
                 else:
                     others.append(done)
-        self._undelivered.extend(others)  # submitted by another caller, whose step() returns them
+        self._undelivered.extend(others)  # of another caller, returned by its step()
         self._undelivered_gains.extend(gains)
         return [finished[request.id] for request in requests]
 
@@ -197,7 +195,7 @@ class Engine(Moves):
         state = self.state
         if version <= state.weights_version:
             raise WeightsVersionError(version, state.weights_version, "must grow with every swap")
-        if draft_state_dict is not None:  # first: should it be refused, the target is still whole
+        if draft_state_dict is not None:  # first: if it is refused, the target is unchanged
             if state.draft is None:
                 raise InvalidRequest("draft_state_dict", "given", "this engine has no draft model")
             state.draft.runner.load_weights(dict(draft_state_dict))
@@ -242,12 +240,11 @@ class Engine(Moves):
     def extend(
         self, request_id: str, token_ids: SequenceOf[int], *, seed: int, params: SamplingParams | None = None
     ) -> None:
-        """Continue a finished sequence that stays (`Request.stays`), with a turn of a chat or the output of a tool.
+        """Continue a finished sequence that stays (`Request.stays`), with a chat turn or the output of a tool.
 
-        It is a new request of the same id, whose prompt is all there was (prompt and response) and these tokens: by
-        the law it has that request's tokens. Of the prompt only what is new is run, unless the memory was needed
-        meanwhile. Positions of the response count from 0 again, so a turn has a `seed` of its own: under the one
-        before it would be drawn with the same noise. `params`: None, those of the turn before.
+        The result is that of a new request whose prompt is all tokens so far plus `token_ids`; only new tokens are run
+        unless the memory was needed. Response positions count from 0 again, so every turn needs its own `seed`, or its
+        noise would repeat. `params` defaults to those of the previous turn.
         """
         stayed = self.scheduler.staying.get(request_id)
         if stayed is None:
@@ -268,7 +265,7 @@ class Engine(Moves):
         return True
 
     def forget_kept(self) -> None:
-        """Drop the kept KV of earlier prompts, for measurements that use prompts again."""
+        """Drop the kept KV of earlier prompts, for measurements that repeat prompts."""
         self.state.pool.forget_kept()
 
     def set_speculation(self, speculation: str | DraftPlan) -> None:
@@ -281,7 +278,7 @@ class Engine(Moves):
         self.scheduler.refuse_known(request.id)
 
     def close(self) -> None:
-        """End the other processes that hold a part of the model."""
+        """Stop the other processes that hold a part of the model."""
         if (others := self.state.target.runner.others) is not None:
             others.stop()
 

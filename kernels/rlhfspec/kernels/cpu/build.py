@@ -1,9 +1,8 @@
-"""Builds and loads the C++ kernels: once per machine, for every instruction set, chosen at run time.
+"""Build and load the C++ kernels: one library for all instruction sets, chosen at run time and cached by content.
 
-Every `csrc/*.cpp` is compiled for AVX2 and for AVX-512 and linked into one library; an exported `name` becomes
-`name_avx2`, `name_avx512`. A file whose name ends in `_amx`, `_avx512bf16` or `_base` (any x86-64) is for that
-instruction set only. The library is cached by content under `$RLHFSPEC_CACHE` (default ~/.cache/rlhfspec). There is
-always a way without it: every kernel has a torch twin, used when `load()` returns None.
+Every `csrc/*.cpp` is compiled for AVX2 and AVX-512; an exported `name` becomes `name_avx2` and `name_avx512`. A file
+named `*_amx`, `*_avx512bf16` or `*_base` (any x86-64) is compiled for that set only. When `load()` returns None, the
+torch twins run instead. `$RLHFSPEC_CACHE` (default ~/.cache/rlhfspec) holds the library.
 
     RLHFSPEC_NATIVE=0              never use the kernels
     RLHFSPEC_KERNEL_LIBRARY=FILE   use this one (container images prebuild: python -m rlhfspec.kernels.cpu.build)
@@ -36,8 +35,8 @@ import torch
 
 log = logging.getLogger("rlhfspec.kernels")
 SOURCE_DIR = Path(__file__).parent / "csrc"
-# Never -Ofast or -ffast-math: at link time they switch the whole process to flush-to-zero. No contraction: only the
-# fused multiply-adds that we wrote, so that every instruction set gives the same bits.
+# Never -Ofast or -ffast-math: at link time they switch the whole process to flush-to-zero. No contraction: only
+# explicit fused multiply-adds, so that every instruction set gives the same bits.
 COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden")
 AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
@@ -58,7 +57,7 @@ GENERAL_ISAS = ("avx512", "avx2")  # best first; every file without an instructi
 
 
 class BuildError(RuntimeError):
-    """The compiler refused; the message is its first complaint."""
+    """Error of the C++ compiler; the message is its first diagnostic."""
 
 
 # ---- the machine ----------------------------------------------------------------------------------------------------
@@ -73,8 +72,7 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def cpu_features() -> frozenset[str]:
-    """What /proc/cpuinfo lists as flags; empty where there is no such file.
-
+    """
     >>> "avx2" in cpu_features() or platform.machine() != "x86_64"
     True
     """
@@ -82,7 +80,6 @@ def cpu_features() -> frozenset[str]:
 
 
 def cpu_vendor() -> str:
-    """'GenuineIntel', 'AuthenticAMD', ... or ''."""
     return _cpuinfo().get("vendor_id", "")
 
 
@@ -91,12 +88,11 @@ def cpu_name() -> str:
 
 
 def supports(isa: str) -> bool:
-    """Does this CPU run code built for `isa`?"""
     return ISA_FEATURES[isa] <= cpu_features()
 
 
 def best_isa() -> str | None:
-    """The instruction set of the general kernels: RLHFSPEC_ISA, or the best this CPU has, or None."""
+    """Return the instruction set of the general kernels: RLHFSPEC_ISA, else the best one of this CPU, or None."""
     forced = os.environ.get("RLHFSPEC_ISA")
     if forced is None:
         return next((isa for isa in GENERAL_ISAS if supports(isa)), None)
@@ -122,7 +118,7 @@ def _compiler_version(compiler: str) -> str:
 def _cache_dir() -> Path:
     try:
         return Path(os.environ.get("RLHFSPEC_CACHE", "~/.cache/rlhfspec")).expanduser() / "kernels"
-    except RuntimeError:  # neither HOME nor an entry of this user
+    except RuntimeError:  # neither HOME nor a passwd entry for this user
         raise BuildError("this user has no home folder: set RLHFSPEC_CACHE") from None
 
 
@@ -136,12 +132,11 @@ def _isas_of(source: Path) -> tuple[str, ...]:
 
 
 def _units() -> list[tuple[Path, str]]:
-    """What to compile: (source, instruction set)."""
     return [(source, isa) for source in sorted(SOURCE_DIR.glob("*.cpp")) for isa in _isas_of(source)]
 
 
 def _with_headers(source: Path) -> list[Path]:
-    """A source and every header of ours that it includes, directly or not."""
+    """Return a source file and all project headers that it includes, directly or not."""
     found = [source]
     for path in found:  # grows while we walk it
         names = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
@@ -150,7 +145,7 @@ def _with_headers(source: Path) -> list[Path]:
 
 
 def _unit_key(compiler: str, source: Path, isa: str) -> str:
-    """Changes when anything that decides the object code changes: compiler, flags, source, headers."""
+    """Return a hash of everything that determines the object code: compiler, flags, source and headers."""
     digest = hashlib.sha256()
     for text in (_compiler_version(compiler), " ".join((*COMMON_FLAGS, *ISA_FLAGS[isa])), isa):
         digest.update(text.encode())
@@ -167,7 +162,7 @@ def _run_compiler(command: list[str]) -> None:
 
 
 def _publish(path: Path, make: Callable[[str], None]) -> None:
-    """Makes a file under a temporary name and renames it: two processes may build at once."""
+    """Create a file under a temporary name and rename it, because two processes may build at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
     os.close(handle)
@@ -186,7 +181,7 @@ def _compile(compiler: str, source: Path, isa: str, path: Path) -> None:
 
 
 def build() -> Path:
-    """The library for the present sources, built now unless it is in the cache. Raises BuildError."""
+    """Return the library of the current sources, building it if it is not cached. Raise BuildError on failure."""
     compiler = _compiler()
     if compiler is None:
         raise BuildError("no C++ compiler (g++ or $CXX) found")
@@ -211,7 +206,6 @@ def build() -> Path:
 
 @functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
-    """(library, "") or (None, one line that says why)."""
     if os.environ.get("RLHFSPEC_NATIVE", "1") == "0":
         return None, "switched off by RLHFSPEC_NATIVE=0"
     if sys.platform != "linux" or platform.machine() != "x86_64":
@@ -220,32 +214,28 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, "this CPU has no AVX2"
     prebuilt = os.environ.get("RLHFSPEC_KERNEL_LIBRARY")
     if prebuilt:
-        return ctypes.CDLL(prebuilt), ""  # asked for by name: if it is missing or broken, say so at once
+        return ctypes.CDLL(prebuilt), ""  # requested by name: a missing or broken file must raise
     try:
         return ctypes.CDLL(str(build())), ""
     except BuildError as error:
         reason = str(error)
-    except OSError as error:  # also of a cache from which the system runs nothing
+    except OSError as error:  # also raised for a cache on a noexec file system
         reason = f"{error} (RLHFSPEC_CACHE names another place)"
     log.warning("rlhfspec: no CPU kernels, using plain torch: %s", reason)
     return None, reason
 
 
 def load() -> ctypes.CDLL | None:
-    """The kernel library, or None when this machine cannot have it (see `unavailable_reason`)."""
+    """Return the kernel library, or None when this machine cannot have it (see `unavailable_reason`)."""
     return _load()[0]
 
 
 def unavailable_reason() -> str:
-    """Why `load()` returns None; empty when it does not."""
     return _load()[1]
 
 
 def function(name: str, isa: str | None = None) -> Any:
-    """The ctypes function `name` for `isa` (default: the best of the general ones); None without a library.
-
-    Set `argtypes` on what you get; `restype` is None (kernels return nothing) unless you change it.
-    """
+    """Return the ctypes function `name` for `isa` (default: the best general one), or None; callers set `argtypes`."""
     library = load()
     if library is None:
         return None
@@ -255,7 +245,7 @@ def function(name: str, isa: str | None = None) -> Any:
 
 
 def check_sizes(name: str, *sizes: int) -> None:
-    """Raises RuntimeError unless the structs of csrc/`name`.cpp are as long as Python's mirrors of them."""
+    """Raise RuntimeError unless the structs of csrc/`name`.cpp have the sizes of their Python mirrors."""
     there = (ctypes.c_long * len(sizes))()
     function(f"{name}_sizes")(there)
     if tuple(there) != sizes:
@@ -268,12 +258,12 @@ _num_threads: int | None = None
 
 
 def num_threads() -> int:
-    """Threads of every kernel call: what `set_num_threads` said, else torch's own number."""
+    """Return the number of threads of every kernel call: that of `set_num_threads`, else torch's."""
     return _num_threads if _num_threads is not None else torch.get_num_threads()
 
 
 def set_num_threads(count: int | None) -> None:
-    """`count` threads from now on; None follows torch again. No result depends on it, by a single bit."""
+    """Set the number of threads; None follows torch again. Results do not depend on it by a single bit."""
     global _num_threads
     if count is not None and count < 1:
         raise ValueError(f"num_threads: must be >= 1 (got {count})")

@@ -1,4 +1,4 @@
-"""The layout of packed weights: into it in C++ (csrc/pack.cpp), out of it in plain torch.
+"""The layout of packed weights: packing in C++ (csrc/pack.cpp) and unpacking in plain torch.
 
 Example:
     >>> weight = torch.randn(100, 70)
@@ -39,7 +39,7 @@ def padded_inputs(num_inputs: int, arithmetic: str) -> int:
 
 
 def empty_packed(num_outputs: int, num_inputs: int, arithmetic: str, dtype: torch.dtype) -> Tensor:
-    """Room for packed weights, on huge pages where the system gives them: one stream instead of many page walks."""
+    """Allocate memory for packed weights, on huge pages where the system provides them."""
     padded = round_up(num_outputs, PAD_OUTPUTS) * padded_inputs(num_inputs, arithmetic)
     packed = torch.empty(padded, dtype=dtype)
     huge, advise_huge_pages = 2 << 20, 14
@@ -51,7 +51,7 @@ def empty_packed(num_outputs: int, num_inputs: int, arithmetic: str, dtype: torc
 
 
 def pack(weight: Tensor, packed: Tensor, arithmetic: str, *, every: int = 1, offset: int = 0) -> None:
-    """Writes `weight` [outputs, inputs] into the groups of 16 outputs offset, offset + every, ... of `packed`."""
+    """Write `weight` [outputs, inputs] into the groups of 16 outputs offset, offset + every, ... of `packed`."""
     source = weight.detach().to(packed.dtype).contiguous()
     suffix = f"_{STORED[packed.dtype]}" if arithmetic == "fma" else "_tiles"
     num_outputs, num_inputs = source.shape
@@ -61,7 +61,7 @@ def pack(weight: Tensor, packed: Tensor, arithmetic: str, *, every: int = 1, off
 
 
 def unpack(packed: Tensor, num_inputs: int, arithmetic: str) -> Tensor:
-    """The inverse of packing, in plain torch: [padded outputs, inputs], outputs beyond the last are zero."""
+    """Unpack to [padded outputs, inputs] in plain torch; the padding outputs are zero."""
     padded = padded_inputs(num_inputs, arithmetic)
     if arithmetic != "fma":  # [panel of 32, k step, group of 16, pair of k, column, 2] -> [outputs, k]
         tiles = packed.view(-1, padded // 32, 2, 16, 16, 2)

@@ -1,6 +1,6 @@
-"""A drafter made before a run: the policy answers prompts, and the drafter learns from what is verified meanwhile.
+"""Train a drafter before a run: the policy answers prompts, and the drafter learns from what is verified.
 
-What comes of it is a Hugging Face folder like any other: given as `model.drafter`, or to whoever loads models.
+The result is a Hugging Face folder that `model.drafter` accepts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rlhfspec.engine.base import LearningReport, Request
 from rlhfspec.engine.core import Engine
 from rlhfspec.engine.params import SamplingParams
 
-AT_ONCE = 16  # sequences, as many as are learnt from at a time
+AT_ONCE = 16  # sequences learnt from at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """Where learning ends, whichever comes first. tokens: learnt from, each as often as it was used."""
+    """Limits of learning, whichever is reached first. tokens: learnt from, counting every use."""
 
     tokens: int
     seconds: float
@@ -35,8 +35,8 @@ def distil(
     is_over: Callable[[], bool],
     said: Callable[[LearningReport], object],
 ) -> LearningReport:
-    """Answer the prompts, round after round under seeds of their own, until a limit is reached or `is_over`. The engine
-    learns between the rounds (`learning=0.0`)."""
+    """Answer the prompts in rounds under new seeds until a limit is reached or `is_over`. The engine learns between
+    rounds."""
     end = time.monotonic() + limit.seconds
     waiting = _requests(prompts, params)
     learning = engine.abilities.learning
@@ -58,7 +58,7 @@ def distil(
 
 
 def drafter_of(engine: Engine) -> Any:
-    """Return the drafter's plain model, with what it has learnt."""
+    """Return the drafter's plain model with what it has learnt."""
     assert engine.state.student is not None, "the engine's drafter learns"
     return engine.state.student.model
 

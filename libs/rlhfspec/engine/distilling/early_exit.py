@@ -1,7 +1,7 @@
-"""A drafter made from nothing but the policy: its first layer, one layer that learns, and its head.
+"""A drafter made from the policy alone: its first layer, one layer that learns (first a copy of the last), and its
+head.
 
-Everything but the layer that learns is the policy's own, and follows it when its weights change. The layer begins as
-the policy's last one. For the engine the result is a model like any other, with its own KV and proof.
+All other weights are the policy's own and follow its updates. The engine treats the result like any other model.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from torch import nn
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.structure.causal_lm import text_config
 
-_LEAST_LAYERS = 3  # of two layers the drafter would be the policy itself
+_LEAST_LAYERS = 3  # with two layers the drafter would be the policy itself
 
 
 def early_exit(policy: Any) -> Any:
-    """Return the drafter of a Hugging Face causal LM, which stays as it is. Raise UnsupportedModel where it has no
-    such list of layers."""
+    """Return the early-exit drafter of a Hugging Face causal LM. Raise UnsupportedModel if it has no list of layers."""
     name, layers = _layers(policy)
     parent_name, _, leaf = name.rpartition(".")
     parent = policy.get_submodule(parent_name)
@@ -36,7 +35,8 @@ def early_exit(policy: Any) -> Any:
 
 
 def learning_names(drafter: Any) -> set[str]:
-    """Return what of an early exit learns: its second layer, and vectors beside the layers such as the last norm."""
+    """Return the parameters of an early exit that learn: its second layer, and vectors outside the layers, such as
+    norms."""
     name, _ = _layers(drafter, least=2)
     return {
         path
@@ -56,7 +56,7 @@ def _layers(model: Any, least: int = _LEAST_LAYERS) -> tuple[str, nn.ModuleList]
 
 
 def _shorten(config: Any, count: int) -> None:
-    """The configuration of the first and the last of `count` layers."""
+    """Reduce a configuration of `count` layers to the first and the last."""
     for key, value in list(vars(config).items()):
         if isinstance(value, list | tuple) and len(value) == count and not key.startswith("_"):
             setattr(config, key, type(value)((value[0], value[-1])))

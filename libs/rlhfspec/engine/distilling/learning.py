@@ -1,4 +1,4 @@
-"""A drafter that learns while the run goes on: what the engine verifies anyway is what it learns from.
+"""A drafter that learns during the run, from what the engine verifies anyway.
 
 By the law a drafter changes no token, so learning may be late, lossy and different on every generator.
 """
@@ -28,11 +28,11 @@ Indices = npt.NDArray[np.int64]
 _NONE = np.empty(0, np.int32)
 _RUN_DRAFT_MODEL = frozenset(name for name, entry in DRAFTERS.items() if entry.runs_draft_model)
 RING_TOKENS, PASSES = 32768, 4
-LESSON_TOKENS = 512  # of one optimizer step
-_SWAP_EVERY = 4  # optimizer steps, or when there is no more to learn from
-_LOOK_EVERY = 16  # optimizer steps between two looks at what was learnt; the first ones come sooner
-_WATCH_SECONDS = 0.05  # of steps between two looks at what they brought: where they are short, most are only noted
-_NOTING_SECONDS = 4e-6  # of a step: several times what it takes in a loop of nothing else, on caches that a step fills
+LESSON_TOKENS = 512  # labelled tokens of one optimizer step
+_SWAP_EVERY = 4  # optimizer steps, or when the lessons run out
+_LOOK_EVERY = 16  # optimizer steps between two evaluations; the first ones come sooner
+_WATCH_SECONDS = 0.05  # step time between two evaluations of past steps; shorter steps are only noted
+_NOTING_SECONDS = 4e-6  # per step: what noting costs with cold caches
 
 
 def next_look(num_steps: int) -> int:
@@ -44,7 +44,7 @@ def next_look(num_steps: int) -> int:
 
 
 def drafter_learning(state: EngineState) -> DraftLearning | None:
-    """The learning of an engine's drafter, where it has one that learns."""
+    """Return the learning of an engine's drafter, or None if it has none."""
     if state.student is None or state.draft is None:
         return None
     learning = state.config.learning
@@ -53,13 +53,11 @@ def drafter_learning(state: EngineState) -> DraftLearning | None:
 
 
 class DraftLearning:
-    """Records what is verified, learns from it and hands new weights to the drafter.
+    """Records verified tokens, learns from them and hands new weights to the drafter.
 
-    The engine calls it as a `RowWatcher`, with the new tokens of a step where it `records` them, and after every step,
-    which is also when it learns. Whoever drives the engine sees it as `rlhfspec.engine.base.Learning`.
-
-    student: a copy of the model that `runner` drafts with. Nothing here touches a sequence. is_on: False, the drafter
-    only follows the policy, where it is made of it.
+    The engine calls it as a `RowWatcher` and after every step, when it also learns. Other code sees it as
+    `rlhfspec.engine.base.Learning`. `student` is a copy of the model that `runner` drafts with. With `is_on` False the
+    drafter only follows the policy it was made from.
     """
 
     def __init__(
@@ -72,13 +70,13 @@ class DraftLearning:
         self._recorder = LessonRecorder(self._ring)
         self._num_steps = 0
         self._next_look = next_look(0)
-        self._is_better = True  # than it was at the start, as far as is known; else it drafts as at the start
-        self._num_unseen = 0  # optimizer steps that the copy that drafts has not seen
+        self._is_better = True  # than at the start, as far as is known; otherwise the drafter uses its first weights
+        self._num_unseen = 0  # optimizer steps not yet in the drafting copy
         self._idle_since = time.perf_counter()
         self.is_on = is_on
-        self._noted: list[tuple[float, IntArray, str | None]] = []  # steps since they were looked at
+        self._noted: list[tuple[float, IntArray, str | None]] = []  # steps not yet evaluated
         self._noted_seconds = 0.0
-        self.version = 0  # tokens that these weights have learnt from, here or where they were taken from
+        self.version = 0  # tokens that these weights have learnt from, here or elsewhere
         self.budget = budget
 
     # -- while the engine works -----------------------------------------------------------------------------
@@ -102,7 +100,7 @@ class DraftLearning:
         return bool(recorder.within or (recorder.rows and self.budget.may_record(LONGEST_LESSON)))
 
     def record(self, new: Committed, kept: IntArray, logits: torch.Tensor) -> None:
-        """Before the first `kept[s]` new tokens are appended: what the target thought of them."""
+        """Record the target's distribution for the first `kept[s]` new tokens, before they are appended."""
         began = time.perf_counter()
         chosen = self._chosen(new.rows.tolist(), kept)
         if not chosen:
@@ -118,7 +116,7 @@ class DraftLearning:
         self.budget.recorded(seconds=time.perf_counter() - began, num_tokens=first)
 
     def _chosen(self, rows: list[int], kept: IntArray) -> list[int]:
-        """Sequences whose new tokens are recorded: lessons that have begun go on, others begin as long as they may."""
+        """Return the sequences to record: those with an open lesson, then others as long as they may begin."""
         known, within = self._recorder.rows, self._recorder.within
         chosen = [s for s, row in enumerate(rows) if row in within and kept[s]]
         for s, row in enumerate(rows):
@@ -129,14 +127,13 @@ class DraftLearning:
         return chosen
 
     def _may_begin(self, num_lessons: int) -> bool:
-        """Return whether labels of so many lessons may be taken, and there is too little to learn from."""
+        """Return whether labels of `num_lessons` lessons may be taken and fresh lessons are still needed."""
         return self.budget.may_record(num_lessons * LONGEST_LESSON) and not self._ring.is_full_of_fresh
 
     # -- learning ---------------------------------------------------------------------------------------------
 
     def stepped(self, seconds: float, num_tokens: IntArray, drafter: str | None, *, has_finished: bool) -> None:
-        """Note a step of the engine that brought each decoding sequence so many tokens. Learn if that is due and no
-        finished sequence waits for it."""
+        """Note a step that gave each decoding sequence `num_tokens`. Learn if due, unless a finished sequence waits."""
         if not self.is_on:
             return
         self._noted.append((seconds, num_tokens, drafter))
@@ -148,7 +145,7 @@ class DraftLearning:
             self._learn(idle=False)
 
     def learn_while_idle(self) -> bool:
-        """Take one optimizer step while the engine has nothing else to do. Return whether there was one to take."""
+        """Take one optimizer step while the engine is idle. Return False if there was nothing to learn."""
         self._look()
         now = time.perf_counter()
         self.budget.idled(now - self._idle_since)
@@ -181,7 +178,7 @@ class DraftLearning:
         return True
 
     def _look(self) -> None:
-        """Take all steps that were noted into account."""
+        """Evaluate all steps that were noted."""
         if not self._noted:
             return
         began = time.perf_counter()
@@ -196,17 +193,17 @@ class DraftLearning:
         self.budget.watched(seconds=noting + self._idle_since - began)
 
     def follow(self, policy: Mapping[str, torch.Tensor], drafter: Mapping[str, torch.Tensor] | None) -> None:
-        """The policy has new weights; what was learnt stays, unless the drafter is given others."""
+        """Adopt the policy's new weights. What was learnt stays, unless drafter weights are given."""
         if self._student.follow(policy, drafter):
             self._hand_over()
 
     def learnt(self) -> Learnt:
-        """Return what the drafter drafts with; as long as nothing better was learnt, that is its start."""
+        """Return the weights that the drafter drafts with; until it has improved, those of its start."""
         return Learnt(version=self.version, tensors=self._student.learnt(at_first=not self._is_better))
 
     def take(self, learnt: Learnt) -> bool:
-        """Draft and go on learning with these, if they have learnt from more tokens; return whether they have. Raise
-        InvalidRequest where they are another drafter's."""
+        """Adopt `learnt` if it comes from more tokens, and return whether it does. Raise InvalidRequest for another
+        drafter's."""
         if learnt.version <= self.version:
             return False
         self._student.take(learnt.tensors)
@@ -225,7 +222,7 @@ class DraftLearning:
         self._runner.load_weights(self._student.state_dict(at_first=not self._is_better))
 
     def _temperature(self, row: int) -> float:
-        """At which the drafter is to agree; where the best token is taken, at 1."""
+        """Return the temperature at which the drafter should agree; 1 for greedy rows."""
         return float(self._rows.temperatures[row]) or 1.0
 
     @property
@@ -238,7 +235,7 @@ _: type[Learning] = DraftLearning  # mypy holds it to the contract
 
 
 def _labels(logits: torch.Tensor, places: list[Indices], temperatures: list[float]) -> tuple[IntArray, FloatArray]:
-    """[n, K] the likeliest tokens and their log-probs in these rows of the logits, a temperature for each list."""
+    """Return [n, K] the likeliest tokens and their log-probs in these rows of the logits, one temperature per list."""
     index = torch.from_numpy(np.concatenate(places)).to(logits.device)
     lengths = [len(place) for place in places]
     each = torch.from_numpy(np.repeat(np.asarray(temperatures, np.float32), lengths)).to(logits.device)

@@ -1,4 +1,4 @@
-"""What a drafter learns from: what the target said of tokens that were verified anyway, kept in a bounded ring."""
+"""Lessons for a drafter: the target's distributions of verified tokens, kept in a bounded ring."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 
 from rlhfspec.common.arrays import FloatArray, IntArray
 
-NUM_LABELS = 32  # tokens that a label knows; what is less likely than these is left out
-LONGEST_LESSON = 256  # tokens with labels in a lesson, and tokens of context before them
-_MOST_ROWS = 16  # sequences that are recorded at a time
+NUM_LABELS = 32  # tokens per label; less likely ones are left out
+LONGEST_LESSON = 256  # labelled tokens in a lesson, and at most as many context tokens
+_MOST_ROWS = 16  # sequences recorded at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """A piece of a sequence: its last n tokens have labels, those before them are context."""
+    """Piece of a sequence: its last n tokens have labels, those before are context."""
 
     tokens: IntArray  # [T]
-    label_ids: IntArray  # [n, K] of each labelled token: what the target thought most likely there
+    label_ids: IntArray  # [n, K] the target's likeliest tokens, per labelled token
     label_log_probs: FloatArray  # [n, K] under the tempered target
     temperature: float
 
@@ -29,8 +29,9 @@ class Lesson:
 
 
 class LessonRing:
-    """The newest lessons, at most so many labelled tokens. Each is taken `passes` times, new ones first; again only
-    while the ring is half full, since few lessons that are repeated at once are learnt by heart.
+    """The newest lessons, up to `most_tokens` labelled tokens. Each is taken up to `passes` times, new ones first.
+
+    Lessons repeat only while the ring is half full, because repeating few lessons overfits.
 
     >>> ring = LessonRing(most_tokens=4, passes=2)
     >>> def lesson(n): return Lesson(tokens=np.zeros(n + 1, np.int32), label_ids=np.zeros((n, 2), np.int32),
@@ -45,8 +46,8 @@ class LessonRing:
         self._most_tokens = most_tokens
         self._passes = passes
         self._fresh: deque[Lesson] = deque()
-        self._again: deque[tuple[int, Lesson]] = deque()  # how often it was taken; the next one first
-        self.num_fresh = 0  # labelled tokens that were never taken
+        self._again: deque[tuple[int, Lesson]] = deque()  # (times taken, lesson); the next one first
+        self.num_fresh = 0  # labelled tokens never taken
         self.num_tokens = 0
 
     @property
@@ -61,7 +62,7 @@ class LessonRing:
             self.num_tokens -= (self._again.pop()[1] if self._again else self._pop_fresh()).num_labels
 
     def take(self, *, most_tokens: int) -> list[Lesson]:
-        """The next lessons, of at most so many labelled tokens in all, but one if there is any to take."""
+        """Return the next lessons, with at most `most_tokens` labelled tokens, but at least one if there is any."""
         taken: list[tuple[int, Lesson]] = []
         count = 0
         may_repeat = 2 * self.num_tokens >= self._most_tokens
@@ -84,7 +85,7 @@ class LessonRing:
 
 @dataclass(slots=True)
 class _Recording:
-    """Of the sequence in one row: labels of neighbouring positions, the first being `start`."""
+    """Labels of consecutive positions from `start` on, for the sequence in one row."""
 
     temperature: float
     start: int = 0
@@ -97,20 +98,20 @@ class _Recording:
 
 
 class LessonRecorder:
-    """Collects labels row by row while sequences decode, and puts lessons into the ring."""
+    """Collects labels by row while sequences decode, and adds lessons to the ring."""
 
     def __init__(self, ring: LessonRing) -> None:
         self._ring = ring
         self.rows: dict[int, _Recording] = {}  # by table row
-        self.within: set[int] = set()  # rows whose lesson has begun, and has room for more
+        self.within: set[int] = set()  # rows with an open lesson that has room
 
     def start(self, row: int, temperature: float) -> None:
-        """A sequence took the row. It is recorded if few others are."""
+        """Record the sequence that took the row, if few others are recorded."""
         if len(self.rows) < _MOST_ROWS:
             self.rows[row] = _Recording(temperature)
 
     def note(self, row: int, position: int, ids: IntArray, log_probs: FloatArray, tokens: IntArray) -> None:
-        """Labels [n, K] of the tokens from `position` on; `tokens`: of the row, up to `position`."""
+        """Add labels [n, K] of the tokens from `position` on; `tokens` holds the row up to `position`."""
         recording = self.rows[row]
         if not recording.ids:
             recording.start = position
@@ -122,7 +123,7 @@ class LessonRecorder:
         (self.within.add if recording.num_labels < LONGEST_LESSON else self.within.discard)(row)
 
     def forget(self, row: int, tokens: IntArray) -> bool:
-        """The sequence, which has these tokens, leaves the row; return whether it leaves a lesson."""
+        """Stop recording the row, whose sequence has these tokens; return whether it leaves a lesson."""
         recording = self.rows.pop(row, None)
         self.within.discard(row)
         if recording is None or not recording.ids:

@@ -1,5 +1,4 @@
-"""The optimizer Muon. `torch.optim.Muon` is its twin, whose iteration is in bfloat16: a CPU without that type takes
-some twenty times as long there as in float32."""
+"""The Muon optimizer, in float32 on a CPU. Its twin `torch.optim.Muon` iterates in bfloat16, which is slow there."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ _LEAST_NORM = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """Of matrices between hidden states. `like_adamw`: rates are those of AdamW, whatever a matrix's shape."""
+    """Muon for matrices between hidden states. `like_adamw`: learning rates have AdamW's scale, whatever the shape."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix with all of its singular values near 1, by Newton and Schulz.
+    """Return the matrix with all singular values near 1, by Newton-Schulz iteration.
 
     >>> found = torch.linalg.svdvals(orthogonal(torch.eye(3) * torch.tensor([5.0, 1.0, 0.5])))
     >>> bool((found > 0.6).all() and (found < 1.3).all())

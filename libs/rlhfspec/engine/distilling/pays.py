@@ -1,4 +1,4 @@
-"""Whether learning pays: seconds that it took against seconds that it saved."""
+"""Decide whether learning pays: seconds spent on it against seconds saved."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import numpy as np
 from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine.base import LearningReport
 
-_SHARE = 0.05  # of step time at most, where the rule decides by itself
-_TRIED = 0.01  # of the time that has passed may be spent before anything was saved
-_FIRST_SECONDS, _FIRST_LABEL_SECONDS = 0.25, 1e-4  # of a step of learning, and of a label, until one was seen
-_MEMORY = 500.0  # verifications; and so many tell what was before the drafter learnt
-_DEEPEST = 32  # drafted tokens of one path that are told apart
-_GAIN_KEPT = 0.6  # of what was known about the drafter's agreement, at every look
+_SHARE = 0.05  # of step time at most, when the rule decides
+_TRIED = 0.01  # of elapsed time that may be spent before anything was saved
+_FIRST_SECONDS, _FIRST_LABEL_SECONDS = 0.25, 1e-4  # estimates for a learning step and for a label, until measured
+_MEMORY = 500.0  # verifications; also the sample that describes the drafter before learning
+_DEEPEST = 32  # drafted tokens of one path that are counted separately
+_GAIN_KEPT = 0.6  # weight of the old estimate at every evaluation
 
 
 class LearningBudget:
-    """Says when the drafter may learn. `share`: of step time that may be spent, beside all idle time;
-    None: the rule decides.
+    """Budget of learning time. `share`: of step time that may be spent, beside all idle time; None: the rule decides.
 
-    Learning saves what the same steps would have taken longer with the drafter as it was: g accepted tokens a
-    verification are now, and with its agreement at the start (a0, now a1) they would be at most g * a0 / a1.
+    Savings are estimated from acceptance: g accepted tokens per verification now would at the start have been at most g
+    * a0 / a1, with a0 and a1 the agreement at the start and now.
 
     >>> budget = LearningBudget(share=None)
     >>> budget.stepped(seconds=30.0, drafted_seconds=30.0, num_tokens=np.array([3, 2, 4]))
@@ -38,7 +37,7 @@ class LearningBudget:
     def __init__(self, *, share: float | None) -> None:
         self._share = share
         self._step_seconds = self._busy_spent = 0.0
-        self._allowed = 0.0  # seconds that may be spent in all, where the rule decides
+        self._allowed = 0.0  # seconds that may be spent in all, when the rule decides
         self._seconds = self._saved = 0.0
         self._num_tokens = 0
         self._one_step_seconds, self._label_seconds = _FIRST_SECONDS, _FIRST_LABEL_SECONDS
@@ -48,13 +47,13 @@ class LearningBudget:
         self._num_accepted = np.zeros(_DEEPEST + 1, np.int64)
 
     def stepped(self, *, seconds: float, drafted_seconds: float, num_tokens: IntArray) -> None:
-        """One or more steps of the engine. Of those that the drafter that learns drafted for: their seconds, and the
-        tokens of each of their sequences."""
+        """Account for engine steps; `drafted_seconds` and `num_tokens` per sequence cover those of the learning drafter
+        only."""
         self._step_seconds += seconds
         self._allowed += _TRIED * seconds
         if not len(num_tokens):
             return
-        accepted = np.clip(num_tokens - 1, 0, _DEEPEST)  # an end of a sequence cuts some off
+        accepted = np.clip(num_tokens - 1, 0, _DEEPEST)  # the end of a sequence may cut some off
         self._num_accepted += np.bincount(accepted, minlength=_DEEPEST + 1)
         self._now.add(len(num_tokens), int(num_tokens.sum()))
         if self._is_new:
@@ -65,39 +64,38 @@ class LearningBudget:
         self._allowed += saved
 
     def idled(self, seconds: float) -> None:
-        """The engine had nothing to do."""
         self._allowed += _TRIED * seconds
 
     def took(self) -> None:
-        """The drafter has now what others learnt."""
+        """Note that the drafter has adopted what others learnt."""
         self._is_new = False
 
     def agreed(self, at_first: float, now: float) -> None:
-        """How much of the target's distribution the drafter covered in lessons that it had not learnt from."""
+        """Note the share of the target's distribution that the drafter covered in lessons it had not learnt from."""
         ratio = at_first / now if now > 0 else 1.0
         first = self._ratio == 1.0
         self._ratio = ratio if first else _GAIN_KEPT * self._ratio + (1.0 - _GAIN_KEPT) * ratio
 
     def watched(self, *, seconds: float) -> None:
-        """Watching steps took so long: so much less is left to learn in."""
+        """Subtract the time of evaluating steps from the allowance."""
         self._allowed -= seconds
 
     def spent(self, *, seconds: float, num_tokens: int, idle: bool = False) -> None:
         self._seconds += seconds
         self._num_tokens += num_tokens
-        if num_tokens:  # else the copy that drafts got what was learnt
+        if num_tokens:  # else the new weights were copied to the drafting model
             self._one_step_seconds, self._is_new = seconds, False
         self._busy_spent += 0.0 if idle else seconds
 
     def recorded(self, *, seconds: float, num_tokens: int = 0) -> None:
-        """Labels of so many tokens were taken, in a step of the engine; 0: they were put away as a lesson."""
+        """Account for taking labels of `num_tokens` tokens in an engine step; 0: for storing a lesson."""
         self._seconds += seconds
         self._busy_spent += seconds
         if num_tokens:
             self._label_seconds = seconds / num_tokens
 
     def may_record(self, num_tokens: int) -> bool:
-        """Whether labels of so many tokens may be taken."""
+        """Return whether labels of `num_tokens` tokens may be taken."""
         return self._share is not None or self._seconds + num_tokens * self._label_seconds <= self._allowed
 
     def may_learn(self, *, idle: bool) -> bool:
@@ -116,7 +114,7 @@ class LearningBudget:
 
 
 class _Rate:
-    """Tokens a verification, recent ones weighing more."""
+    """Tokens per verification, weighted towards recent ones."""
 
     def __init__(self) -> None:
         self._verifications = self._tokens = 0.0

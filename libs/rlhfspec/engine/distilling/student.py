@@ -1,4 +1,4 @@
-"""The drafter as it learns: a plain copy of its model, and an optimizer. The copy that drafts gets its weights."""
+"""The learning copy of a drafter, with its optimizers. Its weights are handed to the copy that drafts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from rlhfspec.huggingface.structure.causal_lm import CausalLM, hidden_of
 
 MUON_RATE, ADAM_RATE = 1e-2, 1e-3  # docs/learning.md
 _WARM_UP_STEPS = 50
-_KEPT = 0.99  # of the average, at every optimizer step; of the first steps less
+_KEPT = 0.99  # weight of the old average per optimizer step; less in the first steps
 
 
 class Student:
-    """`learn` takes one optimizer step towards the target's distribution (soft labels, KL).
+    """Plain copy of a drafter; `learn` takes one optimizer step towards the target's distribution (soft labels, KL).
 
-    What drafts is the average of the last hundred steps' weights or so: they themselves are shaken by steps that are
-    large enough to learn soon, and which never become smaller, as a run's end is not known.
-
-    model: a Hugging Face causal LM that is nobody else's. names: of the parameters that learn, None: all.
+    The drafter uses an average of about the last hundred steps' weights, because the learning rate is large and never
+    decays. `model` is a Hugging Face causal LM owned by this object. `names`: the parameters that learn; None: all.
     """
 
     def __init__(self, model: Any, names: Collection[str] | None, *, max_context: int) -> None:
@@ -41,14 +39,15 @@ class Student:
         self._at_first = {name: p.detach().clone() for name, p in self._learning.items()}
         self._average = {name: p.detach().clone() for name, p in self._learning.items()}
         first_names = {id(p): name for name, p in self._learning.items()}
-        state = model.state_dict(keep_vars=True)  # where a weight that is tied has several names
+        state = model.state_dict(keep_vars=True)  # tied weights have several names there
         self._held_as = {name: first_names[id(t)] for name, t in state.items() if id(t) in first_names}
         self._num_steps = 0
         self._optimizers = list(_optimizers(model, self._learning.values()))
         self._rates = [optimizer.param_groups[0]["lr"] for optimizer in self._optimizers]
 
     def learn(self, lessons: Sequence[Lesson]) -> float:
-        """Return the loss before the optimizer step. Without a finite one, all that was learnt is given up."""
+        """Take one optimizer step and return the loss before it. A loss that is not finite discards all that was
+        learnt."""
         with torch.enable_grad():
             loss = self._loss(lessons)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -66,8 +65,8 @@ class Student:
 
     @torch.no_grad()
     def agreement(self, lessons: Sequence[Lesson], *, at_first: bool = False) -> float:
-        """Return how much of the target's distribution the drafter's covers, on average: sum of min(p, q). `at_first`:
-        with what it had learnt at the start, which is nothing."""
+        """Return the mean coverage of the target's distribution, sum of min(p, q); `at_first`: with the drafter's first
+        weights."""
         drafts_with = self._drafts_with(at_first)
         self._swap(drafts_with)
         try:
@@ -81,13 +80,13 @@ class Student:
         return dict(self.model.state_dict()) | {name: drafts_with[first] for name, first in self._held_as.items()}
 
     def learnt(self, *, at_first: bool = False) -> dict[str, torch.Tensor]:
-        """Return a copy of the average, on the host, or of what the drafter began with."""
+        """Return a copy on the host of the averaged weights, or of those at the start."""
         return {name: tensor.to("cpu", copy=True) for name, tensor in self._drafts_with(at_first).items()}
 
     @torch.no_grad()
     def take(self, learnt: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what another copy of this drafter has learnt. Raise InvalidRequest, before anything is changed,
-        where it is none."""
+        """Adopt the weights of another copy of this drafter. Raise InvalidRequest, with nothing changed, for another
+        drafter's."""
         if learnt.keys() != self._learning.keys():
             other = min(learnt.keys() ^ self._learning.keys())
             raise InvalidRequest("drafter", other, "what was learnt is another drafter's")
@@ -102,13 +101,13 @@ class Student:
 
     @torch.no_grad()
     def follow(self, policy: Mapping[str, torch.Tensor], drafter: Mapping[str, torch.Tensor] | None) -> bool:
-        """Take over the policy's new weights wherever this model has the policy's own, and all that the drafter is
-        given; return whether there was any."""
+        """Copy the policy's new weights that this model shares, and given drafter weights; return whether there were
+        any."""
         given = {name: policy[name] for name in self._followed if name in policy} | dict(drafter or {})
         for name, tensor in self.model.state_dict().items():
             if name in given:
                 tensor.copy_(given[name])
-        for name in self._held_as.keys() & given.keys():  # what it is given is where it begins
+        for name in self._held_as.keys() & given.keys():  # given weights are its new start
             self._at_first[self._held_as[name]].copy_(given[name])
             self._average[self._held_as[name]].copy_(given[name])
         return bool(given)
@@ -122,13 +121,13 @@ class Student:
         return -(probs * (log_probs - labels)).sum(-1).mean()
 
     def _log_probs(self, lessons: Sequence[Lesson]) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, K] the drafter's and the target's log-probs of the labels' tokens, lesson by lesson."""
+        """Return [n, K] the drafter's and the target's log-probs of the labels' tokens, lesson by lesson."""
         device = next(self.model.parameters()).device
         width = max(len(lesson.tokens) for lesson in lessons) - 1
-        tokens = np.zeros((len(lessons), width), np.int64)  # what follows a lesson's end is seen by none of it
+        tokens = np.zeros((len(lessons), width), np.int64)  # padding after a lesson is seen by none of its tokens
         places: list[np.ndarray[Any, Any]] = []
         for index, lesson in enumerate(lessons):
-            length = len(lesson.tokens) - 1  # the last token has nothing to predict
+            length = len(lesson.tokens) - 1  # the last token predicts nothing
             tokens[index, :length] = lesson.tokens[:-1]
             places.append(index * width + np.arange(length - lesson.num_labels, length))
         hidden = hidden_of(self._parts.trunk(input_ids=torch.from_numpy(tokens).to(device), use_cache=False))
@@ -160,7 +159,7 @@ class Student:
 
 
 def _optimizers(model: Any, parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.optim.Optimizer]:
-    """Muon for matrices between hidden states, AdamW for what is looked up by token and for vectors."""
+    """Yield Muon for matrices between hidden states, AdamW for vectors and for embeddings and heads."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     vocabulary = {id(getattr(end, "weight", None)) for end in ends}
     kinds: tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]] = ([], [])

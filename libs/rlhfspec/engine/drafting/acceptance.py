@@ -1,9 +1,9 @@
-"""How likely a drafted token is the target's choice, learnt while generating.
+"""Prediction of how likely the target chooses a drafted token, learnt while generating.
 
-Target and drafter share their noise, so the telling feature is the gap between perturbed scores. Tested nodes are
-counted in cells of (depth 1 / 2 / 3+, rank 0 / 1 / 2 / 3+, gap bucket), older ones less; thin cells lean on the same
-cell of other depths and on a prior. On top, every sequence has one shift in log-odds of its own. What the shift
-explains is kept out of the table, so that one bad sequence poisons no other.
+The main feature is the gap between perturbed scores, because target and drafter share their noise. Trials are counted
+in cells of (depth 1 / 2 / 3+, rank 0 / 1 / 2 / 3+, gap bucket) with decay; thin cells lean on other depths and on a
+prior. Each sequence has a shift in log-odds. What the shift explains is kept out of the table, so that one bad sequence
+affects no other.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _EDGES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 20.0)  # of the ga
 _CENTRES = np.array((0.1, 0.37, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, 10.0, 16.0, 28.0))
 _DEPTHS, _RANKS, _BUCKETS = 3, 4, len(_CENTRES)
 _CELLS = _DEPTHS * _RANKS * _BUCKETS
-_FINE, _FINE_PER_UNIT = 256, 8.0  # gaps are read from a fine table, 1/8 apart, up to 32
-_MOST_LOG_ODDS = 9.0  # never surer than .9999, so that a child is always strictly below its parent
+_FINE, _FINE_PER_UNIT = 256, 8.0  # fine table of gaps, 1/8 apart, up to 32
+_MOST_LOG_ODDS = 9.0  # at most .9999, so that a child is always strictly below its parent
 _POOL_WEIGHT, _PRIOR_WEIGHT = 12.0, 6.0  # trials that other depths count for in a cell, and the prior in their pool
-_LEAST_PRECISION, _MOST_PRECISION = 3.0, 24.0  # of a shift: within about +-1/2 at first, never surer than +-1/5
-_MEAN_RATE = 0.05  # how much one finished sequence moves the shift that new ones start from
-_TRIALS_AFTER_RESET = 50.0  # what a table still counts for after the weights changed
+_LEAST_PRECISION, _MOST_PRECISION = 3.0, 24.0  # of a shift: within about +-1/2 at first, at most within +-1/5
+_MEAN_RATE = 0.05  # share of one finished sequence in the shift that new ones start from
+_TRIALS_AFTER_RESET = 50.0  # trials that a table counts for after the weights changed
 
 _FINE_GAPS = np.arange(_FINE) / _FINE_PER_UNIT
 _BUCKET_OF_FINE = np.searchsorted(_EDGES, _FINE_GAPS, side="right")
@@ -35,14 +35,14 @@ _INTERPOLATION = np.array([np.interp(_FINE_GAPS, _CENTRES, row) for row in np.ey
 
 
 def _prior() -> Floats:
-    """[ranks, buckets]: what a middling drafter shows. Rank 0 grows with the gap; the others share what it leaves."""
+    """Return [ranks, buckets] of an average drafter. Rank 0 grows with the gap; the others share the remainder."""
     best = 0.99 - 0.52 * np.exp(-0.75 * _CENTRES)
     return np.array([best, *((1.0 - best) * share for share in (0.75, 0.45, 0.3))])
 
 
 @dataclass(frozen=True, slots=True)
 class Decile:
-    """Nodes of a drafter whose predicted acceptance lies in one tenth of 0..1 (recent ones weigh more)."""
+    """Nodes of a drafter whose predicted acceptance lies in one tenth of 0..1, weighted towards recent ones."""
 
     drafter: str
     tenth: int  # 9: from .9 to 1
@@ -52,7 +52,7 @@ class Decile:
 
 
 class _Book:
-    """What is known about one drafter."""
+    """Counts, shifts and log-odds of one drafter."""
 
     def __init__(self, num_rows: int) -> None:
         self.trials, self.hits = np.zeros(_CELLS), np.zeros(_CELLS)
@@ -63,7 +63,7 @@ class _Book:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Counts to log-odds of the fine gaps."""
+        """Convert the counts to log-odds of the fine gaps."""
         trials = self.trials.reshape(_DEPTHS, _RANKS, _BUCKETS)
         hits = self.hits.reshape(_DEPTHS, _RANKS, _BUCKETS)
         pool = (hits.sum(axis=0) + _PRIOR_WEIGHT * _prior()) / (trials.sum(axis=0) + _PRIOR_WEIGHT)
@@ -78,7 +78,7 @@ class _Book:
         self.deciles = self.deciles * kept + tuple(np.bincount(tenth, sums, 10) for sums in (None, predicted, real))
 
     def learn_shifts(self, rows: IntArray, surprise: Floats, predicted: Floats) -> None:
-        """One Newton step for each sequence."""
+        """Take one Newton step for each sequence."""
         information = np.bincount(rows, predicted * (1.0 - predicted), len(self.shift))
         touched = np.flatnonzero(information)
         precision = np.minimum(self.precision[touched] + information[touched], _MOST_PRECISION)
@@ -98,20 +98,20 @@ class _Book:
 
     def shift_of(self, rows: IntArray) -> Floats:
         missing = int(rows.max(initial=-1)) + 1 - len(self.shift)
-        if missing > 0:  # an engine with more rows than it announced
+        if missing > 0:  # an engine with more rows than announced
             self.shift = np.append(self.shift, np.full(missing, self.mean_shift))
             self.precision = np.append(self.precision, np.full(missing, _LEAST_PRECISION))
         return self.shift.take(rows)
 
     def forget(self, row: int) -> None:
         if row < len(self.shift):
-            learnt = 1.0 - _LEAST_PRECISION / self.precision[row]  # 0: it showed nothing, towards 1: well known
+            learnt = 1.0 - _LEAST_PRECISION / self.precision[row]  # 0: no evidence, towards 1: well known
             self.mean_shift += _MEAN_RATE * float(learnt * (self.shift[row] - self.mean_shift))
             self.shift[row], self.precision[row] = self.mean_shift, _LEAST_PRECISION
 
 
 class AcceptanceModel:
-    """Implements rlhfspec.engine.drafting.base.Acceptance. `half_life`: trials after which an old one counts half."""
+    """Acceptance (see `rlhfspec.engine.drafting.base`) learnt from trials. `half_life`: in trials."""
 
     def __init__(self, num_rows: int = 256, *, half_life: float = 6000.0) -> None:
         self._num_rows = num_rows
@@ -119,23 +119,23 @@ class AcceptanceModel:
         self._books: dict[str, _Book] = {}
 
     def predict(self, drafter: str, rows: IntArray, depth: IntArray, rank: IntArray, gap: FloatArray) -> FloatArray:
-        """Acceptance of each node given that its parent was accepted, in (0, 1). All arguments [M]."""
+        """Return the acceptance of each node given that its parent was accepted, in (0, 1). All arguments [M]."""
         log_odds, shift = self.curves(drafter, rows)
         group, fine = _group_and_fine(depth, rank, gap)
         return _chance(log_odds.take(group * _FINE + fine) + shift).astype(np.float32)
 
     def curves(self, drafter: str, rows: IntArray) -> tuple[Floats, Floats]:
-        """What `predict` reads, as numbers: log-odds by depth (1 / 2 / 3+), rank (0 / 1 / 2 / 3+) and gap (in steps of
-        1/8), flat, and the shift of each row."""
+        """Return the data of `predict`: flat log-odds by depth, rank and gap (in steps of 1/8), and the shift of each
+        row."""
         book = self._book(drafter)
         return book.log_odds, book.shift_of(rows)
 
     def observe(
         self, drafter: str, rows: IntArray, depth: IntArray, rank: IntArray, gap: FloatArray, accepted: BoolArray
     ) -> None:
-        """Learn from nodes whose parent was accepted (only those were really tested). All arguments [M].
+        """Learn from nodes whose parent was accepted (only those were tested). All arguments [M].
 
-        Costs some hundred microseconds whatever M is: the selectors call it for several steps at once.
+        A call costs some hundred microseconds whatever M is, so selectors batch several steps.
         """
         if not len(rows):
             return
@@ -150,29 +150,28 @@ class AcceptanceModel:
         book.rebuild()
 
     def forget(self, row: int) -> None:
-        """The sequence left its table row: the next one there starts from the drafters' means."""
+        """Forget the row's sequence; the next one there starts from the drafters' means."""
         for book in self._books.values():
             book.forget(row)
 
     def learnt(self, row: int) -> tuple[tuple[str, float, float], ...]:
-        """What is known of the sequence in this row alone: by drafter, its shift and how sure it is."""
+        """Return what is known of the row's sequence alone: per drafter, its shift and precision."""
         books = ((name, book) for name, book in self._books.items() if row < len(book.shift))
         return tuple((name, float(book.shift[row]), float(book.precision[row])) for name, book in books)
 
     def take_over(self, row: int, learnt: Iterable[tuple[str, float, float]]) -> None:
-        """The row's sequence was drafted for elsewhere."""
+        """Adopt what another engine learnt about the row's sequence."""
         for drafter, shift, precision in learnt:
             book = self._book(drafter)
             book.shift_of(np.array([row], np.int32))
             book.shift[row], book.precision[row] = shift, precision
 
     def reset(self) -> None:
-        """Weights changed: the tables fall back towards the prior."""
+        """Shrink the tables towards the prior after the weights changed."""
         for book in self._books.values():
             book.forget_counts()
 
     def calibration(self) -> tuple[Decile, ...]:
-        """Predicted against real acceptance."""
         return tuple(
             Decile(name, tenth, count, predicted / count, real / count)
             for name, book in self._books.items()
@@ -181,7 +180,7 @@ class AcceptanceModel:
         )
 
     def calibration_error(self) -> float:
-        """The mean over nodes of |predicted - real| of their decile."""
+        """Return the mean over nodes of |predicted - real| of their decile."""
         deciles = self.calibration()
         total = sum(decile.count for decile in deciles)
         return sum(d.count * abs(d.predicted - d.real) for d in deciles) / total if total else 0.0
@@ -193,7 +192,7 @@ class AcceptanceModel:
 
 
 def _group_and_fine(depth: IntArray, rank: IntArray, gap: FloatArray) -> tuple[Indices, Indices]:
-    """Index of (depth, rank), and of the gap in the fine table. fmin and fmax turn a NaN into an ordinary gap."""
+    """Return the index of (depth, rank), and of the gap in the fine table. fmin and fmax map NaN to an ordinary gap."""
     group = (np.minimum(depth, _DEPTHS) - 1) * _RANKS + np.minimum(rank, _RANKS - 1)
     fine = np.fmax(np.fmin(gap * np.float32(_FINE_PER_UNIT), np.float32(_FINE - 1)), np.float32(0.0))
     return group.astype(np.int64), fine.astype(np.int64)

@@ -1,4 +1,4 @@
-"""What drafters, the selector and the engine say to each other. Numpy only; drafting never imports the engine.
+"""Contracts between drafters, selector and engine. Numpy only; drafting never imports the engine.
 
 One step:  plan (selector) -> propose (drafter) -> budget (selector) -> verify (engine) -> observe (both).
 """
@@ -16,11 +16,11 @@ from rlhfspec.common.arrays import BoolArray, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan:
-    """What to try this step. `drafter=None` means plain decoding.
+    """What to draft in this step. `drafter=None` means plain decoding.
 
-    depth: levels of the tree. width: nodes expanded per sequence and level (on average over the batch).
-    branch: children kept of each expanded node. max_nodes: nodes verified per sequence on average, None = no cap.
-    num_sequences: drafted for, the first ones of the batch; None = all. It is the same plan, tried on a part.
+    depth: levels of the tree. width: nodes expanded per sequence and level (on average over the batch). branch:
+    children kept of each expanded node. max_nodes: nodes verified per sequence on average, None = no cap.
+    num_sequences: draft only for the first ones of the batch, None = all; plans that differ only in this are equal.
     """
 
     drafter: str | None
@@ -47,16 +47,16 @@ PLAIN = DraftPlan(drafter=None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBatch:
-    """The sequences to draft for, B of them; table rows are stable for a sequence's life in the engine.
+    """The B sequences to draft for. A sequence keeps its table row as long as it lives in the engine.
 
-    `tokens[row, :length]` is everything so far (prompt and response). The next token has response position
-    `length - prompt_length`; noise is drawn for (seed, response position, token id).
+    `tokens[row, :length]` is prompt and response so far. The next token has response position `length - prompt_length`;
+    noise is drawn for (seed, response position, token id).
     """
 
     rows: IntArray  # [B] row in the engine's tables
     lengths: IntArray  # [B] tokens so far
     prompt_lengths: IntArray  # [B]
-    room: IntArray  # [B] tokens that may still be generated; a tree is never deeper
+    room: IntArray  # [B] tokens that may still be generated; bounds the depth of trees
     seeds: npt.NDArray[np.uint64]  # [B]
     temperatures: FloatArray  # [B]
     tokens: IntArray  # [R, L] the engine's token table, read only
@@ -67,7 +67,7 @@ class DraftBatch:
         return len(self.rows)
 
     def first(self, num_sequences: int | None) -> DraftBatch:
-        """The batch of its first sequences; None: of all."""
+        """Return the batch of the first `num_sequences`, or of all if None."""
         if num_sequences is None:
             return self
         part = slice(num_sequences)
@@ -79,10 +79,9 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forest:
-    """Trees of all sequences as flat arrays of M nodes; a parent always comes before its children.
+    """Trees of all sequences as flat arrays of M nodes; a parent comes before its children.
 
-    `path_acceptance` never increases from parent to child, so every prefix of nodes sorted by it
-    (stable) is itself a valid forest.
+    `path_acceptance` never increases from parent to child, so every prefix of a stable sort by it is a valid forest.
     """
 
     sequence: IntArray  # [M] index into the DraftBatch
@@ -98,8 +97,8 @@ class Forest:
         return len(self.token)
 
     def take(self, keep: IntArray) -> Forest:
-        """The sub-forest of the node indices `keep` (ascending, closed under parents)."""
-        new_index = np.full(self.size + 1, -1, dtype=np.int32)  # the extra last entry maps -1 to -1
+        """Return the sub-forest of the node indices `keep` (ascending, closed under parents)."""
+        new_index = np.full(self.size + 1, -1, dtype=np.int32)  # the last entry maps -1 to -1
         new_index[keep] = np.arange(len(keep), dtype=np.int32)
         return Forest(
             sequence=self.sequence[keep],
@@ -126,65 +125,61 @@ def empty_forest() -> Forest:
 
 
 class Acceptance(Protocol):
-    """Predicts whether a drafted child is the target's choice, given that its parent was accepted."""
+    """Predicts whether the target chooses a drafted child, given that its parent was accepted."""
 
     def predict(self, drafter: str, rows: IntArray, depth: IntArray, rank: IntArray, gap: FloatArray) -> FloatArray:
-        """Conditional acceptance probability of each node, in (0, 1). All arguments [M]; rows = table rows."""
+        """Return the conditional acceptance of each node, in (0, 1). All arguments [M]; rows = table rows."""
         ...
 
 
 class LevelRule(Protocol):
-    """Asked between levels of a draft: is one level more worth its time?"""
+    """Rule that decides between levels of a draft whether one more is worth its time."""
 
     def go_on(self, *, frontier_acceptance: FloatArray, num_rows: int, level: int) -> bool:
-        """`frontier_acceptance`: path acceptance of the nodes that would be expanded; `level`: the next level, >= 2."""
+        """Return whether to draft `level` (>= 2). `frontier_acceptance`: path acceptance of the nodes to expand."""
         ...
 
 
 class Drafter(Protocol):
-    """Proposes trees. Adding one = one file that implements this.
-
-    Whatever it proposes, the tokens stay the same (the law); it can only change how fast they come.
-    """
+    """Proposes trees, which change only the speed, never the tokens (the law)."""
 
     name: str
 
     def propose(self, batch: DraftBatch, plan: DraftPlan, acceptance: Acceptance, rule: LevelRule) -> Forest:
-        """Trees for the batch, at most `plan.depth` deep and never deeper than a sequence's `room`."""
+        """Return trees for the batch, at most `plan.depth` deep and never deeper than a sequence's `room`."""
         ...
 
     def observe(self, batch: DraftBatch, new_lengths: IntArray) -> None:
-        """After commit: sequence i of the batch now has `new_lengths[i]` tokens in `batch.tokens[rows[i]]`."""
+        """Learn after a commit: sequence i of the batch now has `new_lengths[i]` tokens in `batch.tokens[rows[i]]`."""
         ...
 
     def start(self, row: int, tokens: IntArray, group: str, history: tuple[tuple[int, ...], ...]) -> None:
-        """A sequence took table row `row`; `tokens` is what it has, `group` names its prompt group,
-        `history` holds earlier rollouts of the same prompt."""
+        """Start a sequence with `tokens` in table row `row`; `history` holds earlier rollouts of the same prompt."""
         ...
 
     def forget(self, row: int) -> None:
-        """The sequence left its row (finished, preempted, cancelled, exported)."""
+        """Forget the row's sequence, which left (finished, preempted, cancelled, exported)."""
         ...
 
     def reset(self) -> None:
-        """Weights changed: drop what depends on them."""
+        """Drop everything that depends on the weights, which changed."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchState:
-    """What the selector knows before drafting."""
+    """The batch as the selector sees it before drafting."""
 
     rows: IntArray  # [B] table rows of decoding sequences
     room: IntArray  # [B]
-    num_prefill_rows: int  # rows of prompt chunks that ride along in the same forward
-    kv_tokens: int  # context tokens that attention will read, of each sequence once: its tree nodes share what it loads
-    unseen: IntArray  # [B] tokens that the draft model, if there is one, has yet to run, but the last of each
+    num_prefill_rows: int  # rows of prompt chunks in the same forward
+    kv_tokens: int  # context tokens that attention reads, once per sequence: tree nodes share the loads
+    unseen: IntArray  # [B] tokens that the draft model has yet to run, except the last of each sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftChoice:
-    """After drafting: which nodes to verify, and what was expected of it."""
+    """The nodes to verify, with the expected outcome."""
 
     keep: IntArray  # [N] ascending node indices
     predicted_accepted: float  # expected accepted nodes in total
@@ -193,12 +188,12 @@ class DraftChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOutcome:
-    """What really happened, one per step."""
+    """Measured outcome of one step."""
 
     plan: DraftPlan
     state: BatchState
     forest: Forest  # the verified nodes
-    reached: BoolArray  # [N] the node's parent was accepted, so its own acceptance was really tested
+    reached: BoolArray  # [N] the node's parent was accepted, so the node itself was tested
     accepted: BoolArray  # [N]
     num_committed: int  # tokens appended to all decoding sequences
     num_proposed: int  # nodes drafted, before the budget
@@ -220,5 +215,5 @@ class Selector(Protocol):
     def observe(self, outcome: DraftOutcome) -> None: ...
 
     def reset(self) -> None:
-        """Weights changed: what was learnt about acceptance counts little now."""
+        """Discount what was learnt about acceptance, because the weights changed."""
         ...
