@@ -1,8 +1,6 @@
 """A whole decoder in one native call, for models with Llama-like layers; the layers themselves are the slow twin.
-
 Layers are input_layernorm, self_attn (q/k/v/o_proj, optional q_norm and k_norm, rotary by halves),
-post_attention_layernorm and a gated MLP, then `norm` and a linear head. Callers compare the bits before using it.
-"""
+post_attention_layernorm and a gated MLP, then `norm` and a linear head. Callers compare the bits before using it."""
 
 from __future__ import annotations
 
@@ -70,8 +68,7 @@ class DecoderParts:
 
 
 class NativeDecoder:
-    """Decoder that runs N tokens through all layers. Call `bind` again after replacing a weight instead of writing in
-    place."""
+    """Decoder that runs N tokens through all layers. Call `bind` again after replacing a weight tensor."""
 
     def __init__(
         self, parts: DecoderParts, kv: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, num_heads: int
@@ -112,8 +109,7 @@ class NativeDecoder:
         meta: AttentionMeta,
         wanted: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        """Return the logits [n, V] of the rows `wanted` [n] for tokens and positions [N]. Raise ValueError if out of
-        range."""
+        """Return logits [n, V] of the rows `wanted` [n] for tokens, positions [N]. Raise ValueError if out of range."""
         batch = meta.native()
         if len(positions) and not 0 <= positions.min() <= positions.max() < len(self.rotary[0]):
             raise ValueError(f"positions: must be below {len(self.rotary[0])} (got {positions.max()})")

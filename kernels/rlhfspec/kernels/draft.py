@@ -125,11 +125,8 @@ class NativeDraft:
         depth: int, width: int, branch: int, terms: LevelTermsProtocol | None,
     ) -> GrownNodes:  # fmt: skip
         """Grow trees of at most `depth` levels with `width` expanded nodes per sequence and level and `branch` children
-        each.
-
-        rows ... shifts [B]; capacity [R]; slot_table [R, L]; roots [n] indices into the batch, with their first
-        candidates tokens, scores [n, k]; log_odds: see LOG_ODDS_SHAPE. Without `terms`, every level is grown.
-        """
+        each. rows ... shifts [B]; capacity [R]; slot_table [R, L]; roots [n] indices into the batch, with their first
+        candidates tokens, scores [n, k]; log_odds: see LOG_ODDS_SHAPE. Without `terms`, every level is grown."""
         size, num_roots, k = len(rows), len(roots), tokens.shape[1]
         if not (1 <= branch <= k and k >= 2 and width >= 1 and depth >= 1):
             raise ValueError(f"branch, width, depth: out of range (got {branch}, {width}, {depth} of {k} candidates)")
@@ -206,11 +203,9 @@ def keep(
     expanded: Ints, level_rows: npt.NDArray[np.int64], *, rows: Ints, lengths: Ints, new_lengths: Ints,
     tokens: Ints, slot_table: Ints, cached: Ints,
 ) -> bool:  # fmt: skip
-    """Keep the draft KV of accepted expanded nodes by swapping entries of `slot_table` [R, L] in place.
-
-    `expanded`, `level_rows` as in GrownNodes; rows, lengths (when the draft began), new_lengths [B]; tokens [R, T];
-    cached [R]: positions with valid draft KV, updated. Without a kernel library, return False and change nothing.
-    """
+    """Keep the draft KV of accepted expanded nodes by swapping entries of `slot_table` [R, L] in place. `expanded`,
+    `level_rows` as in GrownNodes; rows, lengths (when the draft began), new_lengths [B]; tokens [R, T]; cached [R]:
+    positions with valid draft KV, updated. Without a kernel library, return False and change nothing."""
     kernel = _keep_kernel()
     if kernel is None:
         return False

@@ -1,8 +1,5 @@
-"""Attention of several sequences in one call by torch's `varlen_attn` (FlashAttention), on a GPU in 16 bits.
-
-Use the slow twin when `why_not` or `disagreement` returns a reason. Paged KV is not supported: pages need 256
-positions.
-"""
+"""Attention of several sequences in one call by torch's `varlen_attn` (FlashAttention), on a GPU in 16 bits. Use the
+slow twin when `why_not` or `disagreement` returns a reason. Paged KV is not supported: pages need 256 positions."""
 
 from __future__ import annotations
 
@@ -42,11 +39,9 @@ def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, most: int, most_keys: int,
     *, scale: float, window: int | None,
 ) -> Tensor:  # fmt: skip
-    """Run causal attention for each sequence, aligning its last query with its last key. Return [T, H, D].
-
-    query [T, H, D]; key/value [K, Hkv, D]; starts, key_starts [n + 1] int32 offsets; `most`, `most_keys`: the longest
-    lengths. `window` counts visible keys including the query's own.
-    """
+    """Run causal attention for each sequence, aligning its last query with its last key. Return [T, H, D]. query [T, H,
+    D]; key/value [K, Hkv, D]; starts, key_starts [n + 1] int32 offsets; `most`, `most_keys`: the longest lengths.
+    `window` counts visible keys including the query's own."""
     out = varlen_attn(
         query, key, value, starts, key_starts, most, most_keys, scale=scale,
         window_size=(-1 if window is None else window - 1, 0), enable_gqa=query.shape[1] != key.shape[1],

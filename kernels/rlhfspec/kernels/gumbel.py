@@ -1,6 +1,5 @@
-"""Sampling by the law (docs/law.md): slow twins, and the dispatch to `cpu/csrc/gumbel.cpp` and `gumbel_triton.py`.
-
-All three choose the same tokens, and a row has the same bits in every batch.
+"""Sampling by the law (docs/law.md): slow twins, and the dispatch to `cpu/csrc/gumbel.cpp` and `gumbel_triton.py`. All
+three choose the same tokens, and a row has the same bits in every batch.
 
 Example:
     >>> logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
@@ -48,12 +47,10 @@ class Candidates(NamedTuple):
 def sample(
     logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: PerRow, top_k: PerRow, top_p: PerRow
 ) -> SampleResult:
-    """Sample one token per row by the law.
-
-    logits [N, V] float32, rows at any stride; seeds [N] int64 (the bits of a 64-bit seed; numpy uint64 too); positions
-    [N] int32 in the response; temperatures [N] float32 >= 0 (0: greedy); top_k [N] int32 (0: every token); top_p [N]
-    float32 in (0, 1] (1: every token). On a GPU, values out of range are not checked, to avoid a device sync.
-    """
+    """Sample one token per row by the law. logits [N, V] float32, rows at any stride; seeds [N] int64 (the bits of a
+    64-bit seed; numpy uint64 too); positions [N] int32 in the response; temperatures [N] float32 >= 0 (0: greedy);
+    top_k [N] int32 (0: every token); top_p [N] float32 in (0, 1] (1: every token). On a GPU, values out of range are
+    not checked, to avoid a device sync."""
     _check_logits(logits)
     kernel = _native("gumbel_sample") if logits.is_cpu else None
     if kernel is not None:
@@ -96,10 +93,8 @@ def candidates(logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: P
 
 def token_log_probs(logits: Tensor, tokens: PerRow, temperature: float) -> Tensor:
     """Return the log-prob of one given token per row under softmax(logits / temperature): [N] float32, without a
-    gradient.
-
-    The bits equal those of `sample` without masks. logits [N, V] float32; tokens [N] int32. A row that is not finite
-    gives NaN, and so does a token out of range on a GPU.
+    gradient. The bits equal those of `sample` without masks. logits [N, V] float32; tokens [N] int32. A row that is not
+    finite gives NaN, and so does a token out of range on a GPU.
 
     >>> token_log_probs(torch.tensor([[0.0, 0.0]]), np.array([1], np.int32), 1.0).exp()
     tensor([0.5000])

@@ -1,8 +1,6 @@
-"""The law of sampling (docs/law.md) as Triton kernels, one program per row; call them through `gumbel.py`.
-
-A float32 bound skips tiles that cannot win; the others are scored in float64. Rows with masks first find the end of the
-kept prefix by bisection. Tiles are reduced in a fixed order, so a row has the same bits in every batch.
-"""
+"""The law of sampling (docs/law.md) as Triton kernels, one program per row; call them through `gumbel.py`. A float32
+bound skips tiles that cannot win; the others are scored in float64. Rows with masks first find the end of the kept
+prefix by bisection. Tiles are reduced in a fixed order, so a row has the same bits in every batch."""
 
 # Triton has no types for its decorator or for kernel arguments.
 

@@ -75,8 +75,7 @@ def _scatter(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> Non
 
 
 def pack_into(kv: torch.Tensor, slots: IntArray, out: Bytes) -> None:
-    """Run `pack_slots` into host memory `out` [n, bytes per slot], such as a socket buffer. Synchronizes the device
-    once."""
+    """Run `pack_slots` into host memory `out` [n, bytes per slot], such as a socket buffer. Waits for the device."""
     _check_memory(kv, slots, out)
     if (kernel := _kernel_of(kv)) is not None:
         _copy_bytes(kernel, out, kv, slots, is_pack=True)

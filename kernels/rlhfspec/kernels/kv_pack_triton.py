@@ -1,5 +1,4 @@
-"""Triton kernels behind `kv_pack`. A program copies one piece of one run; a slot has a run per layer and plane (key,
-value)."""
+"""Triton kernels behind `kv_pack`. A program copies a piece of a slot's run in one layer and plane (key or value)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """CPU linear layers, gated MLPs and activations for inference. A row has the same bits in any batch, with any threads.
-
 csrc/linear.h states the order of summation. Without a kernel library the plain-torch twins run, without that promise.
 
 Example:
@@ -41,8 +40,7 @@ def amx_permitted() -> bool:
 
 @functools.cache
 def available_arithmetics(dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the arithmetics for weights of `dtype`, best first. bf16 dot products precede FMA on AMD only: Intel's are
-    slower."""
+    """Return the arithmetics for weights of `dtype`, best first. bf16 dot products are slower than FMA on Intel."""
     if dtype not in STORED:
         raise ValueError(f"dtype: packed weights are float32 or bfloat16 (got {dtype})")
     if build.load() is None:
@@ -110,8 +108,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def checked(x: Tensor, width: int) -> Tensor:
-    """Return `x` as contiguous fp32 on CPU with this width. Raise ValueError if it is not fp32, on CPU and
-    gradient-free."""
+    """Return `x` as contiguous fp32. Raise ValueError unless it is fp32, on CPU, gradient-free and of this width."""
     if x.dtype is not torch.float32 or not x.is_cpu or x.shape[-1] != width:
         raise ValueError(f"x: must be float32 [..., {width}] on CPU (got {x.dtype} {tuple(x.shape)} on {x.device})")
     if x.requires_grad and torch.is_grad_enabled():

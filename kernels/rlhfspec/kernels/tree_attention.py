@@ -1,5 +1,4 @@
 """Paged tree attention: every new token of every sequence in one call, over a token-addressed KV cache.
-
 `tree_attention` runs the Triton kernel for CUDA tensors, the C++ kernel for float32 CPU tensors, and else the slow twin
 `tree_attention_reference`. docs/kernels.md draws the layout and states what is promised about bits.
 
@@ -40,14 +39,11 @@ IndexArray = npt.NDArray[np.int32] | torch.Tensor
 
 @dataclass(slots=True)
 class AttentionMeta:
-    """The keys that each query row sees; built once per forward pass and used by every layer.
-
-    Row i attends, in ascending position, slot_table[table_rows[i], :context_lens[i]] and then extra[i] up to its first
-    -1. Its position is the last of these: a prefill row's context includes itself, a tree node is its own last extra.
-    Neighbouring rows of one sequence share loaded keys on the CPU. A row with slot -1 stores nothing; with an empty
-    context and no extras it is padding and its output is zero. Arrays are int32, all numpy or all on the query's
-    device.
-    """
+    """The keys that each query row sees; built once per forward pass and used by every layer. Row i attends, in
+    ascending position, slot_table[table_rows[i], :context_lens[i]] and then extra[i] up to its first -1. Its position
+    is the last of these: a prefill row's context includes itself, a tree node is its own last extra. Neighbouring rows
+    of one sequence share loaded keys on the CPU. A row with slot -1 stores nothing; with an empty context and no extras
+    it is padding and its output is zero. Arrays are int32, all numpy or all on the query's device."""
 
     slots: IndexArray  # [N]
     table_rows: IndexArray  # [N]
@@ -101,11 +97,9 @@ def tree_attention(
     split: int = SPLIT,
 ) -> torch.Tensor:
     """Write all rows' keys and values into `kv`, then attend. Return [N, H, D], contiguous, in the query's dtype.
-
     sliding_window w: only keys at positions above query position - w. chunk c: only keys in the query's own chunk of c
     positions. softcap c: scores become c * tanh(score / c). sinks: one more logit per head in the softmax's
-    denominator. split: positions per softmax (`attention_splits`), a part of what the bits depend on.
-    """
+    denominator. split: positions per softmax (`attention_splits`), a part of what the bits depend on."""
     _check_call(query, key, value, kv, layer, meta, scale, sliding_window, chunk, softcap, sinks, split)
     if query.is_cuda:
         from rlhfspec.kernels import tree_attention_triton  # lazily: a CPU machine may lack triton
@@ -128,10 +122,7 @@ def attend_partial(
     softcap: float = 0.0, split: int = SPLIT,
 ) -> Partials:  # fmt: skip
     """Attend only the splits [first, stop), for a caller with a part of the KV; `attention_splits.merge` combines all
-    parts.
-
-    Rows with slot -1 are stored elsewhere. Slots of other splits are checked but never read, so 0 will do.
-    """
+    parts. Rows with slot -1 are stored elsewhere. Slots of other splits are checked but never read, so 0 will do."""
     _check_call(query, key, value, kv, layer, meta, scale, sliding_window, chunk, softcap, None, split)
     if not 0 <= splits[0] < splits[1]:
         raise ValueError(f"splits: must be [first, stop) with at least one split (got {splits})")

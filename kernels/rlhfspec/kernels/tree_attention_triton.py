@@ -1,12 +1,9 @@
-"""Triton kernels behind `tree_attention`, which holds the contract and the twin.
-
-One program serves up to ROWS neighbouring rows of one sequence, the query heads of one kv head, and one split. It walks
-tiles of positions with an online softmax. Rows share the loads of the slot table; tiles that hold tree nodes are walked
-per row, because nodes share positions. If the table has room for several splits, a second kernel merges them in order.
-
-A row has the same bits in every batch: tile size, splits and order depend on the model's geometry alone, and a key's
-place in a product depends on its position alone.
-"""
+"""Triton kernels behind `tree_attention`, which holds the contract and the twin. One program serves up to ROWS
+neighbouring rows of one sequence, the query heads of one kv head, and one split. It walks tiles of positions with an
+online softmax. Rows share the loads of the slot table; tiles that hold tree nodes are walked per row, because nodes
+share positions. If the table has room for several splits, a second kernel merges them in order. A row has the same bits
+in every batch: tile size, splits and order depend on the model's geometry alone, and a key's place in a product depends
+on its position alone."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Contract of a generation engine: its records and promises. Torch-free.
-
-Every engine implements `EngineProtocol`. `MovableByTokens` and `MovableWithKV` are promises about moves, and
-`Abilities` tells which ones an engine keeps. `rlhfspec.engine.core.Engine` keeps all; `rlhfspec.engine.oracle` is the
-slow reference.
-"""
+"""Contract of a generation engine: its records and promises. Torch-free. Every engine implements `EngineProtocol`.
+`MovableByTokens` and `MovableWithKV` are promises about moves, and `Abilities` tells which ones an engine keeps.
+`rlhfspec.engine.core.Engine` keeps all; `rlhfspec.engine.oracle` is the slow reference."""
 
 from __future__ import annotations
 
@@ -81,11 +78,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """Tokens that one sequence gained in a step, and how it ended if it did.
-
-    A sequence's gains in order are the tokens of its `Completion`. Tokens sampled after its end (stop token, stop
-    string, length) are cut. Tokens of a stop string are reported; only `Completion.text` leaves the string out.
-    """
+    """Tokens that one sequence gained in a step, and how it ended if it did. A sequence's gains in order are the tokens
+    of its `Completion`. Tokens sampled after its end (stop token, stop string, length) are cut. Tokens of a stop string
+    are reported; only `Completion.text` leaves the string out."""
 
     id: str
     token_ids: IntArray
@@ -113,11 +108,9 @@ class Gain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStep:
-    """Result of one `step()`; numbers are sums over its forward passes.
-
-    `gains` holds every sequence that gained a token or ended, in commit order. Each token is reported once, by the
-    engine that sampled it, despite preemptions and moves.
-    """
+    """Result of one `step()`; numbers are sums over its forward passes. `gains` holds every sequence that gained a
+    token or ended, in commit order. Each token is reported once, by the engine that sampled it, despite preemptions and
+    moves."""
 
     gains: Iterable[Gain]  # may be iterated repeatedly; built lazily
     finished: tuple[Completion, ...]
@@ -153,8 +146,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningReport:
-    """Cost and benefit of learning so far. Tokens per verification count steps of this drafter only; None: there were
-    none."""
+    """Cost and benefit of learning. Tokens per verification cover steps of this drafter; None: there were none."""
 
     num_tokens: int = 0  # learnt from, counting every use
     seconds: float = 0.0  # spent on learning
@@ -227,9 +219,7 @@ class KVRange:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceState:
     """Everything that another engine needs to continue a sequence: the rest of its KV, and its tokens and counters.
-
-    Without `rest`, the importer recomputes the KV, with the same result.
-    """
+    Without `rest`, the importer recomputes the KV, with the same result."""
 
     manifest: Manifest
     rest: KVRange | None
@@ -245,10 +235,8 @@ class SequenceState:
 
 
 class EngineProtocol(Protocol):
-    """The contract of every engine. By the law, only `submit` and `load_weights` can change which tokens come out.
-
-    The defaults of `abilities` and `close` suit an engine without further abilities or processes.
-    """
+    """The contract of every engine. By the law, only `submit` and `load_weights` can change which tokens come out. The
+    defaults of `abilities` and `close` suit an engine without further abilities or processes."""
 
     @property
     def abilities(self) -> Abilities:
@@ -267,8 +255,7 @@ class EngineProtocol(Protocol):
     def has_work(self) -> bool: ...
 
     def step(self) -> EngineStep:
-        """Run one forward pass for all sequences that can run, or a few short ones. One bad sequence never makes it
-        raise."""
+        """Run one forward pass for all sequences that can run, or a few short ones. Never raise for one of them."""
         ...
 
     def cancel(self, request_id: str) -> bool:
@@ -336,21 +323,16 @@ class MovableWithKV(MovableByTokens, Protocol):
     """
 
     def reserve(self, manifest: Manifest) -> Watermark:
-        """Reserve a row and blocks until `import_sequence` or `cancel`. Return the positions that siblings already have
-        here.
-
-        Raise SequenceStateError or InvalidRequest naming the field that differs or is too big.
-        """
+        """Reserve a row and blocks until `import_sequence` or `cancel`, and return the positions that siblings hold
+        here. Raise SequenceStateError or InvalidRequest naming the field that differs or is too big."""
         ...
 
     def export_range(
         self, request_id: str, start: Watermark, *, max_bytes: int = MOST_RANGE_BYTES, out: Bytes | None = None
     ) -> KVRange:
         """Copy committed KV after `start`, at most `max_bytes` but at least one position, while the sequence decodes.
-
         `out` is a flat buffer for max(`max_bytes`, one position); the parts become consecutive views of it. Raise
-        SequenceStateError("epoch") if the sequence lost its memory since `start`.
-        """
+        SequenceStateError("epoch") if the sequence lost its memory since `start`."""
         ...
 
     def import_range(self, kv: KVRange) -> None:
@@ -362,16 +344,13 @@ class MovableWithKV(MovableByTokens, Protocol):
         ...
 
     def import_sequence(self, arrived: SequenceState) -> None:
-        """Continue a sequence at the next step, with its age. A refused state changes nothing.
-
-        Without a reservation or room, or under newer weights, it is queued and recomputes its KV.
-        """
+        """Continue a sequence at the next step, with its age. A refused state changes nothing. Without a reservation or
+        room, or under newer weights, it is queued and recomputes its KV."""
         ...
 
 
 class Learning(Protocol):
-    """Learning of an engine's drafter, which the engine runs between steps within its share of time. No token depends
-    on it."""
+    """Learning of an engine's drafter, run between steps within its share of time. No token depends on it."""
 
     @property
     def report(self) -> LearningReport: ...
@@ -385,11 +364,8 @@ class Learning(Protocol):
         ...
 
     def take(self, learnt: Learnt) -> bool:
-        """Adopt another engine's learnt weights, between steps, if they come from more tokens. Return whether they were
-        adopted.
-
-        Raise InvalidRequest, with nothing changed, if they belong to another drafter.
-        """
+        """Adopt learnt weights, between steps, if they come from more tokens; return whether they do. Raise
+        InvalidRequest, with nothing changed, if they belong to another drafter."""
         ...
 
 

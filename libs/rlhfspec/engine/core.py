@@ -58,10 +58,8 @@ class Engine(Moves):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, drafter: str | Path | None = None, **options: Any) -> Engine:
-        """Load a Hugging Face causal LM (folder or hub id) and, if given, a smaller one to draft with.
-
-        `options` are fields of `rlhfspec.engine.config.EngineConfig`.
-        """
+        """Load a Hugging Face causal LM (folder or hub id) and, if given, a smaller one to draft with. `options` are
+        fields of `rlhfspec.engine.config.EngineConfig`."""
         return cls(load_state(path, drafter=drafter, options=options))
 
     @property
@@ -240,12 +238,10 @@ class Engine(Moves):
     def extend(
         self, request_id: str, token_ids: SequenceOf[int], *, seed: int, params: SamplingParams | None = None
     ) -> None:
-        """Continue a finished sequence that stays (`Request.stays`), with a chat turn or the output of a tool.
-
-        The result is that of a new request whose prompt is all tokens so far plus `token_ids`; only new tokens are run
+        """Continue a finished sequence that stays (`Request.stays`), with a chat turn or the output of a tool. The
+        result is that of a new request whose prompt is all tokens so far plus `token_ids`; only new tokens are run
         unless the memory was needed. Response positions count from 0 again, so every turn needs its own `seed`, or its
-        noise would repeat. `params` defaults to those of the previous turn.
-        """
+        noise would repeat. `params` defaults to those of the previous turn."""
         stayed = self.scheduler.staying.get(request_id)
         if stayed is None:
             raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""The engine `own` of `rlhfspec.job.choices.engines`, as a job describes it."""
+"""The engine `own` of `rlhfspec.job.choices.engines`, built from a job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIELD = "spec.model.path"
 
 
 def make(job: RLHFJob, load_tokenizer: Callable[[], Any], group: Ranks | None = None) -> Engine:
-    """group: the processes of this generator, where it has several; this is rank 0."""
+    """Build the engine of a job. `group`: the processes of this generator, if several; this is rank 0."""
     model = job.spec.model
     target = _target(job, group)
     draft = None
@@ -31,7 +31,7 @@ def make(job: RLHFJob, load_tokenizer: Callable[[], Any], group: Ranks | None = 
 
 
 def follow(job: RLHFJob, group: Ranks) -> None:
-    """A rank other than 0: holds its part of the model until rank 0 is done."""
+    """Hold this rank's part of the model until rank 0 is done. For ranks other than 0."""
     follow_engine(_target(job, group), _config(job), group)
 
 

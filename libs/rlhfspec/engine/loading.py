@@ -1,4 +1,4 @@
-"""An engine around models already in memory."""
+"""Build an engine around models already in memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from rlhfspec.engine.forward.models import make_state
 def make_engine(
     model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None, group: Ranks | None = None
 ) -> Engine:
-    """The models are Hugging Face's and are swapped in place, so hand over copies.
-
-    group: the processes that hold the model together (`huggingface.cutting`), of which this is rank 0; the others call
+    """Build an engine of Hugging Face models, which are modified in place, so pass copies. `group`: the processes that
+    share the model (`huggingface.cutting`), of which this is rank 0; the others call
     `engine.forward.models.follow_engine`.
 
     Example (tests):

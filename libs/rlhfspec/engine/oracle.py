@@ -1,8 +1,5 @@
-"""The slow, obvious decoder that every fast path is compared with. It shares no code with the engine.
-
-One sequence, one token at a time, the whole prefix through plain Hugging Face at every step, and the law of
-docs/law.md written a second time, in numpy, from its text alone.
-"""
+"""The slow decoder that every fast path is compared with. It shares no code with the engine. It decodes one token at a
+time with plain Hugging Face, and implements docs/law.md a second time, in numpy."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _MASK = 0xFFFF_FFFF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleTokens:
-    """What the slow decoder chose, and by how much: `margins[t]` is the lead of the best perturbed score."""
+    """Tokens of the slow decoder; `margins[t]` is the lead of the best perturbed score."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -50,7 +47,7 @@ def decode(model: Any, prompt: list[int], params: SamplingParams, seed: int, sto
 
 def perturbed_scores(logits: npt.NDArray[np.float32], params: SamplingParams, seed: int, position: int,
                      ) -> npt.NDArray[np.float64]:  # fmt: skip
-    """The score of every token; masked ones are -inf. The token is the first maximum."""
+    """Return the score of every token; masked ones are -inf. The law's token is the first maximum."""
     wide = logits.astype(np.float64)
     if params.temperature == 0:
         return wide
@@ -68,7 +65,7 @@ def perturbed_scores(logits: npt.NDArray[np.float32], params: SamplingParams, se
 
 
 def noise(seed: int, position: int, vocab_size: int) -> npt.NDArray[np.float64]:
-    """Standard Gumbel noise for every token id at one response position."""
+    """Return standard Gumbel noise for every token id at one response position."""
     blocks = np.arange(-(-vocab_size // 4), dtype=np.uint64)
     words = philox(blocks, position, seed & _MASK, (seed >> 32) & _MASK)  # [4, blocks]
     uniform = (words.T.ravel()[:vocab_size].astype(np.float64) + 0.5) / 2.0**32
@@ -76,7 +73,7 @@ def noise(seed: int, position: int, vocab_size: int) -> npt.NDArray[np.float64]:
 
 
 def philox(blocks: npt.NDArray[np.uint64], position: int, key0: int, key1: int) -> npt.NDArray[np.uint64]:
-    """Philox4x32-10 on counters (block, position, 0, 0)."""
+    """Return Philox4x32-10 words for the counters (block, position, 0, 0)."""
     mask = np.uint64(_MASK)
     c0, c1 = blocks, np.full_like(blocks, position)
     c2, c3 = np.zeros_like(blocks), np.zeros_like(blocks)

@@ -59,14 +59,14 @@ class SamplingParams:
 
 
 def plain(value: Any) -> Any:
-    """Convert a number of numpy to Python's, which never overflows; return any other value as it is."""
+    """Convert a numpy number to Python's, which never overflows; return any other value as it is."""
     if is_int(value):
         return int(value)
     return float(value) if not isinstance(value, bool) and isinstance(value, Real) else value
 
 
 def is_int(value: Any) -> bool:
-    """Return whether the value is a whole number, also numpy's, but not true or false."""
+    """Return whether the value is a whole number, also numpy's, but not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

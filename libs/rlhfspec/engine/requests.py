@@ -1,4 +1,4 @@
-"""Which requests an engine can run; everything else is refused by the name of the field that is wrong. Torch-free."""
+"""Checks of requests; refusals name the wrong field. Torch-free."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def check_types(request: Request) -> None:
 def check_request(
     request: Request, *, num_token_ids: int, most_tokens: int, has_tokenizer: bool, weights_version: int
 ) -> None:
-    """Raise InvalidRequest, naming the field, for a request that can never run on such an engine. most_tokens: of one
-    sequence, prompt and response."""
+    """Raise InvalidRequest, naming the field, if such an engine can never run the request. `most_tokens` limits prompt
+    and response of one sequence."""
     check_types(request)
     prompt, params = request.prompt_token_ids, request.params
     ids = (("prompt_token_ids", prompt), ("stop_token_ids", params.stop_token_ids))
@@ -64,4 +64,4 @@ def check_request(
 def _are_ids(values: object) -> bool:
     if not isinstance(values, tuple):
         return False
-    return set(map(type, values)) <= {int} or all(map(is_int, values))  # the first is ten times as fast
+    return set(map(type, values)) <= {int} or all(map(is_int, values))  # ten times as fast as the second check

@@ -19,5 +19,5 @@ except ImportError as error:
     raise ImportError(f"rlhfspec.testing needs {error.name}: pip install 'rlhfspec[testing]'") from error
 
 SUITES = ("drafter", "engine", "link", "movable", "transport", "weight_store")
-# Before they are imported: so that a failed assertion shows its values.
+# Before the suites are imported, so that a failed assertion shows its values.
 pytest.register_assert_rewrite(*(f"rlhfspec.testing.{name}" for name in (*SUITES, "transport_harness")))

@@ -1,7 +1,5 @@
-"""What every drafter promises (`engine.drafting.base.Drafter`): trees, of the shape asked for, whatever came before.
-
-That tokens stay the same is what `rlhfspec.testing.engine` says of the engine that verifies the drafts.
-"""
+"""Contract of drafters (`engine.drafting.base.Drafter`): valid trees of the requested shape, whatever came before.
+`rlhfspec.testing.engine` checks that drafts never change tokens."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ class DraftTable:
 
 
 class NotedAcceptance(AcceptanceModel):
-    """Notes which drafter's nodes it is asked about."""
+    """Acceptance model that records the drafter names it is asked about."""
 
     def __init__(self, num_rows: int) -> None:
         super().__init__(num_rows)
@@ -75,7 +73,7 @@ class NotedAcceptance(AcceptanceModel):
 
 
 def refuse_malformed(forest: Forest, batch: DraftBatch, plan: DraftPlan) -> None:
-    """Raise AssertionError if these are not trees for the batch, as `Forest` describes them and the plan wants them."""
+    """Raise AssertionError unless these are trees for the batch, as `Forest` describes them and the plan allows."""
     for node in range(forest.size):
         sequence, parent, depth = int(forest.sequence[node]), int(forest.parent[node]), int(forest.depth[node])
         assert 0 <= sequence < batch.size, "a node belongs to a sequence of the batch"
@@ -107,7 +105,7 @@ def same(one: Forest, other: Forest) -> bool:
     return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
-Step = tuple[str, int, int]  # what happens, to which row, drawn from which seed
+Step = tuple[str, int, int]  # event, row, seed
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["start", "forget", "propose", "propose", "reset"]), st.integers(0, 3), st.integers(0, 99)
@@ -117,14 +115,14 @@ STEPS = st.lists(
 
 
 class DrafterContract:
-    """Subclass it with a `make`."""
+    """Test suite of a drafter: subclass it with a `make`."""
 
     plans: ClassVar[tuple[DraftPlan, ...]] = (
         DraftPlan(drafter="any", depth=1),
         DraftPlan(drafter="any", depth=8),
         DraftPlan(drafter="any", depth=6, width=2, branch=3),
     )
-    vocab_size: ClassVar[int] = 3  # of the texts: few tokens, so that much comes again
+    vocab_size: ClassVar[int] = 3  # of the texts: few tokens, so that suffixes repeat
 
     def make(self, table: DraftTable) -> Drafter:
         """Return a new drafter for an engine with this table, in which no sequence has begun."""
@@ -135,7 +133,7 @@ class DrafterContract:
         return drawn
 
     def propose(self, drafter: Drafter, batch: DraftBatch, plan: DraftPlan) -> Forest:
-        """Return what it proposes, which is well-formed, and for which nothing of the engine's was changed."""
+        """Return the drafter's proposal after checking that it is valid and changed nothing of the engine's."""
         before = batch.tokens.copy()
         batch.tokens.flags.writeable = False
         try:
@@ -211,7 +209,7 @@ class DrafterContract:
     @settings(deadline=None, suppress_health_check=[HealthCheck.differing_executors])
     @given(steps=STEPS, plan=st.integers(0, 99))
     def test_sequences_come_and_go_in_any_order(self, steps: list[Step], plan: int) -> None:
-        """A row may be forgotten twice, and begin again without having been forgotten."""
+        """Forget rows twice, and begin rows again that were not forgotten."""
         table = DraftTable(4)
         drafter, running, chosen = self.make(table), set[int](), self.plans[plan % len(self.plans)]
         for what, row, seed in steps:

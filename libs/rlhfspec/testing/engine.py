@@ -1,8 +1,6 @@
-"""What every engine promises (`rlhfspec.engine.base.EngineProtocol`): the law first, then its calls.
-
-The law (docs/law.md) is looked at twice: against the slow decoder of `rlhfspec.engine.oracle`, which shares no code
-with any engine, and by comparing a sequence that has the engine for itself with the same one among others.
-"""
+"""Contract of engines (`rlhfspec.engine.base.EngineProtocol`): the law, then its calls. The law (docs/law.md) is
+checked against the independent `rlhfspec.engine.oracle`, and by comparing a sequence alone with the same one among
+others."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from rlhfspec.tiny import perturbed, random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
 PROMPTS: tuple[tuple[int, ...], ...] = ((1, 2, 3), (7,) * 20, (4,), (1, 2, 3, 1, 2, 3, 1, 2))
-BAD_REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (  # the field that is wrong, and how
+BAD_REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (  # the wrong field, and a bad request
     ("id", {"name": ""}),
     ("prompt_token_ids", {"prompt": ()}),
     ("prompt_token_ids", {"prompt": (1, VOCAB_SIZE)}),
@@ -32,13 +30,12 @@ BAD_REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (  # the field that is wr
     ("seed", {"seed": 1 << 64}),
 )
 _MOST_STEPS = 500  # an engine that spins is a failure, not a hang
-NEAR_TIE = 1e-5  # of two perturbed scores in float32, where the order of sums may decide
+NEAR_TIE = 1e-5  # of two perturbed scores in float32, whose order the order of sums may decide
 
 
 @functools.cache
 def reference() -> Any:
-    """Return the model that engines of the suite generate with; its heads are of a width that all can run, and of its
-    layers a drafter can be made. It is never changed."""
+    """Return the suite's model, which all engines can run and a drafter can be made of. Never modify it."""
     return random_model("llama", seed=3, vocab_size=VOCAB_SIZE, num_layers=3, head_dim=32)
 
 
@@ -55,7 +52,7 @@ def bits(done: Completion) -> tuple[object, ...]:
 
 
 class GainStreams:
-    """The gains of sequences, put together step by step by one that streams them."""
+    """Gains of sequences, collected step by step as a streaming client does."""
 
     def __init__(self) -> None:
         self._gains: dict[str, list[Gain]] = {}
@@ -69,7 +66,7 @@ class GainStreams:
         return report
 
     def check(self, done: Completion) -> None:
-        """Raise AssertionError unless a finished sequence is exactly what its gains were."""
+        """Raise AssertionError unless a finished sequence equals its gains."""
         gains = self._gains.pop(done.id)
         assert gains[-1].finish_reason == done.finish_reason
         for name in ("token_ids", "log_probs", "tempered_log_probs"):
@@ -78,7 +75,7 @@ class GainStreams:
 
 
 def drain(engine: EngineProtocol) -> dict[str, Completion]:
-    """Step until there is no work. Return what finished, by id."""
+    """Step until there is no work. Return the completions by id."""
     done: dict[str, Completion] = {}
     for _ in range(_MOST_STEPS):
         engine.check_integrity()
@@ -98,7 +95,7 @@ def run(engine: EngineProtocol, *requests: Request) -> dict[str, Completion]:
 
 @torch.inference_mode()
 def log_probs_of(model: Any, done: Completion) -> np.ndarray[Any, Any]:
-    """Return the log-probs of a response by plain Hugging Face, the whole text at once."""
+    """Return the log-probs of a response by plain Hugging Face, in one forward."""
     logits = model(input_ids=torch.tensor([[*done.prompt_token_ids, *done.token_ids]]), use_cache=False).logits[0]
     picked = logits.float().log_softmax(-1)[len(done.prompt_token_ids) - 1 : -1]
     found: np.ndarray[Any, Any] = picked[torch.arange(len(done.token_ids)), torch.tensor(done.token_ids)].numpy()
@@ -106,19 +103,18 @@ def log_probs_of(model: Any, done: Completion) -> np.ndarray[Any, Any]:
 
 
 class EngineMaker:
-    """What the suites of engines ask for. One that speculates names its `modes`; each test runs in all of them."""
+    """Base of the engine suites. An engine that speculates names its `modes`; each test runs in all of them."""
 
     modes: ClassVar[tuple[Any, ...]] = ("off",)
-    log_prob_tolerance: ClassVar[float] = 0.0  # above 0 where a row's numbers depend on the rows beside it
+    log_prob_tolerance: ClassVar[float] = 0.0  # above 0 if a row's numbers depend on the other rows
 
     def wanted(self, done: Completion) -> tuple[object, ...]:
-        """Return what `bits` of the same sequence in other company are equal to."""
+        """Return what `bits` of the same sequence in another batch must equal."""
         near = functools.partial(pytest.approx, rel=0.0, abs=self.log_prob_tolerance)
         return done.token_ids, near(done.log_probs), near(done.tempered_log_probs), done.finish_reason
 
     def make(self, model: Any, mode: Any) -> EngineProtocol:
-        """Return a new engine, in one of the modes, of a Hugging Face model that it may keep; in float32, with room
-        for eight sequences of 96 tokens."""
+        """Return a new float32 engine of a model it may keep, in one of the modes, for eight sequences of 96 tokens."""
         raise NotImplementedError
 
     def engine(self, mode: Any, model: Any = None) -> EngineProtocol:
@@ -129,7 +125,7 @@ class EngineMaker:
 
 
 class EngineContract(EngineMaker):
-    """Subclass it with a `make`."""
+    """Test suite of an engine: subclass it with a `make`."""
 
     has_masks: ClassVar[bool] = True  # False: it refuses top_k and top_p
     is_greedy_too: ClassVar[bool] = True  # False: it refuses a temperature of 0
@@ -173,7 +169,7 @@ class EngineContract(EngineMaker):
         alone = {each.id: self.wanted(run(plain, each)[each.id]) for each in requests}
         for mode in self.modes:
             engine, done, waiting = self.engine(mode), dict[str, Completion](), requests[::-1]
-            while waiting or engine.has_work:  # two come between any two steps
+            while waiting or engine.has_work:  # two arrive between any two steps
                 for each in waiting[:2]:
                     engine.submit(each)
                 waiting = waiting[2:]
@@ -220,7 +216,7 @@ class EngineContract(EngineMaker):
 
     def test_cancelled_is_forgotten_and_the_others_go_on(self) -> None:
         for engine in self.engines():
-            for index in range(12):  # more than there is room for
+            for index in range(12):  # more than fit
                 engine.submit(request(f"r{index}", seed=index))
             assert engine.cancel("r3")
             assert not engine.cancel("r3")
@@ -232,7 +228,7 @@ class EngineContract(EngineMaker):
             assert "r3" in run(engine, request("r3")), "its name is free again"
 
     def test_it_says_what_it_can(self) -> None:
-        """Each ability is the engine itself, and one that brings KV also brings tokens."""
+        """Require that each ability is the engine itself, and that moving KV implies moving tokens."""
         for engine in self.engines():
             abilities = engine.abilities
             assert abilities.moves_tokens in (None, engine)
@@ -258,7 +254,7 @@ class EngineContract(EngineMaker):
 
     @pytest.mark.parametrize("seed", [1, 20, 300])
     def test_gains_are_the_tokens_of_the_completions(self, seed: int) -> None:
-        """Whatever ends a sequence; what an end cuts off is never told."""
+        """Compare gains and completions for every kind of end; tokens after the end are never reported."""
         draw = np.random.default_rng(seed)
         for engine in self.engines():
             asked = [request(f"r{index}", PROMPTS[index % 4], seed=seed + index) for index in range(6)]
@@ -270,7 +266,7 @@ class EngineContract(EngineMaker):
     def _streamed(
         self, engine: EngineProtocol, requests: list[Request], draw: np.random.Generator
     ) -> dict[str, Completion]:
-        """Return the completions of sequences that come one by one, compared with what was told of them."""
+        """Return the completions of sequences that arrive one by one, compared with their gains."""
         streams, done, waiting = GainStreams(), dict[str, Completion](), list(requests)
         while waiting or engine.has_work:
             for _ in range(min(int(draw.integers(1, 3)), len(waiting))):
@@ -284,7 +280,7 @@ class EngineContract(EngineMaker):
         return done
 
     def _ended(self, free: Completion, seed: int, draw: np.random.Generator) -> Request:
-        """Return the request of a sequence again, with an end of some kind."""
+        """Return the request again with a random kind of end."""
         token = free.token_ids[int(draw.integers(len(free.token_ids)))]
         ends: list[dict[str, Any]] = [{}, {"max_tokens": int(draw.integers(1, 16))}, {"stop_token_ids": (token,)}]
         if self.has_stop_strings and free.text:
@@ -350,7 +346,7 @@ class EngineContract(EngineMaker):
             assert all(set(each.weights_versions) == {1} for each in after.values())
 
     def test_new_weights_take_over_between_steps(self) -> None:
-        """Each token says by which weights it was chosen, and its log-prob is theirs, as if recomputed from scratch."""
+        """Require that each token's version and log-prob are those of the weights that chose it."""
         models = {0: reference(), 4: perturbed(reference(), 0.3)}
         for engine in self.engines():
             requests = [request(f"r{seed}", prompt, seed=seed, max_tokens=30) for seed, prompt in enumerate(PROMPTS)]

@@ -1,4 +1,4 @@
-"""What every link promises (`moves.migration.links.base`): bytes by key, whole, or a LinkError by a deadline."""
+"""Contract of links (`moves.migration.links.base`): bytes by key arrive whole, or a LinkError by a deadline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhfspec.moves.migration.links.opening import open_sending
 
 
 def pattern(num_bytes: int, seed: int = 0) -> bytes:
-    """Return bytes that look unlike those of the seeds next to this one."""
+    """Return bytes that differ from those of neighbouring seeds."""
     piece = bytes((7 * i + seed) % 251 for i in range(251))
     return (piece * (num_bytes // 251 + 1))[:num_bytes]
 
@@ -28,14 +28,14 @@ def send(sending: Sending, key: str, content: bytes) -> None:
 
 
 class LinkContract:
-    """Subclass it with a `landing`; also with a `sending`, if your link has no entry in `job.choices.links`."""
+    """Test suite of a link: subclass it with a `landing`; also a `sending` if `job.choices.links` has no entry."""
 
     def landing(self, **settings: Any) -> Landing:
-        """Return a new destination. `settings`: `most_bytes` and `seconds`, as `make_landing` takes them."""
+        """Return a new destination. `settings`: `most_bytes` and `seconds`, as in `make_landing`."""
         raise NotImplementedError
 
     def sending(self, offer: str, **settings: Any) -> Sending:
-        """Return a new source of what a destination offers. `settings`: `seconds`."""
+        """Return a new source for a destination's offer. `settings`: `seconds`."""
         return open_sending(offer, **settings)
 
     @contextmanager
@@ -130,7 +130,7 @@ class LinkContract:
         sending.close()
 
     def test_memory_of_the_destination_is_bounded(self) -> None:
-        """And what nothing takes makes room again, at last."""
+        """Require that untaken ranges make room again in the end."""
         landing = self.landing(most_bytes=1 << 20, seconds=0.3)
         sending = self.sending(landing.offer, seconds=0.3)
         with pytest.raises(LinkError):  # noqa: PT012 over some links the source notices one range later

@@ -1,8 +1,5 @@
-"""What every engine promises whose sequences move: wherever they go, the same bits.
-
-`MovableByTokensContract` is for an engine that is a `MovableByTokens` of `rlhfspec.engine.base`;
-`MovableWithKVContract` holds that, and more, for one that is a `MovableWithKV`.
-"""
+"""Contract of engines whose sequences move: wherever they run, they have the same bits. `MovableByTokensContract` is
+for `MovableByTokens` engines; `MovableWithKVContract` adds tests for `MovableWithKV`."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from rlhfspec.testing.engine import EngineMaker, GainStreams, bits, drain, refer
 from rlhfspec.tiny import perturbed
 
 _PROMPT = tuple(range(40))
-SHORT = 5  # tokens, of a response that is over soon
+SHORT = 5  # tokens of a response that ends soon
 Way = Callable[[Any, Any, str, np.random.Generator, GainStreams], list[Completion]]
 
 
@@ -67,7 +64,7 @@ def reserved(
 def in_rounds(
     here: MovableWithKV, there: MovableWithKV, name: str, rng: np.random.Generator, streams: GainStreams
 ) -> list[Completion]:
-    """KV goes ahead while both decode on. Return what finished meanwhile."""
+    """Send KV in ranges while both engines decode. Return what finished meanwhile."""
     mark, done = there.reserve(here.manifest(name)), list[Completion]()
     for _ in range(int(rng.integers(1, 4))):
         for _ in range(int(rng.integers(1, 5))):
@@ -86,7 +83,7 @@ def in_rounds(
 
 
 class MovableByTokensContract(EngineMaker):
-    """Subclass it with a `make`, beside `EngineContract`, for an engine that is a `MovableByTokens`."""
+    """Test suite of a `MovableByTokens` engine: subclass it with a `make`, beside `EngineContract`."""
 
     ways: ClassVar[tuple[Way, ...]] = (by_tokens, taken_back)
 
@@ -97,13 +94,13 @@ class MovableByTokensContract(EngineMaker):
         return here, there
 
     def alone(self, *seeds: int, max_tokens: int = 30) -> dict[str, tuple[object, ...]]:
-        """Return what sequences give that never move, by seed."""
+        """Return the results of unmoved sequences, by seed."""
         engine = self.engine(self.modes[0])
         done = run(engine, *(request(str(seed), _PROMPT, seed=seed, max_tokens=max_tokens) for seed in seeds))
         return {name: self.wanted(each) for name, each in done.items()}
 
     def begun(self, mode: Any, *, num_steps: int = 4, max_tokens: int = 30) -> tuple[Any, Any]:
-        """Return two engines, in the first of which sequence 7 has run some steps."""
+        """Return two engines; sequence 7 has run some steps in the first."""
         here, there = self.pair(mode)
         here.submit(request("7", _PROMPT, max_tokens=max_tokens))
         for _ in range(num_steps):
@@ -111,7 +108,7 @@ class MovableByTokensContract(EngineMaker):
         return here, there
 
     def test_moved_at_any_time_the_bits_are_those_of_the_unmoved(self) -> None:
-        """So are the gains that both engines tell, put together in the order in which they came."""
+        """Compare results of moved and unmoved sequences, and the gains of both engines in their order."""
         wanted = self.alone(0, 1, 2)
         for mode in self.modes:
             for way in self.ways:
@@ -182,7 +179,7 @@ class MovableByTokensContract(EngineMaker):
 
 
 class MovableWithKVContract(MovableByTokensContract):
-    """Subclass it with a `make`, beside `EngineContract`, for an engine that is a `MovableWithKV`."""
+    """Test suite of a `MovableWithKV` engine: subclass it with a `make`, beside `EngineContract`."""
 
     ways = (*MovableByTokensContract.ways, at_once, reserved, in_rounds)
 

@@ -1,4 +1,4 @@
-"""What every transport promises (`rlhfspec.messages.transport.base.Transport`)."""
+"""Contract of transports (`rlhfspec.messages.transport.base.Transport`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Test = Callable[[TransportHarness], Coroutine[Any, Any, None]]
 
 
 class TransportContract:
-    """Subclass it with an `open` that yields a fresh transport, and its clock where that is a fake."""
+    """Test suite of a transport: subclass it with an `open` that yields a new one, and its fake clock if it has one."""
 
     def open(
         self, *, max_pending: int, publish_timeout_seconds: float
@@ -206,7 +206,7 @@ class TransportContract:
             await h.advance(0.1)
             await h.publish("a")
             assert ids(await h.now(reward)) == ["a"]
-            await h.advance(2.0)  # and nothing pulls for reward
+            await h.advance(2.0)  # and no consumer pulls for reward
             [letter] = await asyncio.wait_for(watching, 10)
             assert dead_letters.decode(letter.data).id == "a"
 
@@ -295,7 +295,7 @@ class TransportContract:
                 await h.transport.subscribe(SUBJECT, Consumer(name="critic"))
             with pytest.raises(InvalidRequest, match="was declared with"):
                 await h.transport.subscribe(SUBJECT, Consumer(name="reward", ack_wait_seconds=2.0))
-            await h.open("reward", ack_wait_seconds=1.0)  # the same again
+            await h.open("reward", ack_wait_seconds=1.0)  # the same declaration again
             with pytest.raises(InvalidRequest, match="was declared as work"):
                 await h.open("reward", "critic", ack_wait_seconds=1.0)
             with pytest.raises(InvalidRequest, match="was declared as work"):

@@ -1,4 +1,4 @@
-"""A transport under test, and its time; what the tests of `TransportContract` talk to it through."""
+"""A transport under test with its clock, as the tests of `TransportContract` use it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEAD = "rlhf.sums.dead"
 
 
 class TransportHarness:
-    """A transport and its time. Where that is no fake, `advance` sleeps; waits here are a second or two."""
+    """Transport with its clock. Without a fake clock, `advance` sleeps; waits are a second or two."""
 
     def __init__(self, transport: Transport, clock: FakeClock | None = None) -> None:
         self.transport = transport
@@ -24,7 +24,7 @@ class TransportHarness:
         await (self._clock.advance(seconds) if self._clock else asyncio.sleep(seconds))
 
     async def meanwhile(self, seconds: float, call: Coroutine[Any, Any, Any]) -> Any:
-        """Return what the call answers while so much time passes."""
+        """Return the call's result while `seconds` pass."""
         task = asyncio.create_task(call)
         await self.advance(seconds)
         return await asyncio.wait_for(task, timeout=10)
@@ -33,14 +33,14 @@ class TransportHarness:
         return [await self.transport.publish(SUBJECT, id.encode(), id=id) for id in ids]
 
     async def open(self, *names: str, **options: Any) -> list[Subscription]:
-        """Declare the subject, and return a subscription for each name; a name given twice has two workers."""
+        """Declare the subject and return one subscription per name; a repeated name has several workers."""
         consumers = [Consumer(name=name, **options) for name in names]
         await self.transport.declare(SUBJECT, "work", dict.fromkeys(consumers))
         await self.transport.declare(DEAD, "state")
         return [await self.transport.subscribe(SUBJECT, consumer) for consumer in consumers]
 
     async def now(self, subscription: Subscription, most: int = 100) -> list[Message]:
-        """Return all that is there now; a pull may answer with less than it could."""
+        """Return all messages available now; a pull may return fewer than it could."""
         found: list[Message] = []
         while len(found) < most and (more := await self.meanwhile(0.1, subscription.pull(most - len(found), 0.05))):
             found += more

@@ -1,4 +1,4 @@
-"""What every weight store promises (`training.weights.base.WeightStore`): what was put is got, or there is a reason."""
+"""Contract of weight stores (`training.weights.base.WeightStore`): get returns what was put, or there is a reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TENSORS = st.dictionaries(
 
 
 def state(version: int) -> dict[str, torch.Tensor]:
-    """Return tied, transposed, half precision, empty and shapeless tensors: all that models have."""
+    """Return tied, transposed, half precision, empty and shapeless tensors, the kinds that models have."""
     weight = torch.arange(6.0).reshape(2, 3) + version
     return {
         "embedding": weight,
@@ -39,7 +39,7 @@ def state(version: int) -> dict[str, torch.Tensor]:
 
 
 def random_bits(dtype: torch.dtype, shape: list[int], draw: random.Random) -> torch.Tensor:
-    """Return NaNs of every kind, infinities, numbers too small to be normal."""
+    """Return random bits: NaNs of every kind, infinities and subnormal numbers."""
     size = math.prod(shape)
     if dtype == torch.bool:
         return torch.tensor([draw.random() < 0.5 for _ in range(size)], dtype=dtype).reshape(shape)
@@ -53,10 +53,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class WeightStoreContract:
-    """Subclass it with a `make`."""
+    """Test suite of a weight store: subclass it with a `make`."""
 
     def make(self, keep: int) -> WeightStore:
-        """Return a new store that keeps so many versions of a role. Within one test, stores may share their place."""
+        """Return a new store that keeps `keep` versions per role. Stores of one test may share a place."""
         raise NotImplementedError
 
     def test_what_was_put_is_what_is_got(self) -> None:

@@ -1,7 +1,5 @@
-"""Train a drafter before a run: the policy answers prompts, and the drafter learns from what is verified.
-
-The result is a Hugging Face folder that `model.drafter` accepts.
-"""
+"""Train a drafter before a run: the policy answers prompts, and the drafter learns from what is verified. The result is
+a Hugging Face folder that `model.drafter` accepts."""
 
 from __future__ import annotations
 
@@ -35,8 +33,7 @@ def distil(
     is_over: Callable[[], bool],
     said: Callable[[LearningReport], object],
 ) -> LearningReport:
-    """Answer the prompts in rounds under new seeds until a limit is reached or `is_over`. The engine learns between
-    rounds."""
+    """Answer the prompts in rounds under new seeds until a limit or `is_over`. The engine learns between rounds."""
     end = time.monotonic() + limit.seconds
     waiting = _requests(prompts, params)
     learning = engine.abilities.learning

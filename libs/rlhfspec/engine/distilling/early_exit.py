@@ -1,8 +1,5 @@
-"""A drafter made from the policy alone: its first layer, one layer that learns (first a copy of the last), and its
-head.
-
-All other weights are the policy's own and follow its updates. The engine treats the result like any other model.
-"""
+"""A drafter made from the policy alone: its first layer, a learning layer that starts as its last one, and its head.
+All other weights are the policy's own and follow its updates. The engine treats the result like any other model."""
 
 from __future__ import annotations
 
@@ -35,8 +32,7 @@ def early_exit(policy: Any) -> Any:
 
 
 def learning_names(drafter: Any) -> set[str]:
-    """Return the parameters of an early exit that learn: its second layer, and vectors outside the layers, such as
-    norms."""
+    """Return the parameters of an early exit that learn: its second layer, and vectors outside the layers (norms)."""
     name, _ = _layers(drafter, least=2)
     return {
         path

@@ -1,7 +1,5 @@
-"""A drafter that learns during the run, from what the engine verifies anyway.
-
-By the law a drafter changes no token, so learning may be late, lossy and different on every generator.
-"""
+"""A drafter that learns during the run, from what the engine verifies anyway. By the law a drafter changes no token, so
+learning may be late, lossy and different on every generator."""
 
 from __future__ import annotations
 
@@ -53,12 +51,10 @@ def drafter_learning(state: EngineState) -> DraftLearning | None:
 
 
 class DraftLearning:
-    """Records verified tokens, learns from them and hands new weights to the drafter.
-
-    The engine calls it as a `RowWatcher` and after every step, when it also learns. Other code sees it as
-    `rlhfspec.engine.base.Learning`. `student` is a copy of the model that `runner` drafts with. With `is_on` False the
-    drafter only follows the policy it was made from.
-    """
+    """Records verified tokens, learns from them and hands new weights to the drafter. The engine calls it as a
+    `RowWatcher` and after every step, when it also learns. Other code sees it as `rlhfspec.engine.base.Learning`.
+    `student` is a copy of the model that `runner` drafts with. With `is_on` False the drafter only follows the policy
+    it was made from."""
 
     def __init__(
         self, student: Student, runner: ModelRunner, rows: RowTable, budget: LearningBudget, *, is_on: bool
@@ -202,8 +198,7 @@ class DraftLearning:
         return Learnt(version=self.version, tensors=self._student.learnt(at_first=not self._is_better))
 
     def take(self, learnt: Learnt) -> bool:
-        """Adopt `learnt` if it comes from more tokens, and return whether it does. Raise InvalidRequest for another
-        drafter's."""
+        """Adopt `learnt` if it is from more tokens; return whether it is. Raise InvalidRequest if it is foreign."""
         if learnt.version <= self.version:
             return False
         self._student.take(learnt.tensors)

@@ -30,7 +30,6 @@ class Lesson:
 
 class LessonRing:
     """The newest lessons, up to `most_tokens` labelled tokens. Each is taken up to `passes` times, new ones first.
-
     Lessons repeat only while the ring is half full, because repeating few lessons overfits.
 
     >>> ring = LessonRing(most_tokens=4, passes=2)

@@ -17,7 +17,6 @@ _GAIN_KEPT = 0.6  # weight of the old estimate at every evaluation
 
 class LearningBudget:
     """Budget of learning time. `share`: of step time that may be spent, beside all idle time; None: the rule decides.
-
     Savings are estimated from acceptance: g accepted tokens per verification now would at the start have been at most g
     * a0 / a1, with a0 and a1 the agreement at the start and now.
 
@@ -47,8 +46,7 @@ class LearningBudget:
         self._num_accepted = np.zeros(_DEEPEST + 1, np.int64)
 
     def stepped(self, *, seconds: float, drafted_seconds: float, num_tokens: IntArray) -> None:
-        """Account for engine steps; `drafted_seconds` and `num_tokens` per sequence cover those of the learning drafter
-        only."""
+        """Account for engine steps. Only steps of the learning drafter count in `drafted_seconds` and `num_tokens`."""
         self._step_seconds += seconds
         self._allowed += _TRIED * seconds
         if not len(num_tokens):

@@ -22,10 +22,8 @@ _KEPT = 0.99  # weight of the old average per optimizer step; less in the first 
 
 class Student:
     """Plain copy of a drafter; `learn` takes one optimizer step towards the target's distribution (soft labels, KL).
-
     The drafter uses an average of about the last hundred steps' weights, because the learning rate is large and never
-    decays. `model` is a Hugging Face causal LM owned by this object. `names`: the parameters that learn; None: all.
-    """
+    decays. `model` is a Hugging Face causal LM owned by this object. `names`: the parameters that learn; None: all."""
 
     def __init__(self, model: Any, names: Collection[str] | None, *, max_context: int) -> None:
         self.model = model
@@ -46,8 +44,7 @@ class Student:
         self._rates = [optimizer.param_groups[0]["lr"] for optimizer in self._optimizers]
 
     def learn(self, lessons: Sequence[Lesson]) -> float:
-        """Take one optimizer step and return the loss before it. A loss that is not finite discards all that was
-        learnt."""
+        """Take one optimizer step and return the loss before it. A non-finite loss discards everything learnt."""
         with torch.enable_grad():
             loss = self._loss(lessons)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -65,8 +62,7 @@ class Student:
 
     @torch.no_grad()
     def agreement(self, lessons: Sequence[Lesson], *, at_first: bool = False) -> float:
-        """Return the mean coverage of the target's distribution, sum of min(p, q); `at_first`: with the drafter's first
-        weights."""
+        """Return the mean coverage of the target's distribution, sum of min(p, q); `at_first`: with first weights."""
         drafts_with = self._drafts_with(at_first)
         self._swap(drafts_with)
         try:
@@ -85,8 +81,7 @@ class Student:
 
     @torch.no_grad()
     def take(self, learnt: Mapping[str, torch.Tensor]) -> None:
-        """Adopt the weights of another copy of this drafter. Raise InvalidRequest, with nothing changed, for another
-        drafter's."""
+        """Adopt another copy's weights. Raise InvalidRequest, with nothing changed, if they are another drafter's."""
         if learnt.keys() != self._learning.keys():
             other = min(learnt.keys() ^ self._learning.keys())
             raise InvalidRequest("drafter", other, "what was learnt is another drafter's")
@@ -101,8 +96,7 @@ class Student:
 
     @torch.no_grad()
     def follow(self, policy: Mapping[str, torch.Tensor], drafter: Mapping[str, torch.Tensor] | None) -> bool:
-        """Copy the policy's new weights that this model shares, and given drafter weights; return whether there were
-        any."""
+        """Copy the policy's new weights that this model shares, and given ones; return whether there were any."""
         given = {name: policy[name] for name in self._followed if name in policy} | dict(drafter or {})
         for name, tensor in self.model.state_dict().items():
             if name in given:

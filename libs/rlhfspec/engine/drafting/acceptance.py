@@ -1,10 +1,7 @@
-"""Prediction of how likely the target chooses a drafted token, learnt while generating.
-
-The main feature is the gap between perturbed scores, because target and drafter share their noise. Trials are counted
-in cells of (depth 1 / 2 / 3+, rank 0 / 1 / 2 / 3+, gap bucket) with decay; thin cells lean on other depths and on a
-prior. Each sequence has a shift in log-odds. What the shift explains is kept out of the table, so that one bad sequence
-affects no other.
-"""
+"""Prediction of how likely the target chooses a drafted token, learnt while generating. The main feature is the gap
+between perturbed scores, because target and drafter share their noise. Trials are counted in cells of (depth 1 / 2 /
+3+, rank 0 / 1 / 2 / 3+, gap bucket) with decay; thin cells lean on other depths and on a prior. Each sequence has a
+shift in log-odds. What the shift explains is kept out of the table, so that one bad sequence affects no other."""
 
 from __future__ import annotations
 
@@ -125,18 +122,15 @@ class AcceptanceModel:
         return _chance(log_odds.take(group * _FINE + fine) + shift).astype(np.float32)
 
     def curves(self, drafter: str, rows: IntArray) -> tuple[Floats, Floats]:
-        """Return the data of `predict`: flat log-odds by depth, rank and gap (in steps of 1/8), and the shift of each
-        row."""
+        """Return the data of `predict`: flat log-odds by depth, rank and gap (in steps of 1/8), and row shifts."""
         book = self._book(drafter)
         return book.log_odds, book.shift_of(rows)
 
     def observe(
         self, drafter: str, rows: IntArray, depth: IntArray, rank: IntArray, gap: FloatArray, accepted: BoolArray
     ) -> None:
-        """Learn from nodes whose parent was accepted (only those were tested). All arguments [M].
-
-        A call costs some hundred microseconds whatever M is, so selectors batch several steps.
-        """
+        """Learn from nodes whose parent was accepted (only those were tested). All arguments [M]. A call costs some
+        hundred microseconds whatever M is, so selectors batch several steps."""
         if not len(rows):
             return
         book = self._book(drafter)

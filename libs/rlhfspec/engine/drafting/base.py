@@ -1,7 +1,5 @@
-"""Contracts between drafters, selector and engine. Numpy only; drafting never imports the engine.
-
-One step:  plan (selector) -> propose (drafter) -> budget (selector) -> verify (engine) -> observe (both).
-"""
+"""Contracts between drafters, selector and engine. Numpy only; drafting never imports the engine. One step:  plan
+(selector) -> propose (drafter) -> budget (selector) -> verify (engine) -> observe (both)."""
 
 from __future__ import annotations
 
@@ -16,12 +14,10 @@ from rlhfspec.common.arrays import BoolArray, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan:
-    """What to draft in this step. `drafter=None` means plain decoding.
-
-    depth: levels of the tree. width: nodes expanded per sequence and level (on average over the batch). branch:
-    children kept of each expanded node. max_nodes: nodes verified per sequence on average, None = no cap.
-    num_sequences: draft only for the first ones of the batch, None = all; plans that differ only in this are equal.
-    """
+    """What to draft in this step. `drafter=None` means plain decoding. depth: levels of the tree. width: nodes expanded
+    per sequence and level (on average over the batch). branch: children kept of each expanded node. max_nodes: nodes
+    verified per sequence on average, None = no cap. num_sequences: draft only for the first ones of the batch, None =
+    all; plans that differ only in this are equal."""
 
     drafter: str | None
     depth: int = 0
@@ -47,11 +43,9 @@ PLAIN = DraftPlan(drafter=None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBatch:
-    """The B sequences to draft for. A sequence keeps its table row as long as it lives in the engine.
-
-    `tokens[row, :length]` is prompt and response so far. The next token has response position `length - prompt_length`;
-    noise is drawn for (seed, response position, token id).
-    """
+    """The B sequences to draft for. A sequence keeps its table row as long as it lives in the engine. `tokens[row,
+    :length]` is prompt and response so far. The next token has response position `length - prompt_length`; noise is
+    drawn for (seed, response position, token id)."""
 
     rows: IntArray  # [B] row in the engine's tables
     lengths: IntArray  # [B] tokens so far
@@ -79,10 +73,8 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forest:
-    """Trees of all sequences as flat arrays of M nodes; a parent comes before its children.
-
-    `path_acceptance` never increases from parent to child, so every prefix of a stable sort by it is a valid forest.
-    """
+    """Trees of all sequences as flat arrays of M nodes; a parent comes before its children. `path_acceptance` never
+    increases from parent to child, so every prefix of a stable sort by it is a valid forest."""
 
     sequence: IntArray  # [M] index into the DraftBatch
     parent: IntArray  # [M] index of the parent node, -1 = the sequence's last token

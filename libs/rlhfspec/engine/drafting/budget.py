@@ -1,8 +1,5 @@
-"""After drafting: which nodes are worth a row of the verification. One sort, no search.
-
-A child is never likelier than its parent, so every prefix of the nodes in descending order of path acceptance is a
-valid forest, and prefix sums give the expected accepted tokens of every budget at once.
-"""
+"""Choose after drafting which nodes to verify, with one sort and no search. A child is never likelier than its parent,
+so every prefix of the nodes sorted by path acceptance is a valid forest."""
 
 from __future__ import annotations
 
@@ -15,14 +12,13 @@ from rlhfspec.common.arrays import FloatArray, IntArray
 from rlhfspec.engine.drafting.base import Forest
 
 _EVERY_BUDGET_UP_TO = 48
-_NUM_BUDGETS = 40  # looked at beyond that; the curve between them is smooth
-_LEAST_WEIGHT, _MOST_WEIGHT = 0.25, 4.0  # of a sequence that has much less or more room than the others
+_NUM_BUDGETS = 40  # evaluated beyond that; the curve between them is smooth
+_LEAST_WEIGHT, _MOST_WEIGHT = 0.25, 4.0  # for sequences with much less or more room than the others
 
 
 def best_nodes(path_acceptance: FloatArray, num_nodes: int, ranked: FloatArray | None = None) -> IntArray:
-    """Ascending indices of the best `num_nodes`; of equals the first, so that parents come before their children.
-
-    `ranked`: the same values in descending order, if somebody has sorted them already.
+    """Return the ascending indices of the best `num_nodes`; among equals the first, so that parents precede children.
+    `ranked`: the same values in descending order, if already sorted.
 
     >>> best_nodes(np.array([0.9, 0.5, 0.5, 0.8], np.float32), 3).tolist()
     [0, 1, 3]
@@ -39,11 +35,8 @@ def best_nodes(path_acceptance: FloatArray, num_nodes: int, ranked: FloatArray |
 
 
 def worth_by_room(forest: Forest, room: IntArray) -> FloatArray:
-    """What each node's acceptance is worth: more where much is still to be generated.
-
-    The surest sequences would otherwise run ahead and leave the others to small batches, whose steps cost about as much
-    as those of large ones. One weight a sequence, so a child is still never worth more than its parent.
-    """
+    """Weight each node's acceptance by its sequence's remaining room, which keeps batches large to the end. A sequence
+    has one weight, so a child is never worth more than its parent."""
     mean = room.mean() if len(room) else 0.0
     if mean <= 0.0 or (room == room[0]).all():
         return forest.path_acceptance
@@ -52,7 +45,6 @@ def worth_by_room(forest: Forest, room: IntArray) -> FloatArray:
 
 
 def descending(values: FloatArray) -> FloatArray:
-    """A sorted copy."""
     ranked = np.negative(values)
     ranked.sort()
     return np.negative(ranked, out=ranked)
@@ -60,7 +52,7 @@ def descending(values: FloatArray) -> FloatArray:
 
 @lru_cache(maxsize=4096)
 def budgets(limit: int) -> npt.NDArray[np.int64]:
-    """Numbers of nodes to look at: every one, or an even grid where there are many.
+    """Return the numbers of nodes to evaluate: every one, or an even grid if there are many.
 
     >>> budgets(5).tolist(), len(budgets(900))
     ([0, 1, 2, 3, 4, 5], 49)

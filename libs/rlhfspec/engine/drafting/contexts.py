@@ -1,8 +1,6 @@
-"""What came after a context: an index over growing texts, for a few context lengths.
-
-Every text adds, at each position, one count to each of four contexts (the last 16, 8, 4 and 2 tokens). A look-up
-takes the longest context known and lets the next shorter one share what that leaves open. Contexts are
-kept by hash: a collision costs a bad guess, never a wrong token.
+"""Index of what followed a context in growing texts, for contexts of the last 16, 8, 4 and 2 tokens. A look-up takes
+the longest known context, and the next shorter one shares the remaining probability. Contexts are kept by hash: a
+collision costs a bad guess, never a wrong token.
 
 Example:
     >>> index = ContextIndex()
@@ -20,7 +18,7 @@ from itertools import islice
 ORDERS = (16, 8, 4, 2)  # longest first
 LONGEST = ORDERS[0]
 _MOST_CANDIDATES = 6
-# How much of an unseen continuation each different one seen suggests: long contexts repeat, short ones do not
+# Weight that each distinct continuation gives to unseen ones: long contexts repeat, short ones do not
 _OPENNESS = {16: 0.05, 8: 0.2, 4: 0.8, 2: 2.0}
 
 Continuations = tuple[tuple[int, ...], tuple[float, ...], float]
@@ -31,7 +29,7 @@ _LEAST_REST = 1e-6
 
 
 def _alone(order: int) -> tuple[tuple[float, ...], float]:
-    """Of one token seen once after a context of this length."""
+    """Return the log-chances when one token was seen once after a context of this length."""
     chance = 1.0 / (1.0 + _OPENNESS[order])
     return (math.log(chance),), math.log(1.0 - chance)
 
@@ -40,18 +38,18 @@ _ALONE = {order: _alone(order) for order in ORDERS}
 
 
 class ContextIndex:
-    """Counts of continuations. `max_contexts`: beyond it the older half is dropped."""
+    """Counts of continuations. Beyond `max_contexts` the older half is dropped."""
 
     def __init__(self, max_contexts: int = 1 << 17) -> None:
         self._max_contexts = max_contexts
         self._seen: dict[int, int | dict[int, int]] = {}  # a bare token: seen once
-        self._ready: dict[int, Continuations] = {}  # of contexts with several, until they are seen again
+        self._ready: dict[int, Continuations] = {}  # blended results, until seen again
 
     def __len__(self) -> int:
         return len(self._seen)
 
     def add(self, tokens: tuple[int, ...], *, start: int) -> None:
-        """Count tokens[start:], each after its contexts; what lies before `start` only serves as context."""
+        """Count tokens[start:] after their contexts; tokens before `start` only serve as context."""
         seen, ready = self._seen, self._ready
         for order in ORDERS:
             for i in range(max(start, order), len(tokens)):
@@ -71,7 +69,7 @@ class ContextIndex:
             ready.clear()
 
     def continuations(self, context: tuple[int, ...]) -> Continuations:
-        """What may follow; `context`: the last LONGEST tokens, or fewer."""
+        """Return likely continuations; `context`: the last LONGEST tokens, or fewer."""
         seen = self._seen
         for place, order in enumerate(ORDERS):
             key = hash(context[-order:])
@@ -89,7 +87,7 @@ class ContextIndex:
         return _NOTHING
 
     def _blended(self, counts: dict[int, int], context: tuple[int, ...], place: int) -> Continuations:
-        """The longest context's counts; where they are few, the next shorter context fills part of the rest."""
+        """Blend the longest context's counts, if they are few, with those of the next shorter context."""
         openness = _OPENNESS[ORDERS[place]] * len(counts)
         total = sum(counts.values())
         weight = 1.0 / (total + openness)

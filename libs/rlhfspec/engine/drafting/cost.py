@@ -1,4 +1,4 @@
-"""What a step costs: curves measured at start-up, each corrected by one factor that follows every step.
+"""Cost of a step: curves measured at start-up, each corrected by one factor that follows every step.
 
 A cost has a *kind* and grows with a number of rows:
 
@@ -30,8 +30,8 @@ Measure = Callable[[str, int, int], float]
 ROW_GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 TARGET = "target"
 
-_FAR_ROWS = 1 << 20  # the last knot: beyond the grid, costs go on along the steepest slope
-_RATE, _MOST_ERROR = 0.06, 0.3  # share of a log error that one step corrects; a larger error counts as this one
+_FAR_ROWS = 1 << 20  # the last knot: costs beyond the grid follow the steepest slope
+_RATE, _MOST_ERROR = 0.06, 0.3  # share of a log error that one step corrects; the largest error counted
 _ERROR_WINDOW = 256
 _GUESSES = {"draft-first": (2e-4, 2e-5), "draft": (2e-4, 2e-5), "host": (3e-4, 2e-6)}  # seconds: fixed, per row
 
@@ -45,11 +45,8 @@ def host_kind(drafter: str | None) -> str:
 
 
 class CostTable:
-    """Seconds by rows: linear between its knots, as steep as they allow beyond them, times `factor`.
-
-    The factor follows the logarithm of real / predicted. Large errors are cut: a step of ten times its cost moves it by
-    2 %, and a table that is off by a factor of two is mended within some dozens of steps.
-    """
+    """Seconds by rows: linear between knots, then as steep as they allow, times `factor`. `factor` follows the
+    logarithm of real / predicted, with large errors clipped so that outliers move it little."""
 
     __slots__ = ("factor", "knots", "num_seen", "per_kv", "rows")
 
@@ -58,14 +55,14 @@ class CostTable:
         measured = np.maximum(np.array(list(seconds), np.float64), 1e-9)
         if len(measured) < 1 or len(self.rows) != len(measured) + 1 or (np.diff(self.rows) <= 0).any():
             raise ValueError(f"rows: must be ascending, one for each of the seconds (got {self.rows[:-1].tolist()})")
-        measured = np.minimum.accumulate(measured[::-1])[::-1]  # noise only ever adds time: the later minimum holds
-        # the steepest chord that ends there: the last piece alone may be flat for nothing but noise
+        measured = np.minimum.accumulate(measured[::-1])[::-1]  # noise only adds time: the later minimum holds
+        # the steepest chord that ends there: the last piece alone may be flat by noise
         chords = (measured[-1] - measured[:-1]) / (self.rows[-2] - self.rows[:-2])
         far = measured[-1] + chords.max(initial=0.0) * (_FAR_ROWS - self.rows[-2])
         self.knots: Seconds = np.append(measured, far)  # before `factor`
         self.per_kv = per_kv_token
         self.factor = 1.0
-        self.num_seen = 50  # of a guess 0: its first steps correct it faster
+        self.num_seen = 50  # 0 for a guess, whose first steps correct it faster
 
     def seconds(self, rows: float, kv_tokens: float = 0.0) -> float:
         return float(self.seconds_array(rows, kv_tokens))
@@ -76,7 +73,7 @@ class CostTable:
         )
 
     def correct(self, predicted: float, real: float) -> None:
-        """Learn from one execution."""
+        """Correct the factor by one execution."""
         self.num_seen += 1
         rate, most = max(_RATE, 1.0 / (1 + self.num_seen)), _MOST_ERROR + 1.0 / self.num_seen
         error = math.log(max(real, 1e-9) / predicted)
@@ -91,11 +88,8 @@ class CostTable:
 
 
 def from_below(rows: Sequence[int], seconds: Sequence[float]) -> list[float]:
-    """The largest convex curve below the measurements, at `rows` (ascending).
-
-    Rows are free while memory is the limit and cost the same each once arithmetic is: such a curve is convex, and noise
-    only ever adds time. One unlucky measurement would otherwise look like a step that no draft ever goes over, and one
-    lucky one like rows that come for nothing.
+    """Return the largest convex curve below the measurements, at `rows` (ascending). True costs are convex and noise
+    only adds time, so this removes single outliers.
 
     >>> from_below([1, 2, 4, 8], [1.0, 5.0, 2.5, 4.5])
     [1.0, 1.5, 2.5, 4.5]
@@ -113,7 +107,7 @@ def from_below(rows: Sequence[int], seconds: Sequence[float]) -> list[float]:
 
 
 class CostModel:
-    """All the tables of one engine. A kind without a table starts from a guess and learns."""
+    """Cost tables of one engine. A kind without a table starts from a guess and learns."""
 
     def __init__(self, tables: dict[str, CostTable] | None = None) -> None:
         self.tables = dict(tables or {})
@@ -129,11 +123,9 @@ class CostModel:
         repetitions: int = 3,
         kv_tokens_per_row: int = 0,
     ) -> CostModel:
-        """Measure target and drafters over the grid: the minimum of interleaved repetitions, then its `from_below`.
-
-        Host kinds are learnt from the steps. With `kv_tokens_per_row` the target is measured at long context too, which
-        gives the price of reading one context token.
-        """
+        """Measure target and drafters over the grid: the minimum of interleaved repetitions, made convex by
+        `from_below`. `kv_tokens_per_row` adds a long context, to price a context token. Host kinds are learnt from
+        steps."""
         grid = tuple(row_grid)
         kinds = [TARGET, *(draft_kind(name, first=first) for name in drafters for first in (True, False))]
         best = {(kind, rows): math.inf for kind in kinds for rows in grid}
@@ -151,7 +143,7 @@ class CostModel:
         return cls(tables)
 
     def table(self, kind: str, *, keep: bool = True) -> CostTable:
-        """The kind's table; a kind that was never measured starts from a guess, which `keep` makes its table."""
+        """Return the kind's table; an unmeasured kind starts from a guess, which `keep` stores as its table."""
         if kind not in self.tables:
             family = kind.partition(":")[0]
             if family not in _GUESSES:
@@ -168,11 +160,7 @@ class CostModel:
         return self.table(host_kind(drafter)).seconds(num_sequences)
 
     def plain_seconds(self, num_sequences: int, num_prefill_rows: int, kv_tokens: int) -> float:
-        """Of a step that drafts nothing, without what the prompts cost that ride along.
-
-        Prompts are owed in any case. If they were counted, trees would seem to come for nothing while a batch fills up,
-        and a few early sequences would run far ahead of it.
-        """
+        """Return the seconds of a step without drafts, excluding prefill rows, which are owed in any case."""
         target = self.table(TARGET).seconds(num_sequences + num_prefill_rows, kv_tokens)
         return target - self.owed_seconds(num_prefill_rows) + self.host_seconds(None, num_sequences)
 
@@ -180,12 +168,12 @@ class CostModel:
         return self.table(TARGET).seconds(num_prefill_rows) if num_prefill_rows else 0.0
 
     def catch_up_seconds(self, drafter: str, num_sequences: int, num_unseen: int) -> float:
-        """What a draft for so many sequences takes longer where the draft model has so many tokens to catch up with."""
+        """Return the extra seconds of a draft whose draft model must catch up with `num_unseen` tokens."""
         table = self.table(draft_kind(drafter, first=True))
         return table.seconds(num_sequences + num_unseen) - table.seconds(num_sequences)
 
     def observe(self, kind: str, rows: float, seconds: float, kv_tokens: float = 0.0) -> float:
-        """Correct the kind's table by one execution; returns what it had predicted."""
+        """Correct the kind's table by one execution; return the prediction."""
         table = self.table(kind)
         predicted = table.seconds(rows, kv_tokens)
         table.correct(predicted, seconds)
@@ -193,7 +181,7 @@ class CostModel:
         return predicted
 
     def observe_draft(self, drafter: str, first_rows: int, level_rows: list[int], seconds: float) -> float:
-        """Correct a drafter's tables alike by one draft: the first level, then levels of so many rows."""
+        """Correct a drafter's tables by one draft: the first level, then levels of `level_rows`."""
         kinds = draft_kind(drafter, first=True), draft_kind(drafter)
         tables = [self.table(kind) for kind in kinds[: 2 if level_rows else 1]]
         predicted = tables[0].seconds(first_rows)
@@ -209,5 +197,5 @@ class CostModel:
         errors.append(abs(predicted - real) / max(real, 1e-9))
 
     def errors(self) -> dict[str, float]:
-        """By kind, and of whole steps: the mean of |predicted - real| / real over the last ones seen."""
+        """Return the recent mean of |predicted - real| / real, by kind and for whole steps."""
         return {kind: sum(errors) / len(errors) for kind, errors in sorted(self._errors.items())}

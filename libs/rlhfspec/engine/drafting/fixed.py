@@ -1,4 +1,4 @@
-"""Static strategies, to compare the adaptive one with.
+"""Static strategies, for comparison with the adaptive one.
 
 Example:
     >>> import numpy as np
@@ -26,14 +26,12 @@ from rlhfspec.job.choices.drafters import DRAFTERS
 
 
 class Always:
-    """The level rule of a static plan."""
-
     def go_on(self, *, frontier_acceptance: FloatArray, num_rows: int, level: int) -> bool:
         return True
 
 
 def static_grid(drafters: Iterable[str]) -> dict[str, DraftPlan]:
-    """The named static strategies: chains, trees, and trees with a global budget of a few nodes a sequence."""
+    """Return the named static strategies: chains, trees, and trees with a small global node budget."""
     grid: dict[str, DraftPlan] = {}
     for name in drafters:
         for shape in DRAFTERS[name].fixed:
@@ -43,10 +41,8 @@ def static_grid(drafters: Iterable[str]) -> dict[str, DraftPlan]:
 
 
 class FixedSelector:
-    """Always the same plan, every node of it; with `plan.max_nodes` the most promising ones of the whole batch.
-
-    Costs and acceptance, when given, are calibrated as they go.
-    """
+    """Selector of one plan that keeps every node, or the best `plan.max_nodes` per sequence over the whole batch. Given
+    `costs` and `acceptance` are calibrated by every step."""
 
     def __init__(
         self, plan: DraftPlan, *, costs: CostModel | None = None, acceptance: AcceptanceModel | None = None
@@ -83,13 +79,12 @@ class FixedSelector:
         self._journal.close(outcome, is_trial=False, predicted_seconds=predicted, started=started)
 
     def reset(self) -> None:
-        """Weights changed."""
         self._outcomes.start_over()
         if self._acceptance is not None:
             self._acceptance.reset()
 
     def start_totals(self) -> None:
-        """What `explain` says of shares counts from here on."""
+        """Count the shares that `explain` reports from here on."""
         self._journal.start_totals()
 
     def explain(self) -> Explanation:

@@ -1,4 +1,4 @@
-"""What a selector did and why: written down at every step, for whoever asks."""
+"""Record of a selector's decisions and their outcomes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUM_DECISIONS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One step: what was expected of it and what came."""
+    """Expected and measured outcome of one step."""
 
     plan: str
     is_trial: bool  # to learn, not because it looked best
@@ -34,17 +34,15 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The state of a selector. `share_of_step`: its own time over the time of all steps."""
+    """State of a selector. `share_of_step`: its own time over the time of all steps."""
 
     decisions: tuple[Decision, ...]  # the last ones, oldest first
     cost_errors: dict[str, float]  # by kind of cost, and "step": the mean of |predicted - real| / real
     share_of_step: float
-    rates: Mapping[str, float]  # tokens/s by plan, as they looked last, best first; of an adaptive selector
+    rates: Mapping[str, float]  # tokens/s by plan at the last look, best first; of an adaptive selector
 
 
 class Journal:
-    """Decisions, times and errors of one selector."""
-
     def __init__(self, costs: CostModel | None) -> None:
         self._costs = costs
         self._decisions: deque[Decision] = deque(maxlen=_NUM_DECISIONS)
@@ -59,7 +57,7 @@ class Journal:
         self._selector_seconds += perf_counter() - started
 
     def close(self, outcome: DraftOutcome, *, is_trial: bool, predicted_seconds: float, started: float) -> None:
-        """The step is over."""
+        """Record the decision of a finished step."""
         if self._costs is not None:
             self._costs.record_error("step", predicted_seconds, outcome.step_seconds)
         self.spend(started)

@@ -1,4 +1,4 @@
-"""Between two levels of a draft: is one more worth its time?"""
+"""Rule between two levels of a draft: is one more level worth its time?"""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import numpy as np
 from rlhfspec.common.arrays import FloatArray, Floats
 from rlhfspec.engine.drafting.cost import CostTable
 
-LEVELS_AHEAD = (1, 2, 4)  # looked at together: costs have steps, which one level alone may not be worth
+LEVELS_AHEAD = (1, 2, 4)  # evaluated together: costs have steps that one level alone may not be worth
 
 
 @dataclass(frozen=True, slots=True)
 class LevelTerms:
-    """What a PayingLevel decides by, for a draft that runs all its levels in one call.
-
-    verified_rows: of the verification if the draft ended now. tokens_per_second: what time is worth.
-    success: expected accepted children of an expanded node.
-    """
+    """Inputs of a PayingLevel. success: expected accepted children of an expanded node. verified_rows: rows of the
+    verification if the draft ended now. tokens_per_second: the value of time."""
 
     target: CostTable
     level: CostTable
@@ -28,7 +25,7 @@ class LevelTerms:
 
 
 class PayingLevel:
-    """One more level only if its tokens pay for its draft and for its rows in the verification.
+    """Level rule that adds a level only if its tokens pay for its draft and its rows in the verification.
 
     Example:
         >>> flat, level = CostTable([1, 100], [0.01, 0.01]), CostTable([1, 100], [0.001, 0.001])
@@ -38,8 +35,8 @@ class PayingLevel:
     """
 
     def __init__(self, terms: LevelTerms) -> None:
-        self.terms = terms  # for a draft that asks by itself; it then says in `level_rows` what it ran
-        self.level_rows: list[int] = []  # of each level behind the first
+        self.terms = terms  # read by a draft that runs all levels in one call; it then fills `level_rows`
+        self.level_rows: list[int] = []  # of each level after the first
 
     def go_on(self, *, frontier_acceptance: FloatArray, num_rows: int, level: int) -> bool:
         chances = frontier_acceptance.astype(np.float64)
@@ -49,12 +46,11 @@ class PayingLevel:
         return pays
 
     def _pays(self, chances: Floats, num_rows: int, ahead: int) -> bool:
-        """Do `ahead` levels of this frontier together?"""
         terms, verified = self.terms, self.terms.verified_rows + sum(self.level_rows)
         seconds = terms.target.seconds(verified + ahead * num_rows) - terms.target.seconds(verified)
-        price = terms.tokens_per_second * seconds / (ahead * num_rows)  # tokens that one more row must bring
+        price = terms.tokens_per_second * seconds / (ahead * num_rows)  # tokens that one more row must gain
         worth, success = 0.0, 1.0
         for _ in range(ahead):
             success *= terms.success
-            worth += float(np.maximum(chances * success - price, 0.0).sum())  # what does not pay is not verified
+            worth += float(np.maximum(chances * success - price, 0.0).sum())  # nodes that do not pay are not verified
         return worth > ahead * terms.tokens_per_second * terms.level.seconds(num_rows)

@@ -1,12 +1,7 @@
-"""Drafting with a smaller model of the same vocabulary.
-
-The draft lives in the target's paged cache: the same blocks, its own KV tensor, and its own permutation of the
-slots, because it expands other nodes than the target verifies. It is caught up lazily: `cached[row]` counts the
-positions whose draft KV is valid, and every proposal first runs what is missing (usually the one or two tokens the
-last verification added, so a full acceptance leaves no gap).
-
-Under the law the drafter adds the target's own noise to its log-probabilities: its best candidates are likely winners.
-"""
+"""Drafting with a smaller model of the same vocabulary. The draft uses the target's blocks with its own KV tensor and
+its own permutation of slots. `cached[row]` counts the positions whose draft KV is valid; every proposal first runs the
+missing ones. Under the law the drafter adds the target's own noise to its log-probabilities: its best candidates are
+likely winners."""
 
 from __future__ import annotations
 
@@ -25,7 +20,7 @@ from rlhfspec.engine.drafting.levels import LevelTerms, PayingLevel
 
 _LARGEST_GAP = 30.0
 _NO_CANDIDATE = np.float32(-1e30)
-_MAX_CATCH_UP_ROWS = 512  # one forward; longer gaps take several
+_MAX_CATCH_UP_ROWS = 512  # per forward; longer gaps take several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +41,7 @@ class DraftRows:
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """The nodes run through the draft in a proposal, level by level, for keeping the KV of those that came true."""
+    """Nodes run through the draft model in a proposal, level by level; accepted ones keep their KV."""
 
     nodes: IntArray  # [4, E] sequence, parent (in the level above, -1 = root), token, place in the row's slot table
     level_rows: npt.NDArray[np.int64]  # [levels]
@@ -54,15 +49,13 @@ class Expanded:
 
 @dataclass(frozen=True, slots=True)
 class GrownTrees:
-    """Trees, and how they came about."""
-
     forest: Forest
     expanded: Expanded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roots:
-    """The first level of a proposal: candidates of n sequences of the batch."""
+    """First level of a proposal: candidates of n sequences of the batch."""
 
     sequence: IntArray  # [n] ascending
     tokens: IntArray  # [n, k]
@@ -70,47 +63,45 @@ class Roots:
 
 
 class DraftEngine(Protocol):
-    """What the drafter needs of the engine: a forward in its own KV space, and the slots of a row there."""
+    """Engine interface of the drafter: a forward in its own KV space, and a row's slots there."""
 
     @property
     def slots(self) -> IntArray:
-        """[R, L] the draft's slot table (a permutation of what each row owns)."""
+        """Return the draft's slot table [R, L], a permutation of the slots that each row owns."""
         ...
 
     @property
     def capacity(self) -> IntArray:
-        """[R] slots each row owns."""
+        """Return the number of slots that each row owns [R]."""
         ...
 
     @property
     def cached(self) -> IntArray:
-        """[R] leading positions with valid draft KV; the engine sets it when a row begins, the drafter from then on."""
+        """Return the leading positions [R] with valid draft KV; the engine sets a row's first value."""
         ...
 
     def candidates(self, rows: DraftRows, k: int) -> tuple[IntArray, FloatArray]:
-        """Run the rows; best k tokens and perturbed scores of the wanted ones, [n, k] each."""
+        """Run the rows; return the best k tokens and perturbed scores of the wanted ones, [n, k] each."""
         ...
 
     def grow(
         self, batch: DraftBatch, plan: DraftPlan, roots: Roots, curves: tuple[Floats, Floats], terms: LevelTerms | None
     ) -> GrownTrees | None:
-        """All levels in one call, with the trees of `grow` below; None where there is no such call.
-
-        `curves`: see AcceptanceModel.curves. `terms`: None = every level is run.
-        """
+        """Run all levels in one native call, with the trees of `grow` below; return None if there is no such call.
+        `curves`: see AcceptanceModel.curves. `terms`: None = every level is run."""
         ...
 
     def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray) -> bool:
-        """`keep_drafted` in one call; False, with nothing done, where there is no such call."""
+        """Run `keep_drafted` in one native call; return False, with nothing done, if there is none."""
         ...
 
     def prefix_computed(self, row: int) -> None:
-        """The `cached` positions of the row hold more of a prompt than before."""
+        """Note that the row's `cached` positions now cover more of a prompt."""
         ...
 
 
 class ModelDrafter:
-    """Proposes trees level by level: expand the best frontier, keep `branch` candidates of each, go on if it pays."""
+    """Drafter that grows trees by level: expand the best frontier, keep `branch` children each, continue if it pays."""
 
     name = "model"
 
@@ -139,7 +130,7 @@ class ModelDrafter:
     def _grow_at_once(
         self, batch: DraftBatch, plan: DraftPlan, roots: Roots, acceptance: Acceptance, rule: LevelRule
     ) -> GrownTrees | None:
-        """In one call, if what it would have to ask is known as plain numbers."""
+        """Grow in one native call, if acceptance and rule can be given as plain numbers; otherwise return None."""
         if not (isinstance(acceptance, AcceptanceModel) and isinstance(rule, Always | PayingLevel)):
             return None
         terms = rule.terms if isinstance(rule, PayingLevel) else None
@@ -149,16 +140,16 @@ class ModelDrafter:
         return grown
 
     def start(self, row: int, tokens: IntArray, group: str, history: tuple[tuple[int, ...], ...]) -> None:
-        """The engine knows where the row's draft KV lies."""
+        """Do nothing: the engine knows where the row's draft KV lies."""
 
     def forget(self, row: int) -> None:
-        """Nothing of the row is kept here."""
+        """Do nothing: no state is kept per row."""
 
     def reset(self) -> None:
         self._last = None
 
     def _catch_up(self, batch: DraftBatch, active: IntArray, num_candidates: int) -> tuple[IntArray, FloatArray]:
-        """Run every token the draft has not seen; the last token of each sequence gives its first candidates."""
+        """Run every token the draft has not seen; each sequence's last token gives its first candidates."""
         slots, cached = self.engine.slots, self.engine.cached
         while True:
             rows_of = batch.rows[active]
@@ -166,7 +157,7 @@ class ModelDrafter:
             taken = missing
             if int(missing.sum()) > max(_MAX_CATCH_UP_ROWS, 2 * len(active)):
                 room = np.maximum(_MAX_CATCH_UP_ROWS - (np.cumsum(missing - 1) - (missing - 1)), 0)
-                taken = np.minimum(missing - 1, room).astype(np.int32)  # everything but the last token first
+                taken = np.minimum(missing - 1, room).astype(np.int32)  # all but the last token first
             complete = taken is missing
             counts = taken.astype(np.int64)
             member = np.repeat(np.arange(len(active)), counts)
@@ -198,7 +189,7 @@ class ModelDrafter:
 def grow(
     engine: DraftEngine, batch: DraftBatch, plan: DraftPlan, roots: Roots, acceptance: Acceptance, rule: LevelRule
 ) -> GrownTrees:
-    """The trees, one level at a time: the slow twin of `DraftEngine.grow`."""
+    """Grow the trees one level at a time, as the slow twin of `DraftEngine.grow`."""
     tree = _Tree(batch, plan, acceptance, engine.slots, engine.capacity)
     tree.add_children(roots.sequence, np.full(len(roots.sequence), -1, np.int32), roots.tokens, roots.scores)
     for level in range(2, plan.depth + 1):
@@ -225,7 +216,7 @@ def keep_drafted(
         position = batch.lengths[sequence] + level
         parent_alive = np.ones(len(sequence), np.bool_) if level == 0 else alive[parent]
         rows = batch.rows[sequence]
-        # the last committed token was not run by the target either: it stays the next root
+        # the target has not run the last committed token either: it stays the next root
         known = position < new_lengths[sequence] - 1
         alive = parent_alive & known
         alive[alive] = batch.tokens[rows[alive], position[alive]] == token[alive]
@@ -237,7 +228,7 @@ def keep_drafted(
 
 
 class _Tree:
-    """A forest under construction: flat arrays per level, and the slots of what was expanded."""
+    """Forest under construction: flat arrays per level, and the slots of expanded nodes."""
 
     def __init__(
         self, batch: DraftBatch, plan: DraftPlan, acceptance: Acceptance, slot_table: IntArray, capacity: IntArray
@@ -255,12 +246,12 @@ class _Tree:
         self._frontier: IntArray = np.empty(0, np.int32)  # nodes expanded last
 
     def add_children(self, sequence: IntArray, parent: IntArray, tokens: IntArray, scores: FloatArray) -> None:
-        """tokens/scores [n, k]: candidates of n parents (node indices of the level above, -1 = root); `branch` stay."""
+        """Add candidates tokens/scores [n, k] of n parents (indices of the level above, -1 = root), `branch` each."""
         n = len(tokens)
-        finite = np.where(tokens >= 0, scores, _NO_CANDIDATE)  # fewer tokens than k, or a draft gone NaN
+        finite = np.where(tokens >= 0, scores, _NO_CANDIDATE)  # fewer tokens than k, or NaN from the draft
         best = finite[:, :1]
         gap = np.minimum(best - finite, _LARGEST_GAP)
-        gap[:, 0] = gap[:, 1]  # the best one's lead
+        gap[:, 0] = gap[:, 1]  # the lead of the best one
         k = self.plan.branch
         tokens, gap = tokens[:, :k], gap[:, :k]
         rank = np.broadcast_to(np.arange(k, dtype=np.int32), (n, k)).ravel()
@@ -293,20 +284,20 @@ class _Tree:
         return self.levels[-1]["sequence"][nodes - self.starts[-2]]
 
     def frontier(self, level: int, *, limit: int) -> IntArray:
-        """The most promising nodes of the last level that have room below and a free slot, at most `limit`."""
+        """Return the best nodes of the last level that have room below and a free slot, at most `limit`."""
         last = self.levels[-1]
         sequence = last["sequence"]
         free = self.capacity[self.batch.rows] - self.batch.lengths - self.num_expanded
         allowed = np.flatnonzero((self.batch.room[sequence] > level) & (free[sequence] > 0))
         if len(allowed) > limit:
             allowed = allowed[best_nodes(last["path_acceptance"][allowed], limit)]
-        if len(allowed):  # never more of one sequence than it has free slots
+        if len(allowed):  # never more of one sequence than its free slots
             order = _index_within(sequence[allowed], self.batch.size)
             allowed = allowed[order < free[sequence[allowed]]]
         return (allowed + self.starts[-2]).astype(np.int32)
 
     def expand(self, frontier: IntArray) -> DraftRows:
-        """Give each frontier node a free slot and describe its row for the draft forward."""
+        """Give each frontier node a free slot and return its row of the draft forward."""
         batch, last = self.batch, self.levels[-1]
         inside = frontier - self.starts[-2]
         sequence: IntArray = last["sequence"][inside]
@@ -350,12 +341,12 @@ class _Tree:
 
 
 def _num_candidates(plan: DraftPlan) -> int:
-    """One more than a chain keeps: how far the best leads the second is what acceptance is predicted from."""
+    """Return at least 2: acceptance is predicted from the best candidate's lead over the second."""
     return max(plan.branch, 2)
 
 
 def _index_within(sequence: npt.NDArray[np.generic], num_sequences: int) -> IntArray:
-    """0, 1, 2, ... among equal values of a sorted array.
+    """Return 0, 1, 2, ... among equal values of a sorted array.
 
     >>> _index_within(np.array([0, 0, 2, 2, 2]), 3).tolist()
     [0, 1, 0, 1, 2]

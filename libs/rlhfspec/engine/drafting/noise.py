@@ -1,8 +1,5 @@
-"""The law's noise (docs/law.md) for a handful of tokens, without numpy's price per call.
-
-Philox4x32-10 is integer arithmetic on 32-bit words. Python's whole numbers have no width, so many counters
-fit in one: each gets a lane of 64 bits, in which a 32 x 32 product just fits. One multiplication then serves all
-lanes, and the ten rounds cost some microseconds whether there is one token or twenty.
+"""The law's noise (docs/law.md) for a few tokens, without numpy's overhead per call. Philox4x32-10 runs on 64-bit lanes
+of one large Python integer, so one multiplication serves all tokens.
 
 Example:
     >>> [f"{word:08x}" for word in philox((0, 0, 0, 0), (0, 0))]
@@ -28,7 +25,7 @@ _MOST_LANES = 128  # longer numbers leave the fastest cache
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """One counter, as the paper writes it: the slow twin of the lanes below."""
+    """Return the random words of one counter, as the paper defines them; slow twin of the lanes below."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(_ROUNDS):
         product0, product1 = _M0 * c0, _M1 * c2
@@ -38,13 +35,13 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def gumbel(seed: int, position: int, token: int) -> float:
-    """G(seed, t, v) of one token: the slow twin of `gumbels`."""
+    """Return G(seed, t, v) of one token; slow twin of `gumbels`."""
     word = philox((token // 4, position, 0, 0), (seed & _WORD, seed >> 32))[token % 4]
     return -math.log(-math.log1p(-(word + 0.5) / 2**32))
 
 
 def gumbels(seeds: Sequence[int], positions: Sequence[int], tokens: Sequence[int]) -> list[float]:
-    """G of many (seed, response position, token id)."""
+    """Return G of many (seed, response position, token id)."""
     if len(tokens) > _MOST_LANES:
         head, tail = slice(_MOST_LANES), slice(_MOST_LANES, None)
         return gumbels(seeds[head], positions[head], tokens[head]) + gumbels(seeds[tail], positions[tail], tokens[tail])
@@ -67,7 +64,7 @@ def gumbels(seeds: Sequence[int], positions: Sequence[int], tokens: Sequence[int
 
 @lru_cache(maxsize=1024)
 def _constants(num_lanes: int) -> tuple[int, int, int]:
-    """For every lane: the low word's mask, and the two key increments."""
+    """Return, repeated in every lane, the low word's mask and the two key increments."""
     ones = int.from_bytes(array("Q", [1] * num_lanes).tobytes(), sys.byteorder)
     return ones * _WORD, ones * _W0, ones * _W1
 

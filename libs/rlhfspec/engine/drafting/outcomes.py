@@ -1,8 +1,5 @@
-"""Outcomes wait here until several can teach at once: a numpy call costs the same for one step's nodes as for eight's.
-
-Early on every step teaches at once. Later steps are collected; of a large batch, which shows hundreds of nodes a step,
-only every eighth one is.
-"""
+"""Buffer that collects outcomes of several steps, because a numpy call costs the same for one step as for eight. Early
+steps teach immediately. Of a large batch only every eighth step is collected."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import numpy as np
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel
 from rlhfspec.engine.drafting.base import DraftOutcome
 
-_STEPS = 8  # between two lessons
+_STEPS = 8  # between two updates
 _LARGE_BATCH, _LARGE_STEPS, _LARGE_STRIDE = 32, 32, 8
 
 
@@ -21,13 +18,13 @@ class OutcomeBuffer:
         self.start_over()
 
     def start_over(self) -> None:
-        """Weights changed: what is collected belongs to the old ones, and every step teaches at once again."""
+        """Drop outcomes of the old weights, and teach every step immediately again."""
         self._outcomes: list[DraftOutcome] = []
-        self._num_steps = 0  # since the last lesson, drafted or not
+        self._num_steps = 0  # since the last update, drafted or not
         self._num_lessons = 0
 
     def add(self, outcome: DraftOutcome) -> None:
-        """Collect a step; teach the acceptance model when enough have come together."""
+        """Collect a step; update the acceptance model when enough have been collected."""
         self._num_steps += 1
         is_large = len(outcome.state.rows) >= _LARGE_BATCH
         is_early = self._num_lessons < 8

@@ -1,8 +1,5 @@
-"""How every plan looks at a batch: what its last forests promised, over what the tables say it costs.
-
-Of each plan one curve is remembered: the expected accepted tokens of its best n nodes a sequence, as it was read off
-the forests that the plan really proposed. One factor a drafter says how much of what was promised came true.
-"""
+"""Expected tokens per second of every plan for a batch: what its last forests promised, over predicted costs. Each plan
+keeps a curve of expected accepted tokens over nodes per sequence. A factor per drafter corrects the promises."""
 
 from __future__ import annotations
 
@@ -17,38 +14,38 @@ from rlhfspec.engine.drafting.budget import descending
 from rlhfspec.engine.drafting.cost import TARGET, CostModel, draft_kind
 from rlhfspec.job.choices.drafters import DRAFTERS
 
-_NODES = np.array([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0])  # a sequence
+_NODES = np.array([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0])  # per sequence
 _DEPTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24])
 _CURVE_MEMORY = 8.0  # sequences' trees that a curve remembers
-_TRUTH_MEMORY = 200.0  # tokens that what came true is remembered for
-_TRUTH_KEPT = 0.98  # of it by every step
-_TRIAL_SHARE = 0.002  # of the time may go into trials of one plan that is not in use
+_TRUTH_MEMORY = 200.0  # promised tokens that the correction remembers
+_TRUTH_KEPT = 0.98  # share of the memory kept per step
+_TRIAL_SHARE = 0.002  # of time for trials of one plan that is not in use
 _MUCH_SMALLER = 0.7
-_EARLY_USES, _LEARN_EVERY = 8, 4  # of a plan
-_BUSHES_UP_TO = 2  # sequences: rows of the verification must be next to free
+_EARLY_USES, _LEARN_EVERY = 8, 4  # uses of a plan
+_BUSHES_UP_TO = 2  # sequences: rows of the verification must be almost free
 _SHORTEST_WAIT = 8  # steps between such trials
 
 
 def default_plans(drafters: Iterable[str]) -> tuple[DraftPlan, ...]:
-    """Few and deep: the level rule stops where a level does not pay, and the budget prunes what is not worth a row.
-
-    Candidates of an expanded node come for nothing, so even a chain drafts two a node."""
+    """Return few, deep plans: the level rule stops early and the budget prunes. Candidates of an expanded node cost
+    nothing, so even a chain drafts two per node."""
     return PLAIN, *(DraftPlan(drafter=name, **shape._asdict()) for name in drafters for shape in DRAFTERS[name].shapes)
 
 
 class _Prospect:
-    """One plan. A plan that has not been seen since the weights changed is worth a trial at once."""
+    """Learnt state of one plan. A plan not seen since the weights changed gets a trial immediately."""
 
     def __init__(self, plan: DraftPlan) -> None:
         self.plan = plan
-        # [depths, nodes] accepted tokens a sequence, were the draft no deeper: at first those of a middling drafter
+        # [depths, nodes] accepted tokens per sequence with drafts of at most that depth; initially of an average
+        # drafter
         self.gain: Floats = 3.0 * (1.0 - 0.75 ** np.minimum(_NODES, _DEPTHS[:, None]))
-        self.success = 0.75  # accepted children of an expanded node
+        self.success = 0.75  # accepted children per expanded node
         depths = [*(int(depth) for depth in _DEPTHS if depth < plan.depth), plan.depth]
         self.notches = [replace(plan, depth=depth) for depth in depths]
         self.promised = self.came_true = 1.0  # tokens, decayed sums
-        self.promise = 0.0  # tokens per second at the last look, before what came true of earlier promises
-        self.batch = 0.0  # sequences, at which the curves were learnt
+        self.promise = 0.0  # tokens per second at the last look, before correction
+        self.batch = 0.0  # sequences at which the curves were learnt
         self.num_learnt = self.num_used = self.last_used = 0
         self.pause = 1  # steps between the last two uses
 
@@ -62,14 +59,14 @@ class _Prospect:
         deepest = int(forest.depth.max(initial=0))
         gain = np.zeros(len(_NODES))
         for i, depth in enumerate(_DEPTHS.tolist()):
-            if i == 0 or _DEPTHS[i - 1] < deepest:  # else there is nothing deeper
+            if i == 0 or _DEPTHS[i - 1] < deepest:  # otherwise nothing is deeper
                 sums = np.append(0.0, descending(path[forest.depth <= depth]).cumsum())
                 gain = np.interp(_NODES * num_sequences, np.arange(len(sums)), sums) / num_sequences
             self.gain[i] += rate * (gain - self.gain[i])
 
 
 class DraftOutlook:
-    """Tokens per second of all plans at one batch."""
+    """Tokens per second of all plans for one batch."""
 
     def __init__(self, costs: CostModel, plans: Iterable[DraftPlan]) -> None:
         self._costs = costs
@@ -80,13 +77,12 @@ class DraftOutlook:
         self.best, self.best_rate = PLAIN, 0.0
 
     def forget(self) -> None:
-        """Weights changed."""
         for prospect in self._prospects:
             prospect.num_learnt = prospect.num_used = 0
             prospect.promised = prospect.came_true = _TRUTH_MEMORY / 4
 
     def look(self, state: BatchState) -> None:
-        """Rate all plans at this batch."""
+        """Rate all plans for this batch."""
         costs, num_sequences = self._costs, len(state.rows)
         rows = num_sequences + state.num_prefill_rows
         verify = costs.table(TARGET).seconds_array(rows + _NODES * num_sequences, state.kv_tokens)
@@ -99,17 +95,17 @@ class DraftOutlook:
                 continue
             seconds = costs.table(draft_kind(name, first=True)).seconds(num_sequences)
             seconds += costs.host_seconds(name, num_sequences)
-            table = costs.tables.get(draft_kind(name))  # None: it works in one go
+            table = costs.tables.get(draft_kind(name))  # None: it drafts in one go
             level = table.seconds(plan.width * num_sequences) if table is not None else 0.0
             draft = seconds + (_DEPTHS[:, None] - 1) * level
             rates = num_sequences * ((1.0 + prospect.gain) / (verify + draft)).max(axis=1)  # by depth
-            # one notch deeper than the best: the level rule stops where that does not pay; as deep as can be where the
-            # curves are those of a larger batch, which was not worth drafting for as deeply
+            # One notch deeper than the best, since the level rule stops where it does not pay. Unlimited if the curves
+            # were learnt at a larger batch, which was not worth drafting for as deeply.
             deepest = int(rates.argmax()) + 1 if num_sequences > _MUCH_SMALLER * prospect.batch else len(_DEPTHS)
             now = prospect.notches[min(deepest, len(prospect.notches) - 1)]
             prospect.promise = float(rates.max())
             rate = prospect.promise * prospect.came_true / prospect.promised
-            # it has to catch up, once for all that these sequences may still generate
+            # the cost of catching up, spread over all tokens these sequences may still generate
             if DRAFTERS[name].runs_draft_model:
                 owed = costs.catch_up_seconds(name, num_sequences, int(state.unseen.sum()))
                 left = max(int(state.room.sum()), num_sequences)
@@ -119,7 +115,7 @@ class DraftOutlook:
         self.best_rate = self.rates[self.best]
 
     def trial(self, step: int) -> DraftPlan | None:
-        """A plan not in use whose last forests have grown old. The more a trial loses, the rarer it is."""
+        """Return a plan not in use whose last forests are old. The more a trial loses, the rarer it is."""
         for plan, rate in self.rates.items():
             if plan in (PLAIN, self.best):
                 continue
@@ -136,21 +132,21 @@ class DraftOutlook:
             prospect.num_used += 1
 
     def success(self, plan: DraftPlan) -> float:
-        """Expected accepted children of a node that the plan expands."""
+        """Return the expected accepted children of a node that the plan expands."""
         return self._of[plan].success
 
     def learn_forest(self, plan: DraftPlan, forest: Forest, num_sequences: int) -> None:
-        """From a forest as proposed; of a plan that is well known from one in four, since sorting takes time."""
+        """Learn from a proposed forest; a well-known plan learns from one in four, because sorting takes time."""
         prospect = self._of.get(plan)
         if prospect is not None and (prospect.num_used <= _EARLY_USES or prospect.num_used % _LEARN_EVERY == 0):
             prospect.learn(forest, num_sequences)
 
     def promised(self, plan: DraftPlan, seconds: float) -> float:
-        """Tokens in a step of the plan that takes so long, by its last look."""
+        """Return the tokens that the plan's last look promised for a step of this duration."""
         return seconds * self._of[plan].promise if plan in self._of else 0.0
 
     def learn_truth(self, plan: DraftPlan, num_tokens: int, promised: float) -> None:
-        """From a step of the plan: the tokens it gave, against those that had been promised."""
+        """Learn from a step of the plan: its tokens against those promised."""
         if plan in self._of:
             prospect = self._of[plan]
             kept = max(_TRUTH_MEMORY / (_TRUTH_MEMORY + promised), 0.95) * _TRUTH_KEPT**prospect.pause
@@ -158,5 +154,5 @@ class DraftOutlook:
             prospect.came_true = kept * prospect.came_true + num_tokens
 
     def ranked(self) -> dict[str, float]:
-        """Tokens per second of the plans as they looked last, best first."""
+        """Return tokens per second by plan at the last look, best first."""
         return {plan.name: rate for plan, rate in sorted(self.rates.items(), key=lambda item: -item[1])}

@@ -1,8 +1,5 @@
-"""Choosing the strategy anew at every step: before drafting, between levels, after drafting.
-
-Everything is one question: expected tokens over expected seconds. Tokens come from calibrated acceptance, seconds
-from measured tables; both are corrected by every step. Not drafting is a legal choice. docs/selector.md tells the
-whole story.
+"""Adaptive choice of the strategy at every step: before drafting, between levels and after drafting. It maximizes
+expected tokens (calibrated acceptance) over expected seconds (measured tables); see docs/selector.md.
 
 Example:
     >>> from rlhfspec.engine.drafting.outlook import default_plans
@@ -32,15 +29,15 @@ from rlhfspec.engine.drafting.outcomes import OutcomeBuffer
 from rlhfspec.engine.drafting.outlook import DraftOutlook
 from rlhfspec.job.choices.drafters import DRAFTERS
 
-_LOOK_EVERY = 4  # steps between two looks at all plans; a new batch size is looked at at once
-_LEAST_TRIED = 4  # sequences that a trial drafts for, and nodes that it verifies, whatever they promise
-_TRIED = 8  # a trial drafts for an eighth of the batch: a drafter that was left alone has all prompts to catch up with
-_SURPRISE_TOKENS, _SURPRISE_TIMES = 2, 3  # accepted in one step: that many times what was believed, and so many more
+_LOOK_EVERY = 4  # steps between two looks at all plans; a new batch size triggers a look
+_LEAST_TRIED = 4  # sequences a trial drafts for, and nodes it verifies, at least
+_TRIED = 8  # a trial drafts for 1/8 of the batch, because an idle drafter must catch up with all prompts
+_SURPRISE_TOKENS, _SURPRISE_TIMES = 2, 3  # surprise: more than 3 times the expected accepted tokens, plus 2
 _ENDING = 8  # tokens of room
 
 
 class AdaptiveSelector:
-    """Implements rlhfspec.engine.drafting.base.Selector. `observe` also teaches `acceptance` and `costs`."""
+    """Selector (see `rlhfspec.engine.drafting.base`) that also teaches `acceptance` and `costs` from outcomes."""
 
     def __init__(self, costs: CostModel, acceptance: AcceptanceModel, plans: Iterable[DraftPlan]) -> None:
         self._costs = costs
@@ -49,7 +46,7 @@ class AdaptiveSelector:
         self._outcomes = OutcomeBuffer(acceptance)
         self._journal = Journal(costs)
         self._step = 0
-        self._looked_at: tuple[int, bool] | None = None  # the batch at the last look: sequences, and are there prompts
+        self._looked_at: tuple[int, bool] | None = None  # the batch at the last look: sequences, has prompts
         self._is_trial = False
         self._rule: PayingLevel | None = None
 
@@ -65,7 +62,7 @@ class AdaptiveSelector:
         terms = LevelTerms(
             self._costs.table(TARGET),
             self._costs.table(draft_kind(plan.drafter), keep=False),
-            # a level of a part costs more a sequence than one of all: there it is the plan that says how deep
+            # per sequence, a level of a part costs more than one of all: there the plan alone sets the depth
             tokens_per_second=self._outlook.best_rate if plan.num_sequences is None else 0.0,
             success=self._outlook.success(plan),
             verified_rows=2 * len(state.rows) + state.num_prefill_rows,
@@ -75,7 +72,7 @@ class AdaptiveSelector:
         return self._rule
 
     def budget(self, plan: DraftPlan, state: BatchState, forest: Forest, draft_seconds: float) -> DraftChoice:
-        """N* = argmax_N (B + S(N)) / (draft + host + target(B + prefill + N) - target(prefill))."""
+        """Keep N* = argmax_N (B + S(N)) / (draft + host + target(B + prefill + N) - target(prefill)) nodes."""
         started = perf_counter()
         num_sequences = len(state.rows)
         rows = num_sequences + state.num_prefill_rows
@@ -108,14 +105,14 @@ class AdaptiveSelector:
         self._journal.close(outcome, is_trial=self._is_trial, predicted_seconds=predicted_seconds, started=started)
 
     def reset(self) -> None:
-        """Weights changed: old acceptance counts little, and every drafter gets a new chance."""
+        """Discount old acceptance and give every drafter a new chance, because the weights changed."""
         self._acceptance.reset()
         self._outcomes.start_over()
         self._outlook.forget()
         self._looked_at = None
 
     def start_totals(self) -> None:
-        """What `explain` says of shares counts from here on."""
+        """Count the shares that `explain` reports from here on."""
         self._journal.start_totals()
 
     def explain(self) -> Explanation:
@@ -135,7 +132,7 @@ class AdaptiveSelector:
         return replace(chosen, num_sequences=part) if self._is_trial and part < len(state.rows) else chosen
 
     def _learn(self, outcome: DraftOutcome) -> float:
-        """Teach tables, acceptance and outlook. Return the seconds that the step was predicted to take."""
+        """Update tables, acceptance and outlook. Return the predicted seconds of the step."""
         costs, state, drafter = self._costs, outcome.state, outcome.plan.drafter
         num_sequences = len(state.rows)
         rows = num_sequences + state.num_prefill_rows + outcome.forest.size
@@ -165,5 +162,5 @@ class AdaptiveSelector:
 
 
 def _is_telling(state: BatchState) -> bool:
-    """Not where most sequences are about to end: their trees are cut short."""
+    """Return False if most sequences are about to end, which cuts their trees short."""
     return bool(2 * np.count_nonzero(state.room > _ENDING) > len(state.rows))

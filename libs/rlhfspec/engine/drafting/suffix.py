@@ -1,8 +1,6 @@
-"""Drafting without a model: what followed the longest matching suffix before.
-
-It looks in the sequence's own text, in its siblings of the prompt group (running or finished here) and in earlier
-rollouts of the prompt. Under the law it knows the noise that the target will add, so among the continuations it has
-seen it ranks by log-chance plus noise, and even a single continuation tells by its noise how safe it is.
+"""Drafting without a model: continuations of the longest matching suffix seen before. It searches the sequence, its
+siblings in the prompt group and earlier rollouts of the prompt. Candidates are ranked by log-chance plus the noise that
+the target will add (the law), which also tells how safe a single candidate is.
 
 Example:
     >>> from rlhfspec.engine.drafting.acceptance import AcceptanceModel
@@ -35,12 +33,12 @@ from rlhfspec.engine.drafting.contexts import LONGEST, ContextIndex
 from rlhfspec.engine.drafting.noise import gumbels
 
 _MOST_GAP = 30.0
-_LEAST_PATH = 0.02  # paths less likely than this are not worth a look
+_LEAST_PATH = 0.02  # less likely paths are not expanded
 _MOST_BRANCH = 4
-_TOKENS_INDEXED_PER_STEP = 768  # a backlog (after steps without this drafter) is worked off bit by bit
-_MOST_WAITING_TEXTS = 64  # of a group: texts of finished members and earlier rollouts not yet indexed
-_STEPS_REMEMBERED = 4  # a node's children are found anew after so many steps: siblings have written more meanwhile
-_MOST_REMEMBERED = 256  # nodes of one sequence
+_TOKENS_INDEXED_PER_STEP = 768  # a backlog (after steps without this drafter) is indexed gradually
+_MOST_WAITING_TEXTS = 64  # per group: texts of finished members and earlier rollouts not yet indexed
+_STEPS_REMEMBERED = 4  # a node's children are recomputed after so many steps, because siblings have written more
+_MOST_REMEMBERED = 256  # nodes per sequence
 
 _GroupKey = str | bytes
 _Child = tuple[int, float, float]  # token, gap, rough chance given its parent
@@ -50,11 +48,11 @@ _Node = tuple[int, int, tuple[int, ...], float]
 
 @dataclass(slots=True)
 class _Group:
-    """Samples of one prompt share one index. It outlives its members a while, for those that come late."""
+    """Index shared by the samples of one prompt. It outlives its members for a while, for latecomers."""
 
     key: _GroupKey
     index: ContextIndex
-    first_text: IntArray  # what the first member started with: its prompt, counted once for all
+    first_text: IntArray  # initial tokens of the first member: its prompt, counted once
     num_members: int = 0
     waiting: list[tuple[tuple[int, ...], int]] = field(default_factory=list)  # (tokens, where counting starts)
 
@@ -62,17 +60,15 @@ class _Group:
 @dataclass(slots=True)
 class _SuffixSequence:
     group: _Group
-    length: int  # tokens known to exist in the table
+    length: int  # tokens in the table
     num_indexed: int
-    # by context: (response position, last step it serves, children). What was drafted below an accepted token
-    # is the next proposal's upper part: the noise of a position never changes.
+    # By context: (response position, last step it serves, children). Children below an accepted token are reused in the
+    # next proposal, since a position's noise never changes.
     remembered: dict[tuple[int, ...], tuple[int, int, list[_Child]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """One sequence of a proposal."""
-
     sequence: _SuffixSequence
     depth: int  # levels that may be drafted
     seed: int
@@ -81,11 +77,9 @@ class _Wanted:
 
 
 class SuffixDrafter:
-    """Implements rlhfspec.engine.drafting.base.Drafter.
-
-    A level expands the `plan.width * B` likeliest nodes of the level above and keeps `plan.branch` children of each.
-    `max_contexts` bounds one group's index, `max_idle_groups` the groups kept after their last member left.
-    """
+    """Drafter (see `rlhfspec.engine.drafting.base`) that looks up suffixes. A level expands the `plan.width * B`
+    likeliest nodes of the level above and keeps `plan.branch` children of each. `max_contexts` bounds one group's
+    index, `max_idle_groups` the groups kept after their last member left."""
 
     name = "suffix"
 
@@ -135,16 +129,16 @@ class SuffixDrafter:
             self._sequences[row].length = length
 
     def reset(self) -> None:
-        """Nothing here depends on the weights: older text is a guess as good as any, and calibration follows."""
+        """Do nothing: the text does not depend on the weights."""
 
     def clear(self) -> None:
-        """Forget the groups whose members have all left, as if this drafter were new: to repeat a measurement, say."""
+        """Forget the groups whose members have all left, for example to repeat a measurement."""
         for key in self._idle:
             del self._groups[key]
         self._idle.clear()
 
     def propose(self, batch: DraftBatch, plan: DraftPlan, acceptance: Acceptance, rule: LevelRule) -> Forest:
-        """`rule` is not asked: a level costs microseconds, and the budget prunes."""
+        """Propose without asking `rule`: a level costs microseconds, and the budget prunes."""
         self._step += 1
         self._index_new(batch)
         wanted, frontier = self._roots(batch, plan.depth)
@@ -159,7 +153,7 @@ class SuffixDrafter:
         return draft.forest(batch, acceptance)
 
     def _roots(self, batch: DraftBatch, depth: int) -> tuple[list[_Wanted], list[_Node]]:
-        """All sequences, and roots for those with room for more than one token."""
+        """Return all sequences, and roots for those with room for more than one token."""
         first = np.maximum(batch.lengths - LONGEST, 0)
         columns = np.minimum(first[:, None] + np.arange(LONGEST), batch.lengths[:, None] - 1)
         contexts = batch.tokens[batch.rows[:, None], columns].tolist()  # [B, LONGEST]
@@ -177,7 +171,7 @@ class SuffixDrafter:
         return wanted, roots
 
     def _index_new(self, batch: DraftBatch) -> None:
-        """Count new tokens of the batch, then texts that wait, up to this step's share."""
+        """Index new tokens of the batch, then waiting texts, up to the limit per step."""
         left = _TOKENS_INDEXED_PER_STEP
         groups: dict[int, _Group] = {}
         for row, length in zip(batch.rows.tolist(), batch.lengths.tolist(), strict=True):
@@ -203,7 +197,7 @@ class SuffixDrafter:
 
 
 class _Draft:
-    """A forest under construction, level by level over the whole batch."""
+    """Forest under construction, level by level over the whole batch."""
 
     def __init__(self, wanted: list[_Wanted], step: int, branch: int) -> None:
         self._wanted = wanted
@@ -217,7 +211,7 @@ class _Draft:
         self._gap: list[float] = []
 
     def expand(self, frontier: list[_Node], level: int) -> list[_Node]:
-        """Append the children of the frontier; returns those that may be expanded in turn."""
+        """Append the children of the frontier; return those that may be expanded next."""
         self._find_children(frontier, level)
         branch = self._branch
         next_frontier: list[_Node] = []
@@ -238,7 +232,7 @@ class _Draft:
         return next_frontier
 
     def _find_children(self, frontier: list[_Node], level: int) -> None:
-        """Make every frontier node's children known; the noise of all new candidates is drawn at once."""
+        """Compute the children of all frontier nodes, drawing the noise of new candidates in one call."""
         new = []
         seeds: list[int] = []
         positions: list[int] = []
@@ -283,7 +277,7 @@ class _Draft:
 
 
 def _children(tokens: tuple[int, ...], scores: Sequence[float], log_rest: float) -> list[_Child]:
-    """The best candidates under the noise. All tokens unseen compete too: they may hold the best one's lead small.
+    """Return the best candidates under the noise. Unseen tokens compete too, which bounds the best one's lead.
 
     >>> [(token, round(gap, 2)) for token, gap, _ in _children((5, 6), (-2.0, -0.5), -1.5)]
     [(6, 1.0), (5, 1.5)]

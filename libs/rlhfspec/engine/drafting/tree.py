@@ -1,8 +1,4 @@
-"""Walking trees: which drafted nodes did the target choose?
-
-Everything here is arrays over all sequences at once, one numpy pass per level. A twin that reads like the
-definition is in `tests/twins`; a test holds them equal.
-"""
+"""Walk trees to find the drafted nodes that the target chose, one numpy pass per level; `tests/twins` has the twin."""
 
 from __future__ import annotations
 
@@ -16,19 +12,16 @@ from rlhfspec.engine.drafting.base import Forest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """The accepted path of every sequence."""
+    """Accepted path of every sequence."""
 
     reached: BoolArray  # [M] the node's parent was accepted
     accepted: BoolArray  # [M]
-    path: IntArray  # [B, D+1] node index by depth; column 0 is the root (-1), -1 also where the path has ended
+    path: IntArray  # [B, D+1] node index by depth; column 0 is the root (-1); -1 after the path's end
     num_accepted: IntArray  # [B]
 
 
 def accept(forest: Forest, num_sequences: int, root_choice: IntArray, node_choice: IntArray) -> Walk:
-    """Follow the target's choices down the trees.
-
-    `root_choice[b]` is the target's token after sequence b's last token, `node_choice[m]` after node m.
-    """
+    """Follow the target's choices: `root_choice[b]` after sequence b's last token, `node_choice[m]` after node m."""
     accepted = np.zeros(forest.size, np.bool_)
     reached = np.zeros(forest.size, np.bool_)
     depth = int(forest.depth.max()) if forest.size else 0
@@ -52,7 +45,7 @@ def accept(forest: Forest, num_sequences: int, root_choice: IntArray, node_choic
 
 
 def ancestors(forest: Forest) -> IntArray:
-    """[M, D]: the node indices on each node's path, itself last, -1 after the end.
+    """Return [M, D]: the node indices on each node's path, itself last, padded with -1.
 
     >>> from rlhfspec.engine.drafting.base import empty_forest
     >>> ancestors(empty_forest()).shape
@@ -69,7 +62,7 @@ def ancestors(forest: Forest) -> IntArray:
 
 
 def index_in_sequence(forest: Forest, num_sequences: int) -> IntArray:
-    """[M]: 0, 1, 2, ... among the nodes of the same sequence, in forest order."""
+    """Return [M]: 0, 1, 2, ... among the nodes of the same sequence, in forest order."""
     order = np.argsort(forest.sequence, kind="stable")
     counts = np.bincount(forest.sequence, minlength=num_sequences)
     starts = np.concatenate(([0], np.cumsum(counts)[:-1]))

@@ -1,7 +1,5 @@
-"""One number for each of a model's tensors, computed where the tensors are.
-
-On a CPU it is their crc32. A device sums its words there, each times an odd number that depends on its place, modulo
-2^64, so that one word that differs is always seen, and brings 8 bytes a tensor down, all at once.
+"""Checksums of a model's tensors, computed on the tensors' device. On a CPU it is crc32. A device sums its words times
+odd, place-dependent numbers modulo 2^64, which detects every change of a single word.
 
 Example:
     >>> weights = torch.tensor([1.0, 2.0, 3.0])
@@ -19,19 +17,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_WORDS = 1 << 22  # at a time: 100 MB for what comes between
-_SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio's odd number, as a signed one
+_WORDS = 1 << 22  # at a time: 100 MB of intermediate memory
+_SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio's odd number, as signed
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[bytes]:
-    """Of tensors that are all on one device."""
+    """Return the checksum of each tensor; all must be on one device."""
     if all(tensor.is_cpu for tensor in tensors):
         return [zlib.crc32(_bytes(tensor).numpy().data).to_bytes(4, "little") for tensor in tensors]
     return checksums_on_device(tensors)
 
 
 def checksums_on_device(tensors: Sequence[Tensor]) -> list[bytes]:
-    """The device's way; a CPU may run it too."""
+    """Return checksums by the device's algorithm; a CPU may run it too."""
     sums = torch.stack([_sum(tensor) for tensor in tensors]).tolist()
     return [int(each).to_bytes(8, "little", signed=True) for each in sums]
 

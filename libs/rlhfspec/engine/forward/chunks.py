@@ -1,8 +1,5 @@
-"""Chunks of prompts by FlashAttention, on a GPU in the fast mode; every other row by our kernel, which is the twin.
-
-Our kernel reads a chunk's keys once for every 64 rows and query heads of it; FlashAttention does not. It gets the keys
-of a chunk as one run, copied from wherever the slot table says: that reads a key twice, for hundreds of rows that need
-it, and slots may lie in any order. Single tokens and trees stay with our kernel, which reads their keys in place.
+"""Prompt chunks by FlashAttention, on a GPU in the fast mode; all other rows stay with our kernel, which is the twin.
+FlashAttention needs a chunk's keys as one run, copied from the slots: one more read, which pays for many rows.
 
 Example: three tokens of one prompt whose first two ran before, beside a row of another sequence.
     >>> table = np.arange(12, dtype=np.int32).reshape(2, 6)
@@ -29,22 +26,22 @@ from rlhfspec.kernels.attention_splits import SPLIT
 from rlhfspec.kernels.flash import disagreement, flash_attention, why_not
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 
-LEAST_ROWS = 64  # of a chunk: fewer are read in one or a few programs of our kernel, and replayed from a graph
+LEAST_ROWS = 64  # of a chunk; shorter ones are faster in our kernel and replay from a graph
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The rows of a forward from `first_row` on: runs of tokens in order of position, one after the other."""
+    """Rows of a forward from `first_row` on: runs of tokens by position, one after the other."""
 
     first_row: int
-    starts: IntArray  # [C + 1] where each run begins, counted from the first
+    starts: IntArray  # [C + 1] start of each run, counted from `first_row`
     table_rows: IntArray  # [C]
     lengths: IntArray  # [C] positions that the run's last row sees
 
     @classmethod
     def of(cls, meta: AttentionMeta, *, least_rows: int, most_keys: int) -> Chunks | None:
-        """From the first run of `least_rows` on; None where there is none, a tree follows, or keys would be too many.
-        The indices of `meta` are numpy."""
+        """Return the runs of at least `least_rows` at the end of numpy `meta`, or None. None: there is no such run, a
+        tree follows, or there are more than `most_keys` keys."""
         rows, context, slots, extra = (
             np.asarray(each) for each in (meta.table_rows, meta.context_lens, meta.slots, meta.extra)
         )
@@ -63,13 +60,13 @@ class Chunks:
 
     @property
     def arrays(self) -> dict[str, IntArray]:
-        """What the device has to be told."""
+        """Return the arrays that the device needs."""
         return {"chunk_starts": self.starts, "chunk_table_rows": self.table_rows, "chunk_lengths": self.lengths}
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The keys of all chunks, as one attention sees them."""
+    """Keys of all chunks that one attention sees."""
 
     starts: Tensor  # [C + 1] int32
     slots: Tensor  # [K] int64
@@ -78,7 +75,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class ChunkedMeta(AttentionMeta):
-    """An AttentionMeta on a device, of a forward that ends with chunks."""
+    """AttentionMeta on a device, of a forward that ends with chunks."""
 
     chunks: Chunks = field(kw_only=True)
     there: Mapping[str, Tensor] = field(kw_only=True)  # `Chunks.arrays`
@@ -87,7 +84,7 @@ class ChunkedMeta(AttentionMeta):
 
     @classmethod
     def of(cls, meta: AttentionMeta, chunks: Chunks, device: torch.device) -> ChunkedMeta:
-        """Of indices on the host, copied one by one."""
+        """Build it from host indices, copied one by one."""
         indices = meta.tensors(device)
         there = {name: torch.as_tensor(array, device=device) for name, array in chunks.arrays.items()}
         return cls(
@@ -96,7 +93,7 @@ class ChunkedMeta(AttentionMeta):
         )  # fmt: skip
 
     def before(self) -> AttentionMeta:
-        """Of the rows before the chunks."""
+        """Return the meta of the rows before the chunks."""
         if self._before is None:
             first = self.chunks.first_row
             self._before = AttentionMeta(
@@ -106,7 +103,7 @@ class ChunkedMeta(AttentionMeta):
         return self._before
 
     def seen(self, window: int | None) -> _Seen:
-        """Nothing waits for the device: how many keys there are, the host knows too."""
+        """Return the visible keys under `window` without waiting for the device: the host knows their number."""
         if window not in self._seen:
             hidden = _hidden(self.chunks.starts, self.chunks.lengths, window)
             counts = self.chunks.lengths - hidden
@@ -122,7 +119,7 @@ class ChunkedMeta(AttentionMeta):
 
 
 def _hidden(starts: Any, lengths: Any, window: int | None) -> Any:
-    """How many of the first positions none of a chunk's rows sees: numpy or tensors."""
+    """Return how many leading positions no row of each chunk sees; works on numpy arrays and tensors."""
     if window is None:
         return 0 * lengths
     return (lengths - (starts[1:] - starts[:-1]) + 1 - window).clip(0)
@@ -132,12 +129,12 @@ def chunk_attention(
     query: Tensor, key: Tensor, value: Tensor, kv: Tensor, layer: int, meta: ChunkedMeta,
     *, scale: float, sliding_window: int | None, split: int,
 ) -> Tensor:  # fmt: skip
-    """As `tree_attention`: chunks by FlashAttention, the rows before them by our kernel."""
+    """Run `tree_attention` with FlashAttention for the chunks and our kernel for the rows before them."""
     first, block_size = meta.chunks.first_row, kv.shape[3]
     numbers = kv.view(-1, *kv.shape[4:])  # [blocks x layers x 2 x block size, Hkv, D]
 
     def places(slots: Tensor) -> Tensor:
-        """Of their keys; the values lie a block behind."""
+        """Return the places of the slots' keys; the values lie a block further."""
         block = slots // block_size * (kv.shape[1] * 2) + 2 * layer
         return block * block_size + slots % block_size
 
@@ -162,9 +159,8 @@ def chunk_attention(
 
 
 def why_ours(spec: AttentionSpec, kv: Tensor) -> str:
-    """Return why this attention's chunks stay with our kernel; nothing where FlashAttention takes them. It is asked
-    what it can, and then compared: two chunks, one of them behind others, in slots of any order. kv: the model's cache,
-    as it is."""
+    """Return the reason why this attention's chunks stay with our kernel, or an empty string. FlashAttention must
+    support it and agree on two chunks in slots of any order, one behind others. kv: the model's cache."""
     reason = why_not(
         kv.device, kv.dtype, kv.shape[5], kv.shape[5], chunk=spec.chunk, softcap=spec.softcap, has_sinks=spec.has_sinks
     )
@@ -194,7 +190,7 @@ def why_ours(spec: AttentionSpec, kv: Tensor) -> str:
 
 
 def told(reasons: Sequence[str]) -> str:
-    """Return what runs a prompt's chunks, for the manifest. reasons: of each attention, why FlashAttention does not.
+    """Describe for the manifest what runs a prompt's chunks, given each attention's reason against FlashAttention.
 
     >>> told(["", ""]), told(["FlashAttention knows no sinks"] * 2)
     ('varlen_attn', 'own kernel: FlashAttention knows no sinks')

@@ -1,9 +1,6 @@
-"""Any rows, run as forwards of one shape: so that on a device a row's bits are its own.
-
-A device's libraries choose a kernel by the shape of what is multiplied, and with it the order of its sums. Of one shape
-there is one order, for every row of it. The last forward is filled up with rows that write nothing and see nothing.
-A row sees only rows before it (`AttentionMeta`), so forwards may follow each other. That the bits are a row's own, the
-proof at load finds out, on the device (`huggingface.proof.check`).
+"""Run any rows as forwards of one shape, so that on a device a row's bits do not depend on other rows. Libraries choose
+kernels, and thus the order of sums, by shape. The last forward is padded with rows that write and see nothing. Rows see
+only earlier rows, so forwards run in sequence. `huggingface.proof.check` verifies the bits at load.
 
 Example:
     >>> batch = AttentionMeta(*(np.zeros(3, np.int32) for _ in range(3)), np.zeros((3, 0), np.int32),
@@ -21,13 +18,13 @@ import torch
 
 from rlhfspec.kernels.tree_attention import AttentionMeta, IndexArray
 
-ROWS = 64  # of graphs.ROW_BUCKETS: so that what is captured has this shape too
+ROWS = 64  # in graphs.ROW_BUCKETS, so that captured graphs have this shape too
 
 
 def parts(
     tokens: IndexArray, positions: IndexArray, meta: AttentionMeta, num_rows: int = ROWS
 ) -> Iterator[tuple[IndexArray, IndexArray, AttentionMeta]]:
-    """Arguments of the forwards, one after the other, each of `num_rows`."""
+    """Yield the arguments of each forward of `num_rows`."""
     for first in range(0, len(tokens), num_rows):
         part = slice(first, first + num_rows)
         yield (
@@ -42,7 +39,7 @@ def parts(
 
 
 def rows_of(wanted: IndexArray, num_rows: int = ROWS) -> Iterator[tuple[IndexArray, int]]:
-    """Rows whose logits are computed at a time, and how many of them are wanted."""
+    """Yield the padded rows whose logits one call computes, and how many of them are wanted."""
     for first in range(0, len(wanted), num_rows):
         part = wanted[first : first + num_rows]
         yield _filled(part, 0, num_rows), len(part)

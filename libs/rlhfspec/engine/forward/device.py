@@ -1,4 +1,4 @@
-"""A device that models run on: how much memory it has, and when it is done."""
+"""Memory and synchronization of the device that models run on."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ FIELD = "gpu_memory_fraction"
 
 
 def module_of(device: torch.device) -> Any:
-    """`torch.cuda`, or what stands for it with another kind of device."""
+    """Return `torch.cuda`, or the counterpart for another kind of device."""
     return torch.get_device_module(device)
 
 
 def is_measured(device: torch.device) -> bool:
-    """Does the device say how much memory it has, and how much of it is free?"""
+    """Return whether the device reports its total and free memory."""
     return device.type != "cpu" and hasattr(module_of(device), "mem_get_info")
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when the device has done all that it was given; a CPU always has."""
+    """Wait until the device has finished all its work; a CPU always has."""
     if device.type != "cpu":
         module_of(device).synchronize(device)
 
 
 def check_fits(device: torch.device, fraction: float, *, weights: int, kv: int) -> None:
-    """Raise InvalidRequest with the sum, before anything is on the device, where weights and KV (bytes) do not fit."""
+    """Raise InvalidRequest, before anything is on the device, if weights and KV (bytes) do not fit."""
     if is_measured(device) and weights + kv > free_bytes(device, fraction):
         parts = (f"weights take {gigabytes(weights)}", f"{gigabytes(kv)} of keys and values")
         raise InvalidRequest(FIELD, fraction, does_not_fit(device, fraction, *parts))
 
 
 def free_bytes(device: torch.device, fraction: float) -> int:
-    """What this process may still take there."""
+    """Return the bytes that this process may still take on the device."""
     module = module_of(device)
     module.empty_cache()
     free, total = module.mem_get_info(device)
@@ -43,7 +43,7 @@ def free_bytes(device: torch.device, fraction: float) -> int:
 
 
 def does_not_fit(device: torch.device, fraction: float, *parts: str) -> str:
-    """The sum that does not add up."""
+    """Return a message with the sizes that do not fit."""
     module = module_of(device)
     free, total = module.mem_get_info(device)
     may = f"{gigabytes(int(fraction * total))}, {fraction:g} of {device}, may be taken and {gigabytes(free)} are free"

@@ -1,4 +1,4 @@
-"""The draft model at work for `engine.drafting.model`: forwards in its own KV space, and whole trees in one call."""
+"""Draft model forwards for `engine.drafting.model`, in its own KV space, and whole trees in one native call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhfspec.kernels.tree_attention import AttentionMeta
 
 
 class DraftForward:
-    """Implements rlhfspec.engine.drafting.model.DraftEngine."""
+    """Implementation of rlhfspec.engine.drafting.model.DraftEngine."""
 
     def __init__(self, space: KVSpace, by_row: Mapping[int, Sequence]) -> None:
         self._space = space
@@ -76,7 +76,7 @@ class DraftForward:
         return GrownTrees(forest, Expanded(grown.expanded, grown.level_rows))
 
     def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray) -> bool:
-        sequence, _, _, held_at = expanded.nodes  # the places among which entries are swapped, also by the slow twin
+        sequence, _, _, held_at = expanded.nodes  # the places among which entries are swapped, by the slow twin too
         self._space.table.changes(batch.rows[sequence], held_at)
         return draft.keep(
             expanded.nodes, expanded.level_rows, rows=batch.rows, lengths=batch.lengths, new_lengths=new_lengths,

@@ -1,11 +1,6 @@
-"""Replays a forward from fixed buffers, one captured graph per shape bucket (CUDA graphs).
-
-A decoding step launches hundreds of small kernels; replaying a captured graph costs one launch. Rows are padded to a
-bucket with rows that write nothing and see nothing, so padding cannot touch a result. Plain decoding and every tree
-width have their own buckets in one memory pool, so switching strategy never captures again and never clears KV.
-
-Without a GPU the same buffers and padding run through `call_again`, which is how the tests reach them.
-"""
+"""Replay a forward from fixed buffers, one captured graph per shape bucket (CUDA graphs). A replay costs one launch
+instead of hundreds. Padding rows write and see nothing, so they cannot change a result. All buckets share one memory
+pool, so switching strategy never captures again. Without a GPU, tests use `call_again`."""
 
 from __future__ import annotations
 
@@ -44,7 +39,7 @@ class GraphedForward:
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}  # by shape: one for all graphs
 
     def __call__(self, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta) -> torch.Tensor | None:
-        """Hidden states [1, bucket, hidden], the first N rows being the answer; None for shapes beyond the buckets."""
+        """Return hidden states [1, bucket, hidden], valid in the first N rows; None for shapes beyond the buckets."""
         rows, depth = len(tokens), meta.extra.shape[1]
         if rows > ROW_BUCKETS[-1] or depth > EXTRA_BUCKETS[-1]:
             return None
@@ -55,8 +50,8 @@ class GraphedForward:
         return captured.replay()
 
     def record(self, slot_table: IndexArray, *, rows: tuple[int, int], depth: int) -> None:
-        """Capture all that steps of `rows`, from the fewest to the most, with trees up to `depth`, can ask for: a
-        capture takes as long as many steps. The largest come first; the others use their memory."""
+        """Capture all shapes of steps with `rows` from fewest to most and trees up to `depth`, because a capture is
+        slow. The largest come first; the others reuse their memory."""
         first, last = (bisect_left(ROW_BUCKETS, count) for count in rows)
         for bucket in reversed(ROW_BUCKETS[first : last + 1]):
             for width in reversed(EXTRA_BUCKETS[: bisect_left(EXTRA_BUCKETS, depth) + 1]):
@@ -87,7 +82,7 @@ class GraphedForward:
         return self._tables[shape]
 
     def _fill(self, captured: _Captured, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta) -> None:
-        """Write this batch into the fixed buffers; the rest becomes padding."""
+        """Write this batch into the fixed buffers and pad the rest."""
         _write(captured.tokens[0], tokens, 0)
         _write(captured.positions[0], positions, 0)
         static = captured.meta
@@ -98,7 +93,7 @@ class GraphedForward:
 
 
 def _write(buffer: torch.Tensor, values: IndexArray, padding: int) -> None:
-    """The values in the buffer's first corner, padding around them."""
+    """Write the values into the buffer's leading corner, with padding around them."""
     corner = tuple(slice(size) for size in values.shape)
     if isinstance(values, torch.Tensor):
         buffer.fill_(padding)
@@ -114,7 +109,7 @@ def can_capture(device: torch.device) -> bool:
 
 
 def call_again(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """The capture of machines without CUDA: a replay is a call."""
+    """Return `run` itself as the capture without CUDA: a replay is a call."""
     return run
 
 
@@ -127,7 +122,7 @@ class CudaCapture:
     def __call__(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # compiles Triton kernels and sizes workspaces outside the recording
+        with torch.cuda.stream(side):  # compiles Triton kernels and sizes workspaces before recording
             run()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()

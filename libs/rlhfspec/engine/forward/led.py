@@ -1,11 +1,6 @@
-"""One runner in several processes: rank 0 decides and commands, the others run what they are told.
-
-Rank 0 alone has a scheduler, samples and drafts. Before its runner does anything with the model or its KV, it sends a
-command with all that goes in; the others do the same with their part. Nothing that is decided is decided twice.
-
-KV that leaves is gathered by rank 0, and KV that comes is shared out by it, between two steps: the others have nothing
-to do then. So a range is there in all parts or in none, under one checksum.
-"""
+"""One runner in several processes: rank 0 schedules, samples and drafts, and commands the other ranks. Before its
+runner touches the model or KV, rank 0 sends a command with all inputs. Between steps it gathers KV that leaves and
+scatters KV that arrives, so a range is in all parts or in none, under one checksum."""
 
 from __future__ import annotations
 
@@ -45,18 +40,18 @@ class Others:
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        """Return the shapes of the weights of the whole model."""
+        """Return the shapes of the whole model's weights."""
         return self._cut.shapes
 
     @property
     def num_processes(self) -> int:
-        """Return how many processes hold the model, with this one."""
+        """Return how many processes hold the model, including this one."""
         return self._group.num_ranks
 
     def forward(
         self, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta, logit_rows: IndexArray, graphed: bool
     ) -> None:
-        """Have the others run this forward. Of the slot table they get what it reads."""
+        """Run this forward in the other processes. They get only the slot table entries that it reads."""
         rows = np.unique(meta.table_rows)
         width = int(np.max(np.asarray(meta.context_lens), initial=0))
         arrays = {
@@ -71,7 +66,7 @@ class Others:
         self._group.command(LedCommand.COPY, source=_tensor(source), target=_tensor(target))
 
     def read(self, slots: IntArray, out: Bytes, read_own: Callable[[IntArray, Bytes], None]) -> None:
-        """KV of these slots into `out` [n, bytes a position of all], of every position the processes' parts by rank."""
+        """Read KV of these slots into `out` [n, bytes per position of all]: the ranks' parts, in order."""
         self._group.command(LedCommand.READ, slots=_tensor(slots))
         parts = _parts_of(out, self.num_processes)
         read_own(slots, own := np.empty(parts[0].shape, np.uint8))
@@ -81,7 +76,7 @@ class Others:
             parts[rank][...] = own
 
     def write(self, slots: IntArray, kv: Bytes, write_own: Callable[[IntArray, Bytes], None]) -> None:
-        """The other way round. They write while this one does."""
+        """Write KV [n, bytes per position of all] into these slots of all processes at once."""
         self._group.command(LedCommand.WRITE, slots=_tensor(slots))
         own, *others = (part.copy() for part in _parts_of(kv, self.num_processes))
         for rank, part in enumerate(others, 1):
@@ -89,7 +84,7 @@ class Others:
         write_own(slots, own)
 
     def fingerprint(self, own: str) -> str:
-        """Return the digest of the parts of all."""
+        """Return the digest of all processes' parts."""
         self._group.command(LedCommand.FINGERPRINT)
         return hashlib.blake2b(" ".join(self._group.gather(own)).encode(), digest_size=16).hexdigest()
 
@@ -103,12 +98,12 @@ class Others:
         return parts
 
     def stop(self) -> None:
-        with suppress(RuntimeError):  # one that is gone needs no word, and the rest end with it
+        with suppress(RuntimeError):  # a dead process needs no command, and the rest end with it
             self._group.command(STOP)
 
 
 def follow(runner: Any, group: Ranks) -> None:
-    """Ranks other than 0: have a `ModelRunner` do what rank 0 commands until it says stop. StageStalled: it is gone."""
+    """Run what rank 0 commands on this rank's `ModelRunner` until it stops. Raise StageStalled if rank 0 is gone."""
     does = _Follower(runner, group)
     table: dict[str, Callable[..., None]] = {
         LedCommand.FORWARD: does.forward,
@@ -122,7 +117,7 @@ def follow(runner: Any, group: Ranks) -> None:
 
 
 class _Follower:
-    """What the commands of `Others` do."""
+    """Handlers of the commands of `Others`."""
 
     def __init__(self, runner: Any, group: Ranks) -> None:
         self._runner = runner
@@ -157,7 +152,7 @@ class _Follower:
 
 
 def _parts_of(kv: Bytes, num_processes: int) -> Bytes:
-    """Return a view of KV [n, bytes a position of all] by rank: [processes, n, bytes a position of one]."""
+    """Return a view of KV [n, bytes per position of all] by rank: [processes, n, bytes per position of one]."""
     parts: Bytes = kv.reshape(len(kv), num_processes, -1).swapaxes(0, 1)
     return parts
 

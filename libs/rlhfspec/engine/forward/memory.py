@@ -1,4 +1,4 @@
-"""How much KV a device takes: what is left there beside weights and the largest forward.
+"""Number of KV tokens that fit a device beside weights and the largest forward.
 
 On a CPU memory is mapped on demand, so every row has room for a full context; a device's memory is taken at the start.
 
@@ -23,21 +23,19 @@ from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.tree_attention import AttentionMeta
 
 _FORWARDS = 2
-_TREE_NODES = 16  # of a row, when all rows have one
+_TREE_NODES = 16  # per row, when all rows have some
 
 
 def least(config: EngineConfig) -> EngineConfig:
-    """The configuration with KV for one sequence: enough to prove a model with, before KV has its size."""
+    """Return the configuration with KV for one sequence: enough to check a model before KV is sized."""
     if config.kv_cache_tokens is not None or not is_measured(torch.device(config.device)):
         return config
     return config.holding(config.table_width // config.block_size)
 
 
 def sized(config: EngineConfig, runners: Sequence[ModelRunner], group: Ranks | None) -> EngineConfig:
-    """The configuration with as many blocks as the device takes; the runners hold them from now on.
-
-    group: the processes that hold the model together, which have as many each.
-    """
+    """Return the configuration with as many blocks as the device takes, and resize the runners' KV to it. `group`: the
+    processes that share the model, each with as many blocks."""
     device = torch.device(config.device)
     if config.kv_cache_tokens is not None or not is_measured(device):
         return config
@@ -65,7 +63,7 @@ def sized(config: EngineConfig, runners: Sequence[ModelRunner], group: Ranks | N
 
 @torch.inference_mode()
 def _forward_bytes(runner: ModelRunner, config: EngineConfig) -> int:
-    """What the largest step takes beside weights and KV: a whole prefill chunk, and a tree for every row."""
+    """Return the bytes of the largest step beside weights and KV: a whole prefill chunk, and a tree for every row."""
     num_logits = config.max_sequences * (1 + min(config.tree_slots, _TREE_NODES))
     rows = config.prefill_chunk + num_logits
     nothing, index = np.zeros(rows, np.int32), np.arange(num_logits, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""From a path to what an engine begins with: models on our kernels, tokenizer, memory."""
+"""Build an engine's state from a path: models on our kernels, tokenizer, memory."""
 
 from __future__ import annotations
 
@@ -42,11 +42,8 @@ def load_state(path: str | Path, *, drafter: str | Path | None, options: dict[st
 def make_state(
     model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None, group: Ranks | None = None
 ) -> EngineState:
-    """What an engine begins with, of Hugging Face models already in memory; they are swapped in place. A draft may be
-    "auto": then it is made of the model.
-
-    group: the processes that hold the model together, of which this is rank 0. A draft model is this one's alone.
-    """
+    """Build the engine state of Hugging Face models in memory, which are modified in place. Draft "auto" derives one.
+    `group`: the processes that share the target, of which this is rank 0; the draft model is rank 0's alone."""
     eos = eos_token_ids(model)
     draft, student = _draft_and_student(model, config, draft, group)
     config, (target, *others) = make_runners(model, config, draft, group)
@@ -64,7 +61,7 @@ def make_state(
 
 
 def _draft_and_student(model: Any, config: EngineConfig, draft: Any, group: Ranks | None) -> tuple[Any, Student | None]:
-    """The draft model, and its copy that learns."""
+    """Return the draft model and its learning copy."""
     learning_part: set[str] | None = None
     if isinstance(draft, str) and draft == AUTO:
         if group is not None:
@@ -80,7 +77,7 @@ def _draft_and_student(model: Any, config: EngineConfig, draft: Any, group: Rank
 
 
 def follow_engine(model: Any, config: EngineConfig, group: Ranks) -> None:
-    """Ranks other than 0: hold a part of the model of rank 0's engine, until that is closed."""
+    """Hold this rank's part of the model for rank 0's engine until that is closed. For ranks other than 0."""
     _, [runner] = make_runners(model, config, None, group)
     follow(runner, group)
 
@@ -88,7 +85,7 @@ def follow_engine(model: Any, config: EngineConfig, group: Ranks) -> None:
 def make_runners(
     model: Any, config: EngineConfig, draft: Any, group: Ranks | None
 ) -> tuple[EngineConfig, list[ModelRunner]]:
-    """Of the target and, where there is one, of the draft; and the configuration with KV as large as they hold."""
+    """Return the configuration with its final KV size, and the runners of target and draft (if any)."""
     _check_positions(model, draft, config.max_context)
     if config.device.startswith("cpu"):
         tune_malloc()
@@ -141,7 +138,7 @@ def _runner_config(config: EngineConfig, name: str) -> RunnerConfig:
 
 
 def _tokenizer(path: str | Path) -> Any:
-    """What transformers raises for a folder without tokenizer files differs from class to class."""
+    """Return the tokenizer, or None; transformers raises different errors for a folder without tokenizer files."""
     from transformers import AutoTokenizer
 
     try:

@@ -1,7 +1,5 @@
-"""Measures the cost tables at start-up: what one forward of target and draft costs, by rows and context.
-
-Runs on the empty engine's own tensors, in a second or so on a small model; the selector corrects them from then on.
-"""
+"""Measure the cost tables at start-up: forwards of target and draft by rows and context. It uses the empty engine's own
+tensors for about a second on a small model; the selector corrects the tables later."""
 
 from __future__ import annotations
 
@@ -23,13 +21,13 @@ from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.tree_attention import AttentionMeta
 
 _CANDIDATES = 4
-_SHORT_CONTEXT, _LONG_CONTEXT = 16, 256  # tokens a row; the difference is the price of reading context
+_SHORT_CONTEXT, _LONG_CONTEXT = 16, 256  # tokens per row; the difference gives the price of context
 
 _GUESSED_STEP, _GUESSED_ROW = 4e-3, 1e-4  # seconds
 
 
 def profile(state: EngineState) -> CostModel:
-    """Cost tables of this engine on this machine, now."""
+    """Measure this engine's cost tables on this machine."""
     assert not state.by_row, "profiling writes over the cache"
     limit = max(4 * state.config.max_sequences, 16)
     grid = [rows for rows in ROW_GRID if rows <= limit]
@@ -46,12 +44,12 @@ def profile(state: EngineState) -> CostModel:
 
 
 def unmeasured() -> CostModel:
-    """A guess to start from when nothing is profiled: every row costs a little, the first a lot."""
+    """Return guessed tables for when nothing is profiled: every row costs a little, the first a lot."""
     return CostModel({TARGET: CostTable(ROW_GRID, [_GUESSED_STEP + _GUESSED_ROW * rows for rows in ROW_GRID])})
 
 
 def record(state: EngineState) -> None:
-    """Capture the graphs of all shapes that steps can have. Rows are sequences, nodes of trees, parts of prompts."""
+    """Capture the graphs of all shapes that steps can have. Rows are sequences, tree nodes and prompt tokens."""
     config = state.config
     deepest = 0 if config.speculation == "off" else EXTRA_BUCKETS[-1]
     for space in state.spaces:
@@ -60,11 +58,8 @@ def record(state: EngineState) -> None:
 
 
 def _time_forward(runner: ModelRunner, rows: int, context: int, table_shape: tuple[int, ...], *, draft: bool) -> float:
-    """Seconds of one forward of `rows` sequences at the given context, sampling included.
-
-    table_shape: of the engine's slot table. A graph belongs to that shape, so what is timed on a device has a table
-    like the engine's, which is there already; and of two forwards the second, which meets nothing for the first time.
-    """
+    """Return the seconds of one forward of `rows` sequences at the given context, sampling included. `table_shape`: of
+    the engine's slot table, which graphs depend on. On a device the second forward is timed."""
     device = runner.config.device
     if device.type == "cpu" or runner.others is not None:
         return _time_once(runner, rows, context, _slot_table(runner, (rows, context), context), draft=draft)
@@ -87,7 +82,7 @@ def _time_once(
     runner: ModelRunner, rows: int, context: int, slot_table: IntArray, *, draft: bool,
     there: torch.Tensor | None = None, staging: Staging | None = None,
 ) -> float:  # fmt: skip
-    """there: the slot table on the device."""
+    """Time one forward. `there`: the slot table on the device."""
     index = np.arange(rows, dtype=np.int32)
     table_rows = index % np.int32(len(slot_table))
     positions = np.full(rows, context - 1, np.int32)

@@ -1,7 +1,5 @@
-"""One model, ready to run flattened batches: unmodified Hugging Face layers over our kernels and the paged cache.
-
-Target and draft are two runners over the same blocks, each with its own KV tensor (its namespace).
-"""
+"""One model that runs flattened batches: unmodified Hugging Face layers over our kernels and the paged cache. Target
+and draft are two runners over the same blocks, each with its own KV tensor."""
 
 from __future__ import annotations
 
@@ -53,8 +51,8 @@ from rlhfspec.kernels.tree_attention import AttentionMeta, IndexArray, tree_atte
 from rlhfspec.messages.records.models import ModelReport
 
 _ATTENTION_NAME = "rlhfspec_tree"
-SPARE_BYTES = 1 << 30  # of KV; an 8B model's keys and values of 8,000 tokens, one sixteenth of its weights
-# Its products are torch's, in fewer bits. In bfloat16 a sound model was seen to be .011 to .017 from the reference.
+SPARE_BYTES = 1 << 30  # of KV: 8,000 tokens of an 8B model
+# torch multiplies in fewer bits there. A correct bfloat16 model differs by .011 to .017 from the reference.
 _TOLERANCES_OF_CUDA = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 
 
@@ -62,32 +60,30 @@ _TOLERANCES_OF_CUDA = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 class RunnerConfig:
     name: str  # for messages: "model", "drafter", "reference" or "critic"
     dtype: torch.dtype
-    arithmetic: str  # rlhfspec.kernels.linear.arithmetic_for decides
+    arithmetic: str  # see rlhfspec.kernels.linear.arithmetic_for
     device: torch.device
     max_context: int
     num_blocks: int
     block_size: int
-    num_spare_blocks: int = 0  # beyond `num_blocks`, as far as SPARE_BYTES last: for what is only kept to save time
+    num_spare_blocks: int = 0  # beyond `num_blocks`, limited by SPARE_BYTES: for KV kept only to save time
     attention_split: int = SPLIT
-    gpu_memory_fraction: float = 1.0  # that weights and KV may take of a device's memory
-    exact_rows: int = 0  # on a device: all forwards have so many rows, and a row's bits are its own; 0: what comes
-    must_be_exact: bool = True  # a model that is not so is refused; otherwise its forwards have what comes
+    gpu_memory_fraction: float = 1.0  # part of a device's memory for weights and KV
+    exact_rows: int = 0  # on a device: rows of every forward, so that a row's bits are its own; 0: any shape
+    must_be_exact: bool = True  # refuse a model that is not exact; otherwise run forwards of any shape
 
 
 class ModelRunner:
-    """`forward` runs N tokens of any mixture of sequences and returns the logits of the wanted rows.
-
-    The model is exchanged in place. Making a runner proves that it runs what Hugging Face runs; `report` says how.
-    """
+    """Runs N tokens of any mix of sequences; `forward` returns the logits of the wanted rows. It modifies the model in
+    place, proves at construction that results match Hugging Face, and documents this in `report`."""
 
     def __init__(self, model: Any, config: RunnerConfig) -> None:
         began = time.perf_counter()
         self.config = config
         if config.dtype != torch.bfloat16 and config.device.type == "cpu":
-            widen(model.parameters())  # as it will be: by layers it would only take longer
+            widen(model.parameters())  # now, because converting layer by layer takes longer
         anatomy = examine(model, name=config.name, max_context=config.max_context)
         self.vocab_size = anatomy.vocab_size
-        self.num_token_ids = int(model.get_input_embeddings().num_embeddings)  # that it takes; it may give fewer
+        self.num_token_ids = int(model.get_input_embeddings().num_embeddings)  # accepted ids; the output may have fewer
         if self.num_token_ids < self.vocab_size:
             problem = f"gives {self.vocab_size} token ids and takes {self.num_token_ids}"
             raise UnsupportedModel(config.name, type(model).__name__, problem)
@@ -108,8 +104,8 @@ class ModelRunner:
         self._graphs: GraphedForward | None = None
         self.hold(config.num_blocks)
         self.parts = CausalLM(model)
-        self.native: NativeDecoder | None = None  # runs all layers in one call, where it can
-        self.others: Others | None = None  # processes with the other parts of the model, which do what this one does
+        self.native: NativeDecoder | None = None  # runs all layers in one call, if possible
+        self.others: Others | None = None  # processes with the other parts of the model, which repeat this one's calls
         self._active: AttentionMeta | None = None
         self._coming: Iterator[AttentionSpec] = iter(())
         self._digest = ""
@@ -127,24 +123,24 @@ class ModelRunner:
             self.config = replace(self.config, exact_rows=0)
         give_back(self.kv)
         self.expert_load = ExpertLoad(self.fused.model)
-        if can_capture(config.device) and not self.expert_load.rows():  # which experts run is decided on the host
+        if can_capture(config.device) and not self.expert_load.rows():  # the host decides which experts run
             self._graphs = GraphedForward(self._run_layers, config.device)
 
     @property
     def activation_dtype(self) -> torch.dtype:
-        """On CPU activations are fp32 whatever weights and KV are stored in (fp64 in the reference mode)."""
+        """Return the activation dtype: on a CPU fp32, or fp64 in the reference mode, whatever weights are stored in."""
         if self.config.device.type == "cpu":
             return torch.float64 if self.config.dtype == torch.float64 else torch.float32
         return self.config.dtype
 
     @property
     def is_row_invariant(self) -> bool:
-        """Is every bit of a row its own, in any company?"""
+        """Return whether a row's bits never depend on the other rows."""
         return bool(self.config.exact_rows) or (self.config.device.type == "cpu" and self.config.arithmetic != "torch")
 
     @cached_property
     def architecture(self) -> str:
-        """What of the fingerprint stays when the weights change: shapes, attention, types, arithmetic."""
+        """Return a digest of shapes, attention, types and arithmetic: the fingerprint without the weights."""
         arithmetic = f"{self.config.arithmetic}, exact" if self.config.exact_rows else self.config.arithmetic
         parts = (self.config.dtype, self.activation_dtype, arithmetic, self.config.attention_split,
                  self.attentions, type(self.fused.model).__name__, self.fused.shapes)  # fmt: skip
@@ -153,7 +149,7 @@ class ModelRunner:
 
     @property
     def bytes_per_position(self) -> int:
-        """Of KV that is here, over all layers."""
+        """Return the bytes of one position's KV in this process, over all layers."""
         return math.prod(self.kv_shape) * self.config.dtype.itemsize
 
     @property
@@ -162,28 +158,26 @@ class ModelRunner:
         return min(self.config.num_spare_blocks, most)
 
     def hold(self, num_blocks: int) -> None:
-        """Have KV of so many blocks instead; what it held is lost."""
+        """Replace the KV by `num_blocks` blocks; its content is lost."""
         self.config = config = replace(self.config, num_blocks=num_blocks)
-        self.kv = torch.empty(0)  # gone before there is another one
+        self.kv = torch.empty(0)  # free the old tensor before allocating the next
         self.kv = new_kv(
             num_blocks=num_blocks + self._num_spare_blocks, num_layers=self.kv_shape[0], block_size=config.block_size,
             num_kv_heads=self.kv_shape[2], head_dim=self.kv_shape[3], dtype=config.dtype, device=config.device,
         )  # fmt: skip
-        if self._graphs is not None:  # recorded with the one before
+        if self._graphs is not None:  # recorded with the old tensor
             self._graphs = GraphedForward(self._run_layers, config.device)
 
     @torch.inference_mode()
     def record(self, slot_table: IndexArray, *, most_rows: int, depth: int) -> None:
-        """Capture what steps will replay, before the first of them; nothing where nothing is captured."""
+        """Capture the graphs that steps replay, if there are any."""
         if self._graphs is not None:
             rows = (self.config.exact_rows,) * 2 if self.config.exact_rows else (1, most_rows)
             self._graphs.record(slot_table, rows=rows, depth=depth)
 
     def fingerprint(self) -> str:
-        """What two engines must share for a sequence's KV to move between them: weights, configuration, arithmetic.
-
-        Computed when it is first asked for, and again after every change of the weights, where the weights are.
-        """
+        """Return what two engines must share to move KV between them: weights, configuration and arithmetic. It is
+        computed on first use and again after every change of weights, on the weights' device."""
         if not self._digest:
             total = hashlib.blake2b(self.architecture.encode(), digest_size=16)
             for each in checksums(list(self.fused.held())):
@@ -211,11 +205,8 @@ class ModelRunner:
         *,
         graphed: bool = True,
     ) -> torch.Tensor:
-        """Run tokens[N] at positions[N]; `meta` says where each row writes and what it sees.
-
-        All numpy, or all on the device. graphed: through a captured graph where there are any. Returns float32 logits
-        [len(logit_rows), vocab].
-        """
+        """Run tokens[N] at positions[N]; return float32 logits [len(logit_rows), vocab]. `meta` tells where each row
+        writes and what it sees. Inputs are all numpy, or all on the device. `graphed`: use captured graphs, if any."""
         if self.others is not None:
             self.others.forward(tokens, positions, meta, logit_rows, graphed)
         if self.native is not None:
@@ -228,7 +219,7 @@ class ModelRunner:
         return self._logits(self._hidden(tokens, positions, meta, graphed), logit_rows)
 
     def _hidden(self, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta, graphed: bool) -> torch.Tensor:
-        """Hidden states [N or more, hidden]."""
+        """Return hidden states [N or more, hidden]."""
         graphs = self._graphs if graphed and not isinstance(meta, ChunkedMeta) else None
         hidden = None if graphs is None else graphs(tokens, positions, meta)
         if hidden is None:
@@ -246,52 +237,52 @@ class ModelRunner:
         given = constant_shape.parts(tokens, positions, meta, num_rows)
         hidden = torch.cat(
             [self._hidden(*part, graphed).clone() for part in given]
-        )  # a graph's result is its next one's
+        )  # the next replay overwrites a graph's result
         logits = [self._logits(hidden, rows)[:count] for rows, count in constant_shape.rows_of(logit_rows, num_rows)]
         if len(logits) == 1:
             return logits[0]  # not twice in memory
         return torch.cat(logits) if logits else self._logits(hidden, logit_rows)
 
     def chunks_of(self, meta: AttentionMeta) -> Chunks | None:
-        """What of a forward goes by FlashAttention; `meta` is on the host."""
+        """Return the part of a forward that FlashAttention runs; `meta` is on the host."""
         if not self._by_flash:
             return None
         return Chunks.of(meta, least_rows=LEAST_ROWS, most_keys=self.config.max_context)
 
     @property
     def gathered_bytes(self) -> int:
-        """That a forward takes for keys and values of chunks."""
+        """Return the bytes that a forward needs to gather keys and values of chunks."""
         return self.config.max_context * self.bytes_per_position // self.kv_shape[0] if self._by_flash else 0
 
     def copy(self, source: IntArray, target: IntArray) -> None:
-        """KV of these slots [n] to those."""
+        """Copy KV from the slots `source` [n] to the slots `target` [n]."""
         if self.others is not None:
             self.others.copy(source, target)
         copy_slots(self.kv, source, target)
 
     def read(self, slots: IntArray, out: Bytes) -> None:
-        """KV of these slots [n] into `out` [n, bytes a position], of all processes that hold the model."""
+        """Read KV of these slots [n] of all processes into `out` [n, bytes per position]."""
         if self.others is not None:
             self.others.read(slots, out, partial(pack_into, self.kv))
         else:
             pack_into(self.kv, slots, out)
 
     def write(self, slots: IntArray, kv: Bytes) -> None:
-        """KV [n, bytes a position] that was read elsewhere, into these slots."""
+        """Write KV [n, bytes per position] that was read elsewhere into these slots."""
         if self.others is not None:
             self.others.write(slots, kv, lambda slots, own: unpack_from(own, self.kv, slots))
         else:
             unpack_from(kv, self.kv, slots)
 
     def native_decoder(self) -> NativeDecoder | None:
-        """The one-call decoder for a model that it knows; the layers stay as its slow twin."""
+        """Return the one-call decoder if it supports the model; the layers stay as its slow twin."""
         is_cut = cut_of(self.fused.model) is not None
         if self.config.exact_rows or not self.is_row_invariant or is_cut:
             return None
         return native_decoder(self.parts, self.kv, self.activation_dtype, self.config.attention_split)
 
     def _run_layers(self, token_ids: torch.Tensor, position_ids: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        """[1, N] tokens and positions -> hidden [1, N, hidden]; attention finds `meta` through the runner."""
+        """Map [1, N] tokens and positions to hidden [1, N, hidden]; attention finds `meta` through the runner."""
         self._active, self._coming = meta, iter(self.attentions)
         token = _running.set(self)
         try:
@@ -302,7 +293,7 @@ class ModelRunner:
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float,
                sinks: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
-        """The next attention of the forward. query [1, H, N, Dk], key, value [1, Hkv, N, .] -> [1, N, H, Dv]."""
+        """Run the forward's next attention: query [1, H, N, Dk], key, value [1, Hkv, N, .] -> [1, N, H, Dv]."""
         assert self._active is not None
         spec, (heads, dim) = next(self._coming), self.kv_shape[2:]
         query, key, value = (
@@ -324,7 +315,7 @@ class ModelRunner:
         return out[None, ..., : spec.value_dim].contiguous()
 
     def _why_own_kernel(self) -> list[str]:
-        """Of each attention, why its chunks do not go by FlashAttention; on a CPU nothing is asked."""
+        """Return, per attention, the reason why FlashAttention does not run its chunks; nothing on a CPU."""
         if self.config.device.type == "cpu":
             return []
         if self.config.exact_rows:
@@ -336,7 +327,7 @@ class ModelRunner:
         fused = fuse(model, precision, arithmetic=self.config.arithmetic, max_context=self.config.max_context)
         computed_in = self.activation_dtype
         cast(fused.model, precision if computed_in == self.config.dtype else Precision(computed_in))
-        fused.model.to(device=self.config.device)  # as it is kept: in float32 it may not fit
+        fused.model.to(device=self.config.device)  # in the stored dtype: in float32 it may not fit
         AttentionInterface.register(_ATTENTION_NAME, attend)
         model.set_attn_implementation(_ATTENTION_NAME)
         use_eager_experts(model)
@@ -349,7 +340,7 @@ _running: ContextVar[ModelRunner] = ContextVar("the runner whose layers run in t
 def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
            scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
            **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """The attention function that transformers calls in every layer."""
+    """Attention function that transformers calls in every layer."""
     refuse_unknown(module, keywords)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return _running.get().attend(query, key, value, scale, softcap or 0.0, s_aux), None

@@ -1,7 +1,5 @@
-"""What a step tells the device, in one copy, and what it hears, in one.
-
-Each copy from or to memory of the host costs a launch and, unless that memory is pinned, a wait. So everything small
-goes through one pinned buffer, and of a slot table, which may be megabytes, only the entries that changed.
+"""Transfers of a step's small arrays: one copy to the device and one back, through a pinned buffer. Each separate copy
+would cost a launch and, unpinned, a wait. Of a slot table only changed entries are sent.
 
 Example (a device of the host's own memory):
     >>> staging = Staging(torch.device("cpu"))
@@ -30,10 +28,10 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._host = torch.empty(0, dtype=torch.uint8)
-        self._taken: Any = None  # an event: the device has read the buffer
+        self._taken: Any = None  # event: the device has read the buffer
 
     def up(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
-        """The same on the device; unsigned numbers by their bits."""
+        """Return the arrays as tensors on the device; unsigned numbers keep their bits."""
         ends = np.cumsum([-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays.values()]).tolist()
         host = self._room(ends[-1])
         memory = host.numpy()
@@ -49,7 +47,7 @@ class Staging:
         return found
 
     def down(self, tensors: Sequence[Tensor]) -> list[Array]:
-        """The same on the host: tensors of one shape, of 4 bytes a number or of truths."""
+        """Return the tensors as host arrays: all of one shape, of 4 bytes a number or booleans."""
         if tensors[0].is_cpu:
             return [tensor.numpy() for tensor in tensors]
         words = [
@@ -62,7 +60,7 @@ class Staging:
         ]
 
     def _room(self, num_bytes: int) -> Tensor:
-        """Memory of the host that no copy reads any more."""
+        """Return host memory that no copy reads any more."""
         if self._taken is not None and not self._taken.query():
             self._taken.synchronize()
         if len(self._host) < num_bytes:

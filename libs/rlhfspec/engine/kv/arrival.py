@@ -1,4 +1,4 @@
-"""What must hold of a sequence that another engine sends. Everything else is refused, by the name of what is wrong."""
+"""Checks of a sequence that another engine sends. Refusals name what is wrong."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rlhfspec.errors import SequenceStateError
 if TYPE_CHECKING:
     from rlhfspec.engine.kv.state import EngineState, KVSpace
 
-SCHEMA = 3  # of a manifest and what follows it
-NOT_WANTED = np.iinfo(np.int32).max  # the position from which on KV is wanted that is not
+SCHEMA = 3  # of a manifest and the records after it
+NOT_WANTED = np.iinfo(np.int32).max  # start position for KV that is not wanted
 _MOST_COUNTED = 1 << 30
 _MOST_STRATEGIES = 1024
-_LARGEST = 1e300  # a whole number may have more digits than a float can hold
+_LARGEST = 1e300  # Python integers may exceed the range of floats
 
 
 def check_manifest(manifest: Manifest, *, architecture: str, weights_version: int) -> None:
@@ -45,13 +45,13 @@ def check_manifest(manifest: Manifest, *, architecture: str, weights_version: in
 
 
 def check_weights(manifest: Manifest, state: EngineState) -> None:
-    """KV is of use only under the weights that it was computed with."""
+    """Require equal weights, without which KV is useless."""
     _same("weights_version", manifest.weights_version, state.weights_version)
     _same("fingerprint", manifest.fingerprints[0], state.target.runner.fingerprint())
 
 
 def check_range(kv: KVRange, manifest: Manifest, spaces: SequenceOf[KVSpace | None], num_tokens: int) -> None:
-    """A token is always left to run: with KV of all of them there would be nothing to choose the next one from."""
+    """Check a KV range. One token must be left to run, because it gives the logits of the next one."""
     check_type("kv", kv, KVRange)
     _same("request_id", kv.request_id, manifest.request.id)
     check_watermark(kv.start, manifest.epoch, len(spaces))
@@ -68,7 +68,7 @@ def check_range(kv: KVRange, manifest: Manifest, spaces: SequenceOf[KVSpace | No
 
 
 def check_content(kv: KVRange) -> None:
-    """After every other check of the range, and before a byte of it is written."""
+    """Verify the checksum: after every other check of the range, before any byte is written."""
     _same("checksum", kv.checksum, checksum_of(kv.kv))
 
 
@@ -87,7 +87,7 @@ def check_watermark(start: Watermark, epoch: int, num_spaces: int) -> None:
 
 
 def check_reserved(manifest: Manifest, reserved: Sequence, spaces: SequenceOf[KVSpace]) -> None:
-    """What was reserved, and written there so far, is the beginning of what came."""
+    """Require that the reserved sequence, with what was written there, is the beginning of the arrived one."""
     assert reserved.origin is not None
     _require(
         "request", reserved.origin.request == manifest.request, manifest.request.id, "another one was reserved for"
@@ -168,7 +168,7 @@ def _array(name: str, values: object, dtype: type[np.generic], length: int) -> N
 
 
 def _same(field: str, theirs: object, ours: object) -> None:
-    _require(field, type(theirs) is type(ours) and theirs == ours, theirs, ours)  # an array has no one answer
+    _require(field, type(theirs) is type(ours) and theirs == ours, theirs, ours)  # arrays have no single truth value
 
 
 def _require(field: str, holds: object, theirs: object, ours: object) -> None:

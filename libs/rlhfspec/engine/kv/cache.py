@@ -1,12 +1,12 @@
-"""Paged KV memory addressed by the token: who owns which block, and which slot holds which position.
+"""Paged KV memory addressed by token: block ownership, and the slot of each position.
 
-Blocks are the unit of allocation, sharing and transfer; slots (one token's place in a block) are the unit
-of addressing. A row's slot table lists the slots of its positions, then its free slots:
+Blocks are the unit of allocation, sharing and transfer; slots (one token's place in a block) are the unit of
+addressing. A row's slot table lists the slots of its positions, then its free slots:
 
     slot_table[row] = [ slot of position 0, 1, ..., length-1 | free slots of owned blocks ... ]
 
-Tree nodes are written into the free slots. Keeping an accepted branch swaps table entries; nothing is copied.
-Whole prompt blocks are shared by reference count between the samples of a prompt, and kept when the last one is gone.
+Tree nodes are written into the free slots. Keeping an accepted branch swaps table entries; nothing is copied. Samples
+of a prompt share its whole blocks by reference count; unused prompt blocks are kept for reuse.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from rlhfspec.common.arrays import BoolArray, IntArray
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What samples of one prompt have in common: all of its tokens but the last, which has to be run through the model
-    to get the first logits."""
+    """Prompt tokens that samples can share: all but the last, which must run to get the first logits."""
 
-    hashes: tuple[bytes, ...]  # one for every whole block, each over all tokens up to its end
-    tail_hash: bytes  # of the tokens behind the last whole block; empty where there are none
+    hashes: tuple[bytes, ...]  # one per whole block, each over all tokens up to its end
+    tail_hash: bytes  # of the tokens after the last whole block; empty if there are none
     num_tail: int
     num_tokens: int
 
@@ -57,10 +56,8 @@ class Prefix:
 
 @dataclass(slots=True)
 class BlockPool:
-    """Reference-counted blocks, and the registry of those that hold a prompt.
-
-    A block that nobody owns any more and that holds a prompt is kept: whoever brings the prompt again takes it back,
-    and it is free all the same, the one that was used longest ago after all that hold nothing.
+    """Reference-counted blocks, and the registry of those that hold a prompt. An unowned block that holds a prompt is
+    kept: it counts as free and is given out last, least recently used first, but the same prompt can take it back.
 
     >>> pool = BlockPool(num_blocks=4, block_size=16)
     >>> mine = pool.allocate(3)
@@ -74,13 +71,13 @@ class BlockPool:
 
     num_blocks: int
     block_size: int
-    free: list[int] = field(default_factory=list)  # they hold nothing; the last one is given out first
-    kept: dict[int, None] = field(default_factory=dict)  # they hold a prompt; the first one is given out first
+    free: list[int] = field(default_factory=list)  # without content; the last one is allocated first
+    kept: dict[int, None] = field(default_factory=dict)  # with a prompt; the first one is allocated first
     references: IntArray = field(init=False)
-    shared: dict[bytes, int] = field(default_factory=dict)  # hash of a prompt's part -> its block; KVSpace: filled yet?
-    hash_of: dict[int, bytes] = field(default_factory=dict)  # and back
-    num_touched: int = 0  # blocks below this one were given out since `forget`
-    keeps: bool = True  # the twin of the tests forgets a prompt with its last owner
+    shared: dict[bytes, int] = field(default_factory=dict)  # hash of a prompt's part -> block, filled or not
+    hash_of: dict[int, bytes] = field(default_factory=dict)  # the inverse
+    num_touched: int = 0  # blocks below this one were allocated since `forget`
+    keeps: bool = True  # False in the tests' twin: a prompt is forgotten with its last owner
 
     def __post_init__(self) -> None:
         self.free = list(range(self.num_blocks - 1, -1, -1))
@@ -88,11 +85,10 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """With those that are kept."""
+        """Return the number of free blocks, including kept ones."""
         return len(self.free) + len(self.kept)
 
     def num_kept(self, blocks: list[int]) -> int:
-        """How many of these are free as long as nobody takes them back."""
         return sum(block in self.kept for block in blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -111,14 +107,14 @@ class BlockPool:
             self.kept.pop(block, None)
 
     def touch(self, block: int) -> None:
-        """It was of use just now."""
+        """Mark the block as most recently used."""
         if block in self.kept:
             del self.kept[block]
             self.kept[block] = None
 
     def release(self, blocks: list[int], filled: BoolArray) -> None:
-        """`filled` [num_blocks]: whose KV is there. A prompt's end is given up before its beginning, without which
-        nobody finds it."""
+        """Release blocks; `filled` [num_blocks] marks those whose KV is valid. A prompt's end is dropped before its
+        beginning, without which it cannot be found."""
         for block in reversed(blocks):
             self.references[block] -= 1
             if self.references[block] == 0:
@@ -134,7 +130,7 @@ class BlockPool:
             self.hash_of[block] = prefix_hash
 
     def forget(self) -> None:
-        """Nothing that any block holds is of use any more."""
+        """Forget the content of all blocks. Requires that none is owned."""
         assert not self.references.any(), "somebody owns a block"
         self.shared.clear()
         self.hash_of.clear()
@@ -143,7 +139,7 @@ class BlockPool:
         self.num_touched = 0
 
     def forget_kept(self) -> None:
-        """Of these blocks alone; nobody owns them."""
+        """Forget the content of the kept blocks, which nothing owns."""
         while self.kept:
             self.free.append(self._give_up())
 
@@ -160,7 +156,7 @@ class BlockPool:
 
 
 class SlotTable:
-    """Position -> slot for every row of the engine, with the permutation of free slots behind it."""
+    """Slots by position for every row, followed by the row's free slots."""
 
     def __init__(self, num_rows: int, width: int, block_size: int) -> None:
         self.block_size = block_size
@@ -168,7 +164,7 @@ class SlotTable:
         self.capacity: IntArray = np.zeros(num_rows, np.int32)  # slots owned by the row
         self._offsets = np.arange(block_size, dtype=np.int32)
         self._changed: list[npt.NDArray[np.int64]] | None = (
-            None  # places in the flat table, once a copy elsewhere is kept
+            None  # changed places in the flat table, once a copy elsewhere is kept
         )
 
     def append(self, row: int, blocks: list[int]) -> None:
@@ -177,7 +173,7 @@ class SlotTable:
         self._put(row, start, new)
 
     def hold(self, row: int, slots: IntArray) -> None:
-        """These, in this order, and no others."""
+        """Set the row's slots to these, in this order."""
         self._put(row, 0, slots)
 
     def _put(self, row: int, start: int, slots: IntArray) -> None:
@@ -190,10 +186,8 @@ class SlotTable:
         self.capacity[row] = 0
 
     def keep_path(self, rows: IntArray, position: IntArray, held_at: IntArray) -> None:
-        """Make `position[i]` of `rows[i]` the slot that `held_at[i]` holds, by swapping the two entries.
-
-        Called level by level (shallow first); `held_at >= position`, at most one entry per row and call.
-        """
+        """Make `position[i]` of `rows[i]` the slot that `held_at[i]` holds, by swapping the two entries. Called level
+        by level (shallow first); `held_at >= position`, at most one entry per row and call."""
         kept = self.slots[rows, held_at]
         self.slots[rows, held_at] = self.slots[rows, position]
         self.slots[rows, position] = kept
@@ -201,12 +195,12 @@ class SlotTable:
         self.changes(rows, held_at)
 
     def changes(self, rows: IntArray, places: IntArray) -> None:
-        """These entries are others now, or will be before the next `take_changed`."""
+        """Mark entries that changed, or will change before the next `take_changed`."""
         if self._changed is not None:
             self._changed.append(rows.astype(np.int64) * self.slots.shape[1] + places)
 
     def take_changed(self) -> tuple[IntArray, IntArray]:
-        """Where the flat table changed since the last call, and what is there now; at the first call, all of it."""
+        """Return the places of the flat table changed since the last call, and their values; at first, all of it."""
         if self._changed is None:
             self._changed = [np.arange(self.slots.size)]
         places = np.unique(np.concatenate(self._changed)) if self._changed else np.empty(0, np.int64)
@@ -216,19 +210,16 @@ class SlotTable:
 
 @dataclass(frozen=True, slots=True)
 class RestingKV:
-    """KV of a sequence that has no row, in one space."""
+    """KV of a sequence that has no row, in one KV space."""
 
-    slots: IntArray  # as they stood in the row's table
+    slots: IntArray  # in the order of the row's table
     num_cached: int  # leading positions whose KV is valid
 
 
 def new_kv(*, num_blocks: int, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int,
            dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # fmt: skip
-    """One tensor for all layers, blocks first, so that a block is contiguous and travels in one piece.
-
-    On a CPU it is mapped, not written: a page takes memory from when its first slot is used.
-    Returns [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
-    """
+    """Allocate KV for all layers: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]. Blocks come first,
+    so that a block is contiguous. On a CPU pages take memory when first used."""
     shape = (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim)
     count = math.prod(shape)
     if device.type != "cpu" or not count:
@@ -238,10 +229,8 @@ def new_kv(*, num_blocks: int, num_layers: int, block_size: int, num_kv_heads: i
 
 
 def give_back(kv: torch.Tensor, *, first_block: int = 0) -> None:
-    """The memory of this block of `new_kv` and all behind it; what they held is lost. They stay usable.
-
-    Only Linux takes it back at once; elsewhere, and on devices, nothing happens.
-    """
+    """Return the memory from `first_block` on to the system; its content is lost, but it stays usable. Only Linux takes
+    it back; elsewhere, and on devices, nothing happens."""
     if sys.platform != "linux" or kv.device.type != "cpu" or not kv.numel():
         return
     page, end = mmap.PAGESIZE, kv.data_ptr() + kv.nbytes
@@ -251,7 +240,7 @@ def give_back(kv: torch.Tensor, *, first_block: int = 0) -> None:
 
 
 def resident_bytes(kv: torch.Tensor) -> int:
-    """How much of a tensor's memory is there, in whole pages; on Linux."""
+    """Return the resident bytes of a tensor, in whole pages; Linux only."""
     start = kv.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     length = kv.data_ptr() + kv.nbytes - start
     is_there = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)
@@ -261,7 +250,7 @@ def resident_bytes(kv: torch.Tensor) -> int:
 
 
 def _advise_unused(start: int, length: int) -> None:
-    """It may be refused, of memory that is locked: then it stays."""
+    """Advise the system that the memory is unused; locked memory may stay."""
     _call("madvise", start, length, mmap.MADV_DONTNEED)
 
 
@@ -275,7 +264,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def check_blocks(pool: BlockPool, owned: list[list[int]], filled: BoolArray) -> None:
-    """Free, kept and owned are everything, and every reference is accounted for. AssertionError names what is off."""
+    """Raise AssertionError unless free, kept and owned blocks are all blocks and every reference is accounted for."""
     references = np.zeros(pool.num_blocks, np.int32)
     for blocks in owned:
         assert len(set(blocks)) == len(blocks), f"a row owns a block twice: {blocks}"
@@ -295,6 +284,6 @@ def check_blocks(pool: BlockPool, owned: list[list[int]], filled: BoolArray) -> 
 
 
 def check_slots(name: str, slots: IntArray, blocks: list[int], block_size: int) -> None:
-    """A sequence's slots are a permutation of exactly the slots of its blocks."""
+    """Raise AssertionError unless the slots are a permutation of exactly the slots of the blocks."""
     expected = sorted(block * block_size + offset for block in blocks for offset in range(block_size))
     assert sorted(slots.tolist()) == expected, f"{name}: its slots are not a permutation of its blocks' slots"

@@ -1,4 +1,4 @@
-"""What of a prompt is in memory already: blocks that siblings filled, or left behind, and tails to be copied."""
+"""Find the parts of a prompt that are in memory: blocks that siblings filled or left, and tails to copy."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from rlhfspec.engine.scheduling.sequences import Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Of one sequence's prompt."""
+    """Shared parts found for one sequence's prompt."""
 
-    blocks: list[int] = field(default_factory=list)  # whole ones, from the first on, to be shared
-    tail: int | None = None  # the block in which the rest lies; it is its owner's, and copied
-    is_pending: bool = False  # what comes next is being computed by a sibling right now
+    blocks: list[int] = field(default_factory=list)  # whole blocks from the first on, to be shared
+    tail: int | None = None  # block that holds the rest; it stays its owner's and is copied
+    is_pending: bool = False  # a sibling is computing the next part
 
 
 class Prefixes:
-    """Finds and registers parts of prompts by their hashes."""
-
     def __init__(self, state: EngineState) -> None:
         self.state = state
         self.pool = state.pool
@@ -41,7 +39,7 @@ class Prefixes:
         return Found(blocks=blocks, tail=tail) if filled[tail] else Found(blocks=blocks, is_pending=True)
 
     def register(self, sequence: Sequence) -> None:
-        """Its own blocks, filled or not: siblings wait for the one who fills them."""
+        """Register the sequence's blocks, filled or not: siblings wait for the one that fills them."""
         if not self.state.config.prefix_sharing:
             return
         prefix = sequence.prefix
@@ -51,7 +49,7 @@ class Prefixes:
             self.pool.register(prefix.tail_hash, sequence.blocks[len(prefix.hashes)])
 
     def tails(self, found: Found) -> list[tuple[KVSpace, int]]:
-        """Where the tail's KV can be had. To be asked before blocks are given out: it may lie in one of them."""
+        """Return the KV spaces that hold the tail. Call it before allocating blocks: one may be the tail's."""
         if found.tail is None:
             return []
         self.pool.touch(found.tail)

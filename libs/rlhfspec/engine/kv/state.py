@@ -1,4 +1,4 @@
-"""What an engine holds. It is made first and given to every part: scheduler, speculation, moves, profile."""
+"""State of an engine, made first and shared by scheduler, speculation, moves and profile."""
 
 from __future__ import annotations
 
@@ -23,29 +23,26 @@ from rlhfspec.kernels.tree_attention import AttentionMeta
 
 
 class KVSpace:
-    """One model's namespace in the paged cache: its KV over the engine's blocks, and its own permutation of the slots.
-
-    Target and draft have one each. `cached[row]` is the only place that says up to where a row's KV is valid.
-    """
+    """One model's part of the paged cache: its KV over the engine's blocks, and its own permutation of the slots.
+    `cached[row]` is the only source of how far a row's KV is valid."""
 
     def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
         self.runner = runner
         self.table = SlotTable(config.max_sequences, config.table_width, config.block_size)
         self.cached: IntArray = np.zeros(config.max_sequences, np.int32)  # leading positions whose KV is valid
-        self.filled: BoolArray = np.zeros(config.num_blocks, np.bool_)  # blocks whose part of a prompt is there
-        self._copied: list[tuple[Sequence, int]] = []  # and the block that its tail is to be copied from
+        self.filled: BoolArray = np.zeros(config.num_blocks, np.bool_)  # blocks whose part of a prompt is computed
+        self._copied: list[tuple[Sequence, int]] = []  # with the block to copy its tail from
         self.staging = Staging(runner.config.device)
         self._table_there: torch.Tensor | None = None  # the device's copy of the slot table
 
     @property
     def bytes_per_position(self) -> int:
-        """Of KV that is read and written: of all processes that hold the model."""
+        """Return the bytes of one position's KV, over all processes that hold the model."""
         others = self.runner.others
         return self.runner.bytes_per_position * (1 if others is None else others.num_processes)
 
     def stage(self, meta: AttentionMeta, **arrays: Any) -> tuple[AttentionMeta, dict[str, Any]]:
-        """What a forward takes, where the model is: on a device all of it by one copy. Other processes of this model
-        are told it by the host."""
+        """Return a forward's inputs where the model is: on a device by one copy, with several processes on the host."""
         if self.runner.config.device.type == "cpu" or self.runner.others is not None:
             return meta, arrays
         indices = {name: getattr(meta, name) for name in ("slots", "table_rows", "context_lens", "extra")}
@@ -62,18 +59,18 @@ class KVSpace:
         return AttentionMeta(**there), given
 
     def enter(self, sequence: Sequence) -> None:
-        """Its blocks become the row's; what siblings computed in the shared ones is there already."""
+        """Give the sequence's blocks to its row; the KV of shared ones is already valid."""
         self.table.append(sequence.row, sequence.blocks)
         shared = sequence.blocks[: sequence.num_shared_blocks]
         self.cached[sequence.row] = self.num_filled(shared) * self.table.block_size
 
     def grow(self, row: int, blocks: list[int]) -> None:
-        """More blocks, which held something of others until now."""
+        """Add blocks to the row; their previous content is invalid."""
         self.table.append(row, blocks)
         self.filled[blocks] = False
 
     def num_filled(self, blocks: list[int]) -> int:
-        """How many of them, from the first on, hold KV."""
+        """Return how many of the blocks, from the first on, hold KV."""
         filled = self.filled[blocks]
         return len(blocks) if filled.all() else int(filled.argmin())
 
@@ -82,25 +79,23 @@ class KVSpace:
         self.cached[row] = 0
 
     def rest(self, row: int, num_tokens: int) -> RestingKV:
-        """What `resume` needs to go on in another row. Behind the last token there is KV of accepted tokens that came
-        after the sequence's end."""
+        """Return what `resume` needs in another row, without KV of tokens accepted after the sequence's end."""
         slots = self.table.slots[row, : self.table.capacity[row]].copy()
         return RestingKV(slots, min(int(self.cached[row]), num_tokens))
 
     def resume(self, row: int, resting: RestingKV, num_tokens: int) -> None:
-        """One of its tokens is always left to run."""
+        """Restore resting KV into a row. One token is always left to run."""
         self.table.hold(row, resting.slots)
         self.cached[row] = min(resting.num_cached, num_tokens - 1)
 
     def copy_later(self, sequence: Sequence, block: int) -> None:
-        """The tail of the sequence's prompt is in this block too: `copy_tails` takes it from there, before anything
-        is written, whoever owns the block by then."""
+        """Let `copy_tails` copy the prompt's tail from this block, before anything is written, whoever owns it then."""
         if self.cached[sequence.row] == len(sequence.prefix.hashes) * self.table.block_size:
             self.cached[sequence.row] = sequence.prefix.num_tokens
             self._copied.append((sequence, block))
 
     def copy_tails(self) -> None:
-        """All in one go."""
+        """Copy all tails in one call."""
         if not self._copied:
             return
         size, tails = self.table.block_size, [(each.prefix, each, block) for each, block in self._copied]
@@ -113,19 +108,19 @@ class KVSpace:
         self._copied.clear()
 
     def read(self, row: int, first: int, out: Bytes) -> None:
-        """KV of the row's positions from `first` on, as many as `out` [n, bytes a position] takes."""
+        """Read KV of the row's positions from `first` on, as many as `out` [n, bytes per position] takes."""
         if len(out):
             self.runner.read(self.table.slots[row, first : first + len(out)], out)
 
     def write(self, row: int, first: int, kv: Bytes) -> None:
-        """KV [n, bytes a position] of the positions from `first` on, which is as far as the row's KV went."""
+        """Append KV [n, bytes per position] at position `first`, where the row's KV ends."""
         assert first == self.cached[row], "a gap in the KV"
         if len(kv):
             self.runner.write(self.table.slots[row, first : first + len(kv)], kv)
             self.cached[row] = first + len(kv)
 
     def mark_prefix(self, sequence: Sequence, *, first: int = 0) -> None:
-        """Blocks of the prompt, from the `first` on, whose KV is now complete may be shared."""
+        """Mark prompt blocks, from `first` on, whose KV is now complete, as shareable."""
         prefix, cached = sequence.prefix, int(self.cached[sequence.row])
         whole = cached // self.table.block_size
         self.filled[sequence.blocks[first : min(whole, len(prefix.hashes))]] = True
@@ -140,13 +135,13 @@ class EngineState:
     config: EngineConfig
     target: KVSpace
     draft: KVSpace | None = None
-    student: Student | None = None  # the drafter's plain copy, where it learns
+    student: Student | None = None  # the drafter's learning copy, if it learns
     tokenizer: Tokenizer | None = None
     eos_token_ids: tuple[int, ...] = ()
     weights_version: int = 0
     pool: BlockPool = field(init=False)
     rows: RowTable = field(init=False)
-    sequences: dict[str, Sequence] = field(default_factory=dict)  # that wait or run here
+    sequences: dict[str, Sequence] = field(default_factory=dict)  # waiting or running here
     by_row: dict[int, Sequence] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -176,7 +171,7 @@ class EngineState:
         )  # fmt: skip
 
     def check_row(self, sequence: Sequence) -> None:
-        """It is the sequence's, and its tables are permutations of its blocks' slots."""
+        """Raise AssertionError unless the row is the sequence's and its tables permute its blocks' slots."""
         assert self.by_row[sequence.row] is sequence, f"row {sequence.row} belongs to another"
         for space in self.spaces:
             slots = space.table.slots[sequence.row, : space.table.capacity[sequence.row]]

@@ -1,10 +1,9 @@
-"""What travels of a moving sequence, as bytes and back: a header in JSON, arrays as they lie, and a checksum of both.
+"""Serialization of moving sequences: a JSON header, raw arrays, and a checksum of both.
 
     "RLHFMOVE" | length of the header, uint32 | header | arrays, one behind the other | xxh3_64 of all before
 
-Reading executes nothing and believes nothing: a damaged byte is refused by the checksum, a header that is no record of
-ours by its types; whether the record fits this engine is for `arrival.py` to say. KV that travels over a link, by
-itself, is left out of a KVRange (`has_kv=False`) and given to `from_bytes` where it lies: neither end copies it.
+Reading executes nothing: the checksum refuses damaged bytes, and type checks refuse foreign headers; `arrival.py`
+checks the rest. KV sent over a link is left out (`has_kv=False`) and passed to `from_bytes` in place, without a copy.
 
 Example:
     >>> mark, kv = Watermark(epoch=1, positions=(2,)), (np.zeros((3, 8), np.uint8),)
@@ -42,12 +41,12 @@ _LENGTH = struct.Struct("<I")
 _CHECKSUM = struct.Struct("<Q")
 _RECORDS = {each.__name__: each for each in (Manifest, Watermark, KVRange, SequenceState, Request, SamplingParams)}
 _DTYPES = {name: np.dtype(name) for name in ("uint8", "int32", "float32")}
-_PLAIN = frozenset((int, float, str, bool, type(None)))  # what JSON has, and holds nothing
+_PLAIN = frozenset((int, float, str, bool, type(None)))  # JSON scalars
 _RECORD, _ARRAY = "record", "array"
 
 
 def checksum_of(parts: Iterable[Any]) -> int:
-    """xxh3_64 of contiguous parts, a KVRange's say, at the speed of memory."""
+    """Return the xxh3_64 of contiguous parts, such as a KVRange's."""
     total = xxhash.xxh3_64()
     for part in parts:
         total.update(part)
@@ -55,7 +54,7 @@ def checksum_of(parts: Iterable[Any]) -> int:
 
 
 def to_bytes(record: Travels, *, has_kv: bool = True) -> bytes:
-    """Without `has_kv` the parts of a KVRange are left out: they travel by themselves, one behind the other."""
+    """Serialize a record. Without `has_kv` the parts of a KVRange are left out, because they travel separately."""
     arrays: list[npt.NDArray[Any]] = []
     content = _lower(record, arrays)
     shapes = [[array.dtype.name, array.shape] for array in arrays]
@@ -67,10 +66,8 @@ def to_bytes(record: Travels, *, has_kv: bool = True) -> bytes:
 
 
 def from_bytes(data: Buffer, kv: Buffer | None = None) -> Travels:
-    """`kv`: the parts of a KVRange that was written without them; they stay where they are, and are not looked at.
-
-    Raises MalformedRecord, or InvalidRequest naming the field of a request that can run nowhere.
-    """
+    """Read a record. `kv`: the separate parts of a KVRange, which are neither copied nor checked. Raise
+    MalformedRecord, or InvalidRequest naming the field of a request that can run nowhere."""
     view = memoryview(data).toreadonly()
     body, checksum = view[: -_CHECKSUM.size], view[-_CHECKSUM.size :]
     if len(checksum) != _CHECKSUM.size or _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body)) != checksum:
@@ -109,14 +106,14 @@ def _read(body: memoryview, kv: memoryview | None) -> Travels:
 
 
 def _lower(value: Any, arrays: list[npt.NDArray[Any]]) -> Any:
-    """A record as what JSON can say; its arrays are put aside."""
+    """Convert a record to JSON values, appending its arrays to `arrays`."""
     if is_dataclass(value):
         content = {field.name: _lower(getattr(value, field.name), arrays) for field in fields(value)}
         return {_RECORD: type(value).__name__} | content
     if isinstance(value, np.ndarray):
         arrays.append(value)
         return {_ARRAY: len(arrays) - 1}
-    if isinstance(value, tuple | list) and not _PLAIN.issuperset(map(type, value)):  # a prompt's ids are many
+    if isinstance(value, tuple | list) and not _PLAIN.issuperset(map(type, value)):  # fast path for many token ids
         return [_lower(each, arrays) for each in value]
     return value
 

@@ -1,7 +1,4 @@
-"""Sequences on their way between engines; `MovableWithKV` says in which order the calls come.
-
-Nothing that another process sends is believed: what does not fit is refused by name before anything here changes.
-"""
+"""Moves of sequences between engines, in the order of `MovableWithKV`. Bad input is refused before anything changes."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from rlhfspec.errors import InvalidRequest, SequenceStateError
 
 
 class Moves:
-    """The part of an engine that exports what runs there, and takes over what ran elsewhere."""
+    """Part of an engine that exports its sequences and imports those of others."""
 
     def __init__(self, state: EngineState) -> None:
         self.state = state
@@ -29,7 +26,7 @@ class Moves:
         self.speculation = Speculator(state, self.scheduler)
         self.scheduler.watch(self.speculation)
         self.num_imported = 0
-        self.num_recomputed = 0  # tokens of them whose KV was not brought along
+        self.num_recomputed = 0  # tokens of imported sequences whose KV was not sent
 
     def sequences(self) -> tuple[SequenceView, ...]:
         lengths, cached = self.state.rows.lengths.tolist(), self.state.target.cached.tolist()
@@ -104,7 +101,7 @@ class Moves:
         return sequence
 
     def _pack(self, sequence: Sequence, start: Watermark, max_bytes: int | None, out: Bytes | None) -> KVRange:
-        """Committed positions behind `start`, one at least; the target's first."""
+        """Return committed positions after `start`, at least one; the target's first."""
         arrival.check_watermark(start, sequence.epoch, len(self.state.spaces))
         ends = self._ends(sequence, start, max_bytes)
         sizes = [space.bytes_per_position for space in self.state.spaces]
@@ -122,7 +119,7 @@ class Moves:
         return KVRange(request_id=sequence.request.id, start=start, kv=kv, checksum=checksum_of(kv))
 
     def _ends(self, sequence: Sequence, start: Watermark, max_bytes: int | None) -> list[int]:
-        """Up to where in each space, if `max_bytes` is all there may be."""
+        """Return the end position in each KV space, within `max_bytes` in total."""
         ends: list[int] = []
         is_empty = True
         for space, first in zip(self.state.spaces, start.positions, strict=True):
@@ -186,7 +183,7 @@ class Moves:
             arrival.check_reserved(manifest, reserved, self.state.spaces)
         if rest is not None:
             arrival.check_content(rest)
-        # from here on nothing is refused
+        # Nothing is refused from here on.
         if reserved is not None:
             reserved.request, sequence = sequence.request, reserved
         elif not (has_kv and rest is not None and self.scheduler.reserve(sequence, num_tokens, in_ranges=False)):
@@ -203,7 +200,7 @@ class Moves:
     def _settle(self, sequence: Sequence, arrived: SequenceState) -> None:
         counters = np.array(arrived.counters, np.int32)
         counters[MOVES] += 1
-        if not sequence.has_row and arrived.manifest.epoch:  # its KV is computed again
+        if not sequence.has_row and arrived.manifest.epoch:  # its KV is recomputed
             counters[PREEMPTIONS] += 1
             self.scheduler.num_preemptions += 1
         sequence.generated = Generated(
@@ -214,14 +211,14 @@ class Moves:
         self.scheduler.settle(sequence)
         self.speculation.take_over(sequence, arrived.acceptance)
         self.num_imported += 1
-        if arrived.manifest.epoch:  # else it had no KV there either
+        if arrived.manifest.epoch:  # otherwise it had no KV there either
             had, rest = arrived.manifest.num_tokens - 1, arrived.rest
             had = had if rest is None else min(had, rest.end.positions[0])
             cached = int(self.state.target.cached[sequence.row]) if sequence.has_row else 0
             self.num_recomputed += max(0, had - cached)
 
     def _new(self, manifest: Manifest, *, history: tuple[tuple[int, ...], ...]) -> Sequence:
-        """Raises for what can never run here."""
+        """Create the sequence of a manifest. Raise for what can never run here."""
         architecture = self.state.target.runner.architecture
         arrival.check_manifest(manifest, architecture=architecture, weights_version=self.state.weights_version)
         request = replace(manifest.request, history=history)
@@ -231,7 +228,7 @@ class Moves:
         return sequence
 
     def _spaces(self, manifest: Manifest) -> list[KVSpace | None]:
-        """For each of theirs, ours with the same weights; a draft may be another, then its KV is of no use here."""
+        """Return, for each of their KV spaces, ours with the same weights, or None: other KV is useless here."""
         ours = dict(zip(range(2), self.state.spaces, strict=False))
         found = [ours.get(index) for index in range(len(manifest.fingerprints))]
         same = zip(found, manifest.fingerprints, strict=True)

@@ -1,4 +1,4 @@
-"""Keeping what was accepted: where a sequence ends, its tokens in the tables, and the KV of accepted branches."""
+"""Commit accepted tokens: find where sequences end, append tokens to tables, and keep the KV of accepted branches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhfspec.engine.scheduling.verify import Committed
 
 
 def truncate(rows: RowTable, new: Committed) -> tuple[IntArray, dict[int, FinishReason]]:
-    """How many of the new tokens count, and which rows end with them: stop token, length, or broken logits."""
+    """Return how many new tokens count, and the rows that end with them: by stop token, length, or broken logits."""
     columns = np.arange(new.tokens.shape[1], dtype=np.int32)
     valid = columns < new.counts[:, None]
     room = rows.limits[new.rows] - rows.lengths[new.rows]
@@ -41,7 +41,7 @@ def truncate(rows: RowTable, new: Committed) -> tuple[IntArray, dict[int, Finish
 
 
 def append(rows: RowTable, new: Committed, kept: IntArray, version: int) -> None:
-    """Write the first `kept[s]` new tokens of every sequence behind what it has."""
+    """Append the first `kept[s]` new tokens of every sequence."""
     columns = np.arange(new.tokens.shape[1], dtype=np.int32)
     sequence, column = np.nonzero(columns < kept[:, None])
     row = new.rows[sequence]
@@ -54,7 +54,7 @@ def append(rows: RowTable, new: Committed, kept: IntArray, version: int) -> None
 
 
 def keep_accepted(state: EngineState, step_rows: StepRows, walk: Walk, node_index: IntArray) -> None:
-    """Accepted branches stay where they are; the slot table learns their place. Prompts advance."""
+    """Make accepted branches part of the slot table, without copying KV, and advance prompts."""
     decode, space = step_rows.decode_rows, state.target
     lengths = state.rows.lengths[decode]
     for level in range(1, walk.path.shape[1]):
@@ -69,7 +69,7 @@ def keep_accepted(state: EngineState, step_rows: StepRows, walk: Walk, node_inde
 
 
 def stop_at_strings(state: EngineState, new: Committed, kept: IntArray, reasons: dict[int, FinishReason]) -> None:
-    """Shorten what ends at a stop string; only rows that have any are looked at."""
+    """Shorten rows that end at a stop string; only rows with stop strings are decoded."""
     rows = state.rows
     for index, row in enumerate(new.rows.tolist()):
         stops = state.by_row[row].request.params.stop
@@ -83,7 +83,7 @@ def stop_at_strings(state: EngineState, new: Committed, kept: IntArray, reasons:
 
 
 def count(rows: RowTable, decode_rows: IntArray, forest: Forest, new: Committed, kept: IntArray) -> None:
-    """Verifications and accepted nodes add up to the tokens that were kept."""
+    """Count verifications, drafted and accepted nodes, consistent with the kept tokens."""
     rows.counters[new.rows, VERIFICATIONS] += kept > 0
     drafted = np.bincount(forest.sequence, minlength=len(decode_rows))
     rows.counters[decode_rows, DRAFTED] += drafted.astype(np.int32)
@@ -91,7 +91,7 @@ def count(rows: RowTable, decode_rows: IntArray, forest: Forest, new: Committed,
 
 
 class StepGains(Iterable[Gain]):
-    """The gains of a step, made when they are read: a step of a millisecond pays for the ids of its sequences only."""
+    """Gains of a step, built on iteration: an unread step costs only the ids of its sequences."""
 
     def __init__(self, state: EngineState, new: Committed, kept: IntArray, reasons: Mapping[int, FinishReason]) -> None:
         rows, self._new, self._kept = new.rows.tolist(), new, kept

@@ -1,7 +1,5 @@
-"""Who runs in this step: admission by free blocks, chunks of prompts, room for trees, preemption when short.
-
-By the law none of these choices can change a token; they only decide when it appears.
-"""
+"""Scheduling of each step: admission by free blocks, prompt chunks, room for trees, preemption when memory is short. By
+the law these choices only decide when a token appears, never which."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.engine.scheduling.sequences import PREEMPTIONS, Sequence
 from rlhfspec.errors import InvalidRequest
 
-_RUNNING_PER_SPARE_BLOCK = 4  # blocks left free at admission, so that a newcomer is not preempted at once
+_RUNNING_PER_SPARE_BLOCK = 4  # blocks left free at admission, so that a new sequence is not preempted at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,19 +41,19 @@ class StepRows:
 
 
 class RowWatcher(Protocol):
-    """Told by the scheduler which sequences have a row and run there."""
+    """Observer of the sequences that get or leave a row."""
 
     def start(self, sequence: Sequence) -> None:
-        """Take note of a sequence that has taken a row, with all of its tokens."""
+        """Note a sequence that has taken a row, with all of its tokens."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept of a sequence that leaves its row; it still has it."""
+        """Drop what is kept of a sequence that leaves its row; it still has the row."""
         ...
 
 
 class Scheduler:
-    """Owns the queue, and who has a row and blocks."""
+    """Owner of the waiting queue, and of rows and blocks."""
 
     def __init__(self, state: EngineState) -> None:
         self.state = state
@@ -63,22 +61,21 @@ class Scheduler:
         self.rows = state.rows
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # the youngest is preempted first
-        self.away: dict[str, Sequence] = {}  # exported, and still ours until they are cancelled or taken back
-        self.arriving: dict[str, Sequence] = {}  # rows and blocks kept for what another engine sends
-        self.staying: dict[str, Sequence] = {}  # finished, and to be extended; the first one lets go of its KV first
+        self.away: dict[str, Sequence] = {}  # exported, until they are cancelled or taken back
+        self.arriving: dict[str, Sequence] = {}  # hold rows and blocks for what another engine sends
+        self.staying: dict[str, Sequence] = {}  # finished but extensible; the first one loses its KV first
         self.prefixes = Prefixes(state)
-        self.promised: dict[bytes, int] = {}  # prefix hash -> whole prompt block that one of the arriving will fill
+        self.promised: dict[bytes, int] = {}  # prefix hash -> whole prompt block that an arriving sequence will fill
         self.num_preemptions = 0
-        self.num_found_tokens = 0  # that had to run before their sequence could decode, and whose KV was there
+        self.num_found_tokens = 0  # tokens to prefill whose KV was already there
         self._watchers: list[RowWatcher] = []
-        self._epochs = count(time.time_ns())  # another engine's, or an earlier life's, are never taken for ours
+        self._epochs = count(time.time_ns())  # never equal to those of another engine or an earlier process
 
     def watch(self, watcher: RowWatcher) -> None:
-        """Tell this one too, from now on, of sequences that come to a row and leave it."""
         self._watchers.append(watcher)
 
     def find(self, request_id: str) -> Sequence | None:
-        """Waiting, running, on its way, or staying."""
+        """Return a waiting, running, moving or staying sequence, or None."""
         places = (self.state.sequences, self.away, self.arriving, self.staying)
         return next((place[request_id] for place in places if request_id in place), None)
 
@@ -89,15 +86,14 @@ class Scheduler:
     # -- a step ---------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Take waiting sequences while rows and blocks last."""
+        """Admit waiting sequences while rows and blocks last."""
         self._admit()
         while self.waiting and not self.running and self.reclaim((*self.away.values(), *self.arriving.values())):
-            self._admit()  # nobody who runs could have made room
+            self._admit()  # no running sequence could have made room
         self.prefixes.copy_tails()
 
     def _admit(self) -> None:
-        """One whose shared prefix is still being computed by a sibling waits for it rather than compute it twice;
-        others may pass it."""
+        """Admit sequences. One whose prefix a sibling is computing waits for it; others may pass."""
         passed: list[Sequence] = []
         while self.waiting and self.rows.free_rows:
             sequence = self.waiting.popleft()
@@ -135,7 +131,7 @@ class Scheduler:
         )
 
     def make_room(self) -> None:
-        """Every running row gets a slot for its next token; the youngest give way when blocks run out."""
+        """Give every running row a slot for its next token; preempt the youngest when blocks run out."""
         capacity = self.state.target.table.capacity
         for sequence in list(self.running):
             while sequence.has_row and capacity[sequence.row] < self.rows.lengths[sequence.row] + 1:
@@ -145,8 +141,7 @@ class Scheduler:
                     self.preempt(self.running[-1])
 
     def make_tree_room(self, decode_rows: IntArray, slots_wanted: int) -> None:
-        """Spare blocks for tree nodes, only from what is free: speculation never evicts a sequence, running or
-        staying; prompts that are kept for nobody give way."""
+        """Add free blocks for tree nodes. Speculation drops kept prompts, but never evicts a sequence."""
         table = self.state.target.table
         short = table.capacity[decode_rows] - self.rows.lengths[decode_rows] < slots_wanted
         if not short.any():
@@ -164,7 +159,7 @@ class Scheduler:
     # -- coming and going -----------------------------------------------------------------------------------
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take the memory back; the sequence recomputes its KV later and, by the law, goes on with the same tokens."""
+        """Free the sequence's memory; it recomputes its KV later and, by the law, continues with the same tokens."""
         self.rows.counters[sequence.row, PREEMPTIONS] += 1
         self.num_preemptions += 1
         self.running.remove(sequence)
@@ -172,7 +167,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Out of the engine; what it generated stays in the sequence object."""
+        """Remove a sequence from the engine; the object keeps what it generated."""
         request_id = sequence.request.id
         if request_id in self.state.sequences:
             del self.state.sequences[request_id]
@@ -184,7 +179,7 @@ class Scheduler:
             place.pop(request_id, None)
 
     def stay(self, sequence: Sequence) -> None:
-        """It finished, and keeps its blocks, without a row, as long as nobody else needs them."""
+        """Keep a finished sequence's blocks, without a row, until others need them."""
         length = int(self.rows.lengths[sequence.row])
         sequence.resting = tuple(space.rest(sequence.row, length) for space in self.state.spaces)
         del self.state.sequences[sequence.request.id]
@@ -193,33 +188,33 @@ class Scheduler:
         self.staying[sequence.request.id] = sequence
 
     def extend(self, longer: Sequence) -> None:
-        """It takes the place of the one that stays, whose tokens it begins with."""
+        """Replace the staying sequence by `longer`, which begins with its tokens."""
         stayed = self.staying.pop(longer.request.id)
-        if stayed.resting:  # behind its first prompt a block is no part of any prompt: the slots are permuted
+        if stayed.resting:  # blocks after its first prompt cannot be shared: their slots are permuted
             longer.prefix, longer.resting = stayed.prefix, stayed.resting
             longer.blocks, longer.num_shared_blocks = stayed.blocks, stayed.num_shared_blocks
         self.state.sequences[longer.request.id] = longer
         self.waiting.append(longer)
 
     def give_way(self) -> bool:
-        """One that has no row lets go of its KV. It computes it again, should it go on. False: there is none."""
+        """Free the KV of one sequence without a row, which would recompute it. Return False if there is none."""
         holder = next(iter(self._holders), None)
         if holder is not None:
             self._lose_rest(holder)
         return holder is not None
 
     def drop_kv(self) -> None:
-        """The weights changed: what runs computes its KV again, and what is on its way has none any more."""
+        """Drop all KV after the weights changed: running sequences recompute, and moving ones have none any more."""
         for sequence in reversed(list(self.running)):
             self.preempt(sequence)
         while self.reclaim((*self.away.values(), *self.arriving.values())) or self.give_way():
             pass
-        for space in self.state.spaces:  # what nobody used since the last weights is not needed in memory
+        for space in self.state.spaces:  # return memory that was unused under the last weights
             give_back(space.runner.kv, first_block=self.pool.num_touched)
         self.pool.forget()
 
     def detach(self, sequence: Sequence) -> None:
-        """It does not run any more, and keeps its row and blocks as long as nobody else needs them."""
+        """Stop running a sequence; it keeps its row and blocks until others need them."""
         del self.state.sequences[sequence.request.id]
         (self.running if sequence.has_row else self.waiting).remove(sequence)
         self.away[sequence.request.id] = sequence
@@ -228,14 +223,14 @@ class Scheduler:
             self.rows.save(sequence)
 
     def reattach(self, sequence: Sequence) -> None:
-        """It goes on here after all, as old as it is."""
+        """Continue a detached sequence, with its age."""
         del self.away[sequence.request.id]
         self.state.sequences[sequence.request.id] = sequence
         by_age(self.running if sequence.has_row else self.waiting, sequence)
 
     def reserve(self, sequence: Sequence, num_tokens: int, *, in_ranges: bool) -> bool:
-        """A row and blocks for a sequence that brings its own KV, beginning with the whole prompt blocks that
-        siblings hold filled or, if it comes `in_ranges`, are bringing too; False when there is no room."""
+        """Reserve a row and blocks for a sequence that brings its KV. Return False if there is no room. Whole prompt
+        blocks are shared if siblings hold them filled or, with `in_ranges`, are bringing them too."""
         shared = self.prefixes.find(sequence).blocks
         num_there = len(shared)
         hashes = sequence.prefix.hashes
@@ -251,13 +246,13 @@ class Scheduler:
         filled = [space.num_filled(sequence.blocks[:num_there]) for space in self.state.spaces]
         sequence.num_promised = tuple(num_shared if each == num_there else each for each in filled)
         for space, num_blocks in zip(self.state.spaces, sequence.num_promised, strict=True):
-            space.cached[sequence.row] = num_blocks * self.pool.block_size  # `keep_promises` will look again
+            space.cached[sequence.row] = num_blocks * self.pool.block_size  # `keep_promises` checks again
         if self.state.config.prefix_sharing:
             self.promised |= zip(hashes[num_shared:], sequence.blocks[num_shared:], strict=False)
         return True
 
     def landed(self, sequence: Sequence) -> None:
-        """More KV of an arriving sequence is here: what of its own prompt blocks is whole may be shared."""
+        """Share the prompt blocks of an arriving sequence that are now complete."""
         for space, first in zip(self.state.spaces, sequence.num_promised, strict=True):
             space.mark_prefix(sequence, first=first)
         for prefix_hash, block in zip(sequence.prefix.hashes, sequence.blocks, strict=False):
@@ -266,17 +261,17 @@ class Scheduler:
                 self.pool.register(prefix_hash, block)
 
     def keep_promises(self, sequence: Sequence) -> None:
-        """What a sibling was to bring may never have come: then KV behind the gap is of no use."""
+        """Discard KV after a gap that a sibling was to fill but did not."""
         for space, num_blocks in zip(self.state.spaces, sequence.num_promised, strict=True):
             filled = space.num_filled(sequence.blocks[:num_blocks])
             if filled < num_blocks:
                 space.cached[sequence.row] = filled * self.pool.block_size
                 if space is self.state.target:
-                    self._leave_row(sequence)  # and waits, should the sibling still bring it
+                    self._leave_row(sequence)  # it waits, in case the sibling still brings it
                     return
 
     def has_slots(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Does the row own slots for so many tokens, if need be after it was given more?"""
+        """Return whether the row owns slots for `num_tokens`, adding blocks if needed."""
         missing = num_tokens - int(self.state.target.table.capacity[sequence.row])
         blocks = self.pool.blocks_for(max(missing, 0))
         if blocks > self.num_available:
@@ -287,7 +282,7 @@ class Scheduler:
         return True
 
     def settle(self, sequence: Sequence) -> None:
-        """What arrived runs from the next step on, with its KV or after computing it again, as old as it is."""
+        """Run an arrived sequence from the next step on, with its age, with its KV or after recomputing it."""
         del self.arriving[sequence.request.id]
         self.state.sequences[sequence.request.id] = sequence
         by_age(self.running if sequence.has_row else self.waiting, sequence)
@@ -307,7 +302,7 @@ class Scheduler:
 
     @property
     def room(self) -> int:
-        """For about so many more sequences: as large as those that run are now; with none, of full context."""
+        """Estimate how many more sequences fit, at the mean size of running ones, or at full context if none run."""
         whole = self.pool.blocks_for(self.state.config.max_context)
         free = self.num_available
         each = max((self.pool.num_blocks - free) // len(self.running), 1) if self.running else whole
@@ -316,7 +311,7 @@ class Scheduler:
 
     @property
     def num_available(self) -> int:
-        """Blocks that no row owns: those that are free, and those that sequences without a row would let go of."""
+        """Return the number of blocks that are free or held by sequences without a row."""
         return int(self._available.sum())
 
     @property
@@ -328,8 +323,7 @@ class Scheduler:
 
     @property
     def _holders(self) -> list[Sequence]:
-        """Of blocks, without a row, as they give way: who stays, the first to do so first, then who was extended, the
-        youngest first."""
+        """Return sequences that hold blocks without a row, in the order in which they lose them."""
         return [each for each in (*self.staying.values(), *reversed(self.waiting)) if each.resting]
 
     @property
@@ -337,12 +331,12 @@ class Scheduler:
         return len(self.running) // _RUNNING_PER_SPARE_BLOCK
 
     def _has_room(self, sequence: Sequence, num_tokens: int, shared: list[int]) -> bool:
-        """For a newcomer that shares these blocks; of those that are free, they are no longer free for others."""
+        """Return whether a new sequence fits that shares these blocks, which are then no longer free for others."""
         need = self.pool.blocks_for(num_tokens + 1) - len(shared) - len(sequence.blocks)
         need = max(need, 0) + self._spare_blocks
         available = self._available
         if need + available[shared].sum() > available.sum():
-            return False  # and nobody lets go of anything for it
+            return False  # and no sequence loses KV for it
         while need + self.pool.num_kept(shared) > self.pool.num_free and self.give_way():
             pass
         return True
@@ -386,28 +380,28 @@ class Scheduler:
             self._let_go(sequence)
 
     def _let_go(self, sequence: Sequence) -> None:
-        """Of its blocks. When its KV is computed again, all of its prompt lies in order."""
+        """Release the sequence's blocks. When its KV is recomputed, its whole prompt is in order and shareable."""
         self.pool.release(sequence.blocks, self.state.target.filled)
         sequence.blocks, sequence.num_shared_blocks = [], 0
         if sequence.prefix.num_tokens != len(sequence.request.prompt_token_ids) - 1:
             sequence.prefix = Prefix.of(sequence.request.prompt_token_ids, self.pool.block_size)
 
     def _withdraw_promises(self, sequence: Sequence) -> None:
-        """Of the blocks that it was to fill: siblings that count on them compute them, or find them elsewhere."""
+        """Withdraw the blocks that it was to fill; siblings that count on them compute or find them elsewhere."""
         first = sequence.num_shared_blocks
         for prefix_hash, block in zip(sequence.prefix.hashes[first:], sequence.blocks[first:], strict=False):
             if self.promised.get(prefix_hash) == block:
                 del self.promised[prefix_hash]
 
     def reclaim(self, moving: Iterable[Sequence]) -> bool:
-        """Take the memory of one that is on its way to or from another engine; it stays ours, and may recompute."""
+        """Free the memory of one moving sequence, which may recompute. Return False if there is none."""
         holder = next((sequence for sequence in moving if sequence.has_row), None)
         if holder is not None:
             self._leave_row(holder)
         return holder is not None
 
     def check(self) -> None:
-        """Free plus owned blocks are everything, and every sequence is in one place; AssertionError if not."""
+        """Raise AssertionError unless free plus owned blocks are all blocks and every sequence is in one place."""
         on_rows = list(self.state.by_row.values())
         resting = self._holders
         check_blocks(self.pool, [each.blocks for each in (*on_rows, *resting)], self.state.target.filled)
@@ -431,6 +425,6 @@ class Scheduler:
 
 
 def by_age(line: MutableSequence[Sequence], sequence: Sequence) -> None:
-    """Into the line, before the first one that came later."""
+    """Insert a sequence into the queue, ordered by arrival."""
     younger = (index for index, other in enumerate(line) if other.arrived > sequence.arrived)
     line.insert(next(younger, len(line)), sequence)

@@ -1,8 +1,5 @@
-"""The sequences in the engine: one object each, and one table row each while they run.
-
-Everything the hot path touches lies in arrays over rows, so that a step is a handful of numpy calls
-whatever the batch size; the objects hold what is needed once per sequence.
-"""
+"""Sequences in the engine: one object each, and one table row each while they run. The hot path uses arrays over rows,
+so a step is a few numpy calls whatever the batch size."""
 
 from __future__ import annotations
 
@@ -28,13 +25,13 @@ SMALLEST = float(np.nextafter(np.float32(0), np.float32(1)))
 
 @dataclass(slots=True)
 class Generated:
-    """What a sequence has produced; the part of it that survives preemption and travels in a move."""
+    """Tokens and counters of a sequence, which survive preemption and travel in a move."""
 
     token_ids: IntArray  # prompt and response
     log_probs: FloatArray  # of the response
     tempered_log_probs: FloatArray
     weights_versions: IntArray
-    counters: IntArray  # see below
+    counters: IntArray  # indexed by the constants above
     strategies: dict[str, int] = field(default_factory=dict)  # plan name -> decoding steps under it
 
     @classmethod
@@ -49,14 +46,14 @@ class Sequence:
     group: str
     generated: Generated
     stop_ids: tuple[int, ...]
-    prefix: Prefix  # what of its blocks others may share
+    prefix: Prefix  # blocks that others may share
     row: int = NO_ROW
     blocks: list[int] = field(default_factory=list)
     num_shared_blocks: int = 0  # leading blocks taken from siblings
-    resting: tuple[RestingKV, ...] = ()  # in each KV space, where it holds blocks without a row
-    num_promised: tuple[int, ...] = ()  # while it arrives, in each KV space: of these, whose KV siblings have or bring
-    epoch: int = 0  # 0 without a row, and another one for every stay: KV of one is no part of the next
-    origin: Manifest | None = None  # of one that is arriving from another engine
+    resting: tuple[RestingKV, ...] = ()  # one per KV space, if it holds blocks without a row
+    num_promised: tuple[int, ...] = ()  # while it arrives, per KV space: leading blocks that siblings hold or bring
+    epoch: int = 0  # 0 without a row, and new for every stay: KV of one stay does not fit the next
+    origin: Manifest | None = None  # if it is arriving from another engine
     arrived: float = field(default_factory=time.monotonic)
 
     @property
@@ -65,7 +62,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """As of when it last left its row; while it has one, `RowTable.lengths` knows."""
+        """Return the number of tokens when it last left its row; while it has one, see `RowTable.lengths`."""
         return len(self.generated.token_ids)
 
     def complete(self, reason: FinishReason, *, error: str = "", text: str | None = None) -> Completion:
@@ -101,7 +98,7 @@ def stats_of(counters: Iterable[int], strategies: Iterable[tuple[str, int]]) -> 
 
 
 class RowTable:
-    """Arrays over rows [R] and over row and position [R, L]."""
+    """Arrays over rows [R], and over rows and positions [R, L]."""
 
     def __init__(self, num_rows: int, width: int) -> None:
         self.tokens: IntArray = np.zeros((num_rows, width), np.int32)
@@ -117,7 +114,7 @@ class RowTable:
         self.top_p: FloatArray = np.ones(num_rows, np.float32)
         self.stop_ids: IntArray = np.full((num_rows, 1), -1, np.int32)
         self.counters: IntArray = np.zeros((num_rows, NUM_COUNTERS), np.int32)
-        self.strategy_names: dict[str, int] = {}  # its column of strategy_steps
+        self.strategy_names: dict[str, int] = {}  # plan name -> column of strategy_steps
         self.strategy_steps: IntArray = np.zeros((num_rows, 8), np.int32)
         self.free_rows = list(range(num_rows - 1, -1, -1))
 
@@ -127,7 +124,6 @@ class RowTable:
         return sequence.row
 
     def write(self, sequence: Sequence) -> None:
-        """Fill the row with the sequence."""
         row = sequence.row
         request, generated = sequence.request, sequence.generated
         length, prompt = len(generated.token_ids), len(request.prompt_token_ids)
@@ -139,7 +135,7 @@ class RowTable:
         self.limits[row] = prompt + request.params.max_tokens
         self.seeds[row] = request.seed
         self.temperatures[row] = request.params.temperature
-        self.top_k[row] = min(request.params.top_k, np.iinfo(np.int32).max)  # as much as all tokens
+        self.top_k[row] = min(request.params.top_k, np.iinfo(np.int32).max)  # int32 max keeps all tokens
         self.top_p[row] = max(request.params.top_p, SMALLEST)  # the law rounds to float32, and one token always stays
         self.counters[row] = generated.counters
         self.strategy_steps[row] = 0
@@ -172,7 +168,7 @@ class RowTable:
         sequence.row = NO_ROW
 
     def count_step(self, decode_rows: IntArray, strategy: str) -> None:
-        """These rows decoded once more under this plan."""
+        """Count one more decoding step of these rows under this plan."""
         column = self._strategy_column(strategy)  # first: it may need a wider table
         self.strategy_steps[decode_rows, column] += 1
 

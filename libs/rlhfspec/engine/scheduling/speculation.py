@@ -1,7 +1,4 @@
-"""The engine's side of drafting: which drafters there are, and who chooses.
-
-Switching strategy, drafter or selector never touches a sequence: by the law it cannot change its tokens.
-"""
+"""The engine's side of drafting: its drafters and selectors. By the law, switching them never changes tokens."""
 
 from __future__ import annotations
 
@@ -41,11 +38,11 @@ from rlhfspec.job.choices.drafters import ADAPTIVE, DRAFTERS, OFF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """The trees of one step, and how they came about."""
+    """Trees of one step, and how they were made."""
 
     plan: DraftPlan
     state: BatchState
-    batch: DraftBatch  # the decoding sequences, as they are before this step's commit
+    batch: DraftBatch  # the decoding sequences before this step's commit
     forest: Forest  # the nodes to verify
     num_proposed: int = 0
     choice: DraftChoice | None = None
@@ -53,7 +50,7 @@ class Proposal:
 
 
 class Speculator:
-    """Holds drafters, statistics and the selector, and runs one proposal. Implements `RowWatcher`."""
+    """Owner of drafters, statistics and the selector, which runs one proposal. Implements `RowWatcher`."""
 
     def __init__(self, state: EngineState, scheduler: Scheduler) -> None:
         self.state = state
@@ -63,7 +60,7 @@ class Speculator:
         self.costs = CostModel()
         self.used: list[Drafter] = []
         self.selector: Selector = FixedSelector(PLAIN)
-        self._selectors: dict[str | DraftPlan, Selector] = {}  # one a mode: coming back to it, it knows what it learnt
+        self._selectors: dict[str | DraftPlan, Selector] = {}  # one per mode, which keeps what it learnt
 
     def choose(self, speculation: str | DraftPlan) -> None:
         """Install the selector for a mode: off, a drafter's name, adaptive, a static strategy, or a Plan."""
@@ -84,7 +81,7 @@ class Speculator:
         return self.state.config.profile and not self.state.by_row
 
     def _profile(self) -> CostModel:
-        """It writes over the cache, which is empty afterwards."""
+        """Measure the cost tables; this overwrites the cache, which is empty afterwards."""
         self.scheduler.drop_kv()
         costs = profile(self.state)
         for space in self.state.spaces:
@@ -124,7 +121,7 @@ class Speculator:
     def learn(
         self, proposal: Proposal, walk: Walk, *, num_committed: int, verify_seconds: float, step_seconds: float
     ) -> None:
-        """Tell drafters and selector what happened, after the commit."""
+        """Pass the step's outcome to drafters and selector, after the commit."""
         batch = proposal.batch
         if not batch.size:
             return
@@ -163,7 +160,7 @@ class Speculator:
         self.acceptance.forget(sequence.row)
 
     def learnt(self, sequence: Sequence) -> tuple[tuple[str, float, float], ...]:
-        """What is known of this sequence's own acceptance; it goes with it to another engine."""
+        """Return what is known of this sequence's own acceptance, which moves with it."""
         return self.acceptance.learnt(sequence.row) if sequence.has_row else ()
 
     def take_over(self, sequence: Sequence, learnt: tuple[tuple[str, float, float], ...]) -> None:
@@ -171,7 +168,7 @@ class Speculator:
             self.acceptance.take_over(sequence.row, [entry for entry in learnt if entry[0] in self.drafters])
 
     def reset(self) -> None:
-        """The target's weights changed."""
+        """Reset drafters and selector after the target's weights changed."""
         for drafter in self.drafters.values():
             drafter.reset()
         self.selector.reset()
@@ -216,7 +213,7 @@ class Speculator:
 
 
 def _drafters(state: EngineState) -> dict[str, Drafter]:
-    """All that can draft here, each as its table says."""
+    """Return all drafters that can run here, by name."""
     made: dict[str, Drafter] = {}
     for name, entry in DRAFTERS.items():
         if not entry.runs_draft_model:

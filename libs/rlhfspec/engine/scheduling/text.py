@@ -1,4 +1,4 @@
-"""Text at the edges: prompts in, responses out, and stop strings."""
+"""Text conversion: prompts to ids, responses to text, and stop strings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhfspec.errors import InvalidRequest
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used; chat messages need its `apply_chat_template` too."""
+    """Part of a Hugging Face tokenizer that is used; chat messages need its `apply_chat_template` too."""
 
     def __call__(self, texts: list[str], *, add_special_tokens: bool = ...) -> Mapping[str, list[list[int]]]: ...
 
@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
 
 
 def encode_prompt(tokenizer: Tokenizer | None, prompt: str | SequenceOf[int]) -> tuple[int, ...]:
-    """Token ids of a prompt given as text or as ids."""
+    """Return the token ids of a prompt given as text or as ids."""
     if not isinstance(prompt, str):
         return tuple(prompt)
     if tokenizer is None:
@@ -34,10 +34,8 @@ def decode(tokenizer: Tokenizer | None, token_ids: SequenceOf[int]) -> str | Non
 
 
 def first_stop(tokenizer: Tokenizer, response: IntArray, num_new: int, stops: tuple[str, ...]) -> int | None:
-    """Of the last `num_new` tokens of a response, how many to keep so that the last one completes a stop string.
-
-    Looks token by token, so the answer does not depend on how many tokens a step happened to bring.
-    """
+    """Return how many of the last `num_new` tokens to keep so that the last kept one completes a stop string, or None.
+    Tokens are checked one by one, so the answer does not depend on how many a step brought."""
     for kept in range(1, num_new + 1):
         text = tokenizer.decode(response[: len(response) - num_new + kept].tolist(), skip_special_tokens=True)
         if any(stop in text for stop in stops):
@@ -46,7 +44,7 @@ def first_stop(tokenizer: Tokenizer, response: IntArray, num_new: int, stops: tu
 
 
 def cut_at_stop(text: str, stops: tuple[str, ...]) -> str:
-    """The text before the earliest stop string.
+    """Return the text before the earliest stop string.
 
     >>> cut_at_stop("4\\nNext: 5", ("\\nNext",))
     '4'

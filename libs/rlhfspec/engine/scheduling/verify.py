@@ -1,4 +1,4 @@
-"""One target forward: laying out roots, prompt chunks and trees as rows, and reading the choices back."""
+"""One target forward: lay out roots, prompt chunks and trees as rows, and read the choices back."""
 
 from __future__ import annotations
 
@@ -20,22 +20,19 @@ from rlhfspec.kernels.tree_attention import AttentionMeta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """The target's choice at every wanted row of a `VerifyBatch`, in their order."""
+    """The target's choice at every wanted row of a `VerifyBatch`, in its order."""
 
     tokens: IntArray  # [B + F + M]
     log_probs: FloatArray  # [B + F + M] under the untempered target
-    tempered: FloatArray  # [B + F + M] log-probs under the distribution really sampled from
+    tempered: FloatArray  # [B + F + M] log-probs under the sampling distribution
     finite: BoolArray  # [B + F + M] False: the logits held NaN or infinity
     logits: torch.Tensor  # [B + F + M, vocab], until the next forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyBatch:
-    """Rows: the root and tree nodes of each decoding sequence, then the tokens of prompt chunks.
-
-    Logits are wanted of the roots [B], of the last token of chunks that complete a prompt [F], and of all nodes [M],
-    in that order.
-    """
+    """Rows of one forward: the root and tree nodes of each decoding sequence, then the tokens of prompt chunks. Wanted
+    are the logits of the roots [B], of the last tokens of chunks that complete a prompt [F], and of all nodes [M]."""
 
     tokens: IntArray  # [N]
     positions: IntArray  # [N]
@@ -47,7 +44,6 @@ class VerifyBatch:
 
 
 def lay_out(state: EngineState, schedule: StepRows, forest: Forest, node_index: IntArray) -> VerifyBatch:
-    """Flatten everything that runs in this step into one batch of rows."""
     rows, table = state.rows, state.target.table
     decode = schedule.decode_rows
     lengths = rows.lengths[decode]
@@ -56,7 +52,7 @@ def lay_out(state: EngineState, schedule: StepRows, forest: Forest, node_index: 
     node_rows = decode[forest.sequence]
     node_lengths = lengths[forest.sequence]
 
-    # in the order of what is wanted: roots, chunk tokens, nodes
+    # in the order of wanted logits: roots, chunk tokens, nodes
     table_rows = np.concatenate((decode, member, node_rows))
     committed = np.concatenate((lengths - 1, chunk_positions))
     num_committed = len(committed)
@@ -66,7 +62,7 @@ def lay_out(state: EngineState, schedule: StepRows, forest: Forest, node_index: 
     extra = _ancestor_slots(forest, slots[num_committed:], num_committed)
     context_lens = np.concatenate((committed + 1, node_lengths))
 
-    # in the order of memory: the rows of one sequence are neighbours, so that they share each key they load
+    # in memory order: rows of one sequence are neighbours, so that they share each loaded key
     order = np.argsort(
         np.concatenate((np.arange(len(decode)), np.full(len(member), len(decode)), forest.sequence)), kind="stable"
     )
@@ -95,7 +91,7 @@ def lay_out(state: EngineState, schedule: StepRows, forest: Forest, node_index: 
 
 
 def _finishing(rows: RowTable, schedule: StepRows) -> tuple[IntArray, IntArray]:
-    """Rows whose chunk completes what they have, and where among the chunk tokens their last one stands."""
+    """Return the rows whose chunk completes their tokens, and the index of their last one among the chunk tokens."""
     ends = schedule.prefill_starts + schedule.prefill_counts
     complete = ends == rows.lengths[schedule.prefill_rows]
     last_of_chunk = np.cumsum(schedule.prefill_counts) - 1
@@ -103,7 +99,7 @@ def _finishing(rows: RowTable, schedule: StepRows) -> tuple[IntArray, IntArray]:
 
 
 def _ancestor_slots(forest: Forest, node_slots: IntArray, num_committed: int) -> IntArray:
-    """[N, D] slots of a node's drafted ancestors and itself, -1 padded; all -1 for rows that are no nodes."""
+    """Return [N, D] slots of a node's drafted ancestors and itself, padded with -1; all -1 for other rows."""
     paths = ancestors(forest)  # [M, D]
     extra = np.full((num_committed + forest.size, paths.shape[1]), -1, np.int32)
     if forest.size:
@@ -116,7 +112,7 @@ class Committed:
     """New tokens of S sequences (decoding ones first, then those whose prompt is complete), up to D+1 each."""
 
     rows: IntArray  # [S] table rows
-    places: npt.NDArray[np.int64]  # [S, D+1] of each token among the sampled ones
+    places: npt.NDArray[np.int64]  # [S, D+1] index among the sampled tokens
     tokens: IntArray  # [S, D+1]
     log_probs: FloatArray  # [S, D+1]
     tempered: FloatArray  # [S, D+1]
@@ -125,7 +121,7 @@ class Committed:
 
 
 def sample(state: EngineState, batch: VerifyBatch) -> SampledTokens:
-    """The forward, and the target's choice by the law at every wanted row."""
+    """Run the forward and sample by the law at every wanted row."""
     rows, table, space = batch.sampled_rows, state.rows, state.target
     meta, given = space.stage(
         batch.meta, tokens=batch.tokens, positions=batch.positions, logit_rows=batch.logit_rows,
@@ -133,7 +129,7 @@ def sample(state: EngineState, batch: VerifyBatch) -> SampledTokens:
         top_k=table.top_k[rows], top_p=table.top_p[rows],
     )  # fmt: skip
     logits = space.runner.forward(given["tokens"], given["positions"], meta, given["logit_rows"])
-    if not len(rows):  # chunks in the middle of prompts
+    if not len(rows):  # only chunks inside prompts
         none = np.empty(0, np.float32)
         return SampledTokens(
             tokens=np.empty(0, np.int32), log_probs=none, tempered=none, finite=np.empty(0, np.bool_), logits=logits
@@ -146,7 +142,7 @@ def sample(state: EngineState, batch: VerifyBatch) -> SampledTokens:
 
 
 def choices(batch: VerifyBatch, sampled: SampledTokens, num_decode: int) -> tuple[IntArray, IntArray]:
-    """Of all sampled tokens, those after the roots and those after the tree nodes."""
+    """Return the sampled tokens after the roots, and those after the tree nodes."""
     tokens = sampled.tokens
     return tokens[:num_decode], tokens[num_decode + len(batch.finishing) :]
 

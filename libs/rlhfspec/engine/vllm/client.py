@@ -1,4 +1,4 @@
-"""vLLM as an engine: sequences here, computed in a child that may die and is started again. Torch-free."""
+"""vLLM as an engine: sequences are kept here and computed in a child, which is restarted if it dies. Torch-free."""
 
 from __future__ import annotations
 
@@ -38,17 +38,14 @@ log = logging.getLogger("rlhfspec.vllm")
 AHEAD_SECONDS = 0.02
 _MOST_TIMES_AHEAD = 8
 MOST_RESTARTS = 3  # without a finished sequence
-_NAMES = count()  # of sequences in a child, which is never told one twice
+_NAMES = count()  # of sequences in a child; a name is never used twice
 _NOT_FINITE = "logits: the model gave NaN or infinity for this sequence"
 
 
 class VllmEngine:
-    """vLLM by the contract `rlhfspec.engine.base.MovableByTokens`.
-
-    `opened`: what the child answered at its start. `strategy`: how it drafts, for those that look on. `ahead_seconds`:
-    so long the child goes on decoding before it tells of it, that messages cost little beside short steps; twice as
-    long, and up to eight times, as nothing new is asked of it.
-    """
+    """vLLM as a `rlhfspec.engine.base.MovableByTokens`. `opened`: the child's first answer. `strategy`: how it drafts,
+    for reports. `ahead_seconds`: decoding time per answer, so that messages are cheap beside short steps; it doubles up
+    to eight times while no request comes."""
 
     weights_version: int = 0
 
@@ -75,11 +72,11 @@ class VllmEngine:
         self._weights = WeightsFile()
         self._sequences: dict[str, VllmSequence] = {}  # by name in the child; waiting or running there
         self._by_id: dict[str, str] = {}
-        self._away: dict[str, VllmSequence] = {}  # by id; exported, and neither cancelled nor back
-        self._new: list[str] = []  # names that the child was not told yet
+        self._away: dict[str, VllmSequence] = {}  # by id; exported, neither cancelled nor back
+        self._new: list[str] = []  # names not yet sent to the child
         self._cancelled: list[str] = []
         self._undelivered: list[Completion] = []  # for the next step's report
-        self._gains: list[Gain] = []  # of the next step's report
+        self._gains: list[Gain] = []  # for the next step's report
         self._restarts_in_vain = 0
         self._num_steps = self._num_generated = self._num_prefill = self._num_moves = self._num_recomputed = 0
         self._gauges = {"num_running": 0, "num_free_blocks": self._opened["num_blocks"], "num_preempted": 0}
@@ -101,11 +98,9 @@ class VllmEngine:
 
     @property
     def pid(self) -> int | None:
-        """Of the child."""
         return self._child.pid
 
     def close(self) -> None:
-        """End the child."""
         self._child.close()
 
     # -- sequences --------------------------------------------------------------------------------------------
@@ -144,7 +139,7 @@ class VllmEngine:
         return name is not None or self._away.pop(request_id, None) is not None
 
     def _forget(self, name: str) -> VllmSequence:
-        """Here, and at the next step in the child."""
+        """Remove the sequence here, and in the child at the next step."""
         sequence = self._sequences.pop(name)
         del self._by_id[sequence.request.id]
         if name in self._new:
@@ -163,7 +158,7 @@ class VllmEngine:
             assert free == blocks, f"{blocks - free} blocks leaked"
 
     def _settle(self) -> None:
-        """Tell the child what was cancelled, where no step will."""
+        """Send cancellations to the child if no step will."""
         cancelled, self._cancelled = self._cancelled, []
         if cancelled:
             self._ask("step", {"add": [], "cancel": cancelled})
@@ -177,7 +172,7 @@ class VllmEngine:
         order = {"add": add, "cancel": cancel, "ahead_seconds": self._ahead(is_asked=bool(add or cancel))}
         answer = self._ask("step", order) if self._sequences or cancel else None
         finished, self._undelivered = self._undelivered, []
-        if answer is None:  # the child was started anew, or nothing is left to do
+        if answer is None:  # the child was restarted, or nothing is left to do
             answer = {"num_passes": 1, "num_decoding": 0, "num_prefill_tokens": 0, "drafted": ()}
             return self._report(began, finished, answer, 0)
         num_before = self._num_generated
@@ -187,7 +182,7 @@ class VllmEngine:
         return self._report(began, finished, answer, self._num_generated - num_before)
 
     def _ahead(self, *, is_asked: bool) -> float:
-        """Short where something was asked just now, as more may come, or where stop strings are to be found here."""
+        """Return the decoding time until the next answer: short after a new request, or to find stop strings here."""
         if is_asked or any(each.request.params.stop for each in self._sequences.values()):
             self._next_ahead_seconds = self._ahead_seconds
         seconds = self._next_ahead_seconds
@@ -195,7 +190,7 @@ class VllmEngine:
         return seconds
 
     def _taken(self, answer: dict[str, Any]) -> list[Completion]:
-        """New tokens of all sequences; return what of them is finished."""
+        """Take the new tokens of all sequences; return the completions."""
         arrays, counts, reasons = answer["arrays"], answer["counts"], answer["reasons"]
         num = sum(counts)
         tokens = np.frombuffer(arrays, np.int32)[:num].tolist()
@@ -215,7 +210,7 @@ class VllmEngine:
         self, name: str, sequence: VllmSequence, columns: tuple[list[int], list[float], list[float]],
         reason: FinishReason | None, num_verified: int, num_drafted: int,
     ) -> Completion | None:  # fmt: skip
-        """New tokens of one sequence, as far as none ends it; the completion if it is finished."""
+        """Take one sequence's new tokens up to its end; return the completion if it is finished."""
         token_ids, log_probs, tempered = columns
         num_new, in_child = len(token_ids), reason
         if not math.isfinite(sum(log_probs)):
@@ -223,7 +218,7 @@ class VllmEngine:
         kept = self._first_stop(sequence, token_ids[:num_new])
         if kept is not None:
             num_new, reason = kept, "stop"
-        if reason is not None and in_child is None:  # it would go on
+        if reason is not None and in_child is None:  # it would continue
             self._cancelled.append(name)
         sequence.add(token_ids[:num_new], log_probs[:num_new], tempered[:num_new], self.weights_version)
         accepted = max(num_new - num_verified, 0)
@@ -269,7 +264,7 @@ class VllmEngine:
     # -- the child --------------------------------------------------------------------------------------------
 
     def _ask(self, name: str, arguments: dict[str, Any]) -> dict[str, Any] | None:
-        """None: the child died, and was started again; what ran is asked for again at the next step."""
+        """Ask the child; return None if it died and was restarted, after which the next step asks again."""
         try:
             answer = self._child.ask(name, arguments, seconds=self._step_seconds)
         except VllmEnded as ended:
@@ -299,12 +294,12 @@ class VllmEngine:
             raise WeightsVersionError(version, self.weights_version, "must grow with every swap")
         self._weights.write(state_dict, version)
         self._settle()
-        self._ask("load", {"weights": self._weights.path})  # a child that died here begins with this version
+        self._ask("load", {"weights": self._weights.path})  # a child that dies here restarts with this version
         self.weights_version = version
         self._refuse_pinned()
 
     def _refuse_pinned(self) -> None:
-        """What asked for other weights."""
+        """Fail sequences that require other weights."""
         for name, sequence in list(self._sequences.items()):
             pinned = sequence.request.weights_version
             if pinned not in (None, self.weights_version):

@@ -1,4 +1,4 @@
-"""Where the Python that has vLLM is: what the job says, else an environment variable, `.venv-vllm`, the PATH."""
+"""Find the Python that has vLLM: from the job, an environment variable, `.venv-vllm` or the PATH."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HAS_VLLM = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm
 
 
 def find_python(given: str | None, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the first that has vLLM; None if none has. One that was named is the only one looked at."""
+    """Return the first Python that has vLLM, or None. If one is named, only that is checked."""
     named = given or environment.get(VARIABLE)
     if named is not None:
         return Path(named) if _has_vllm(Path(named)) else None
@@ -32,7 +32,7 @@ def find_python(given: str | None, environment: Mapping[str, str] = os.environ) 
 
 
 def what_is_missing(arguments: Mapping[str, object]) -> str | None:
-    """In one line, for a job that names this engine."""
+    """Return in one line what a job with this engine lacks, or None."""
     given = arguments.get("python")
     return None if find_python(None if given is None else str(given)) is not None else INSTALL_VLLM
 

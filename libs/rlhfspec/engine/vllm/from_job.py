@@ -1,4 +1,4 @@
-"""The engine `vllm` of `rlhfspec.job.choices.engines`, as a job describes it."""
+"""The engine `vllm` of `rlhfspec.job.choices.engines`, built from a job."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rlhfspec.job.choices.vllm_arguments import BATCH_INVARIANT, NUM_DRAFT_TOKEN
 from rlhfspec.kernels.cpu.build import supports
 
 _NUM_DRAFT_TOKENS = 4
-_SMALL_BYTES = 2 << 30  # of weights: loaded a second time, to compare their logits
-_MOST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}  # of logits, in parts of the largest
+_SMALL_BYTES = 2 << 30  # of weights: small enough to load a second time and compare logits
+_MOST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}  # of logits, relative to the largest
 NO_DRAFTS = "on a CPU without AVX-512 vLLM's drafted steps give NaN after some dozens of sequences: must be off"
 FIELD_OF = {
     "max_model_len": "dataset.maxPromptTokens", "num_gpu_blocks_override": "generation.kvCacheTokens",
@@ -31,7 +31,7 @@ FIELD_OF = {
 
 def make(job: RLHFJob, load_tokenizer: Callable[[], Any]) -> VllmEngine:
     device = device_of(job.spec)
-    spec = settled(job.spec, device)  # to vLLM auto would be the checkpoint's dtype, in 16 bits
+    spec = settled(job.spec, device)  # for vLLM, auto would be the checkpoint's dtype, in 16 bits
     job = job.model_copy(update={"spec": spec})
     given = dict(spec.generation.engine.arguments)
     python = find_python(given.pop(PYTHON, None))
@@ -62,13 +62,12 @@ def make(job: RLHFJob, load_tokenizer: Callable[[], Any]) -> VllmEngine:
 
 
 def drafts_right(device: str) -> bool:
-    """Whether vLLM's drafted steps are right there."""
+    """Return whether vLLM's drafted steps are correct on this device."""
     return device != "cpu" or supports("avx512")
 
 
 def speculative_config(job: RLHFJob, num_draft_tokens: int) -> tuple[str, dict[str, Any] | None]:
-    """The job's mode in vLLM's words, and its name: suffix is its n-gram drafter, adaptive the draft model if there is
-    one."""
+    """Return vLLM's name and settings for the job's mode: suffix is its n-gram drafter, adaptive its draft model."""
     mode, drafter = job.spec.generation.speculation.mode, job.spec.model.drafter
     if mode == OFF or (mode == ADAPTIVE and drafter is None):
         return OFF, None
@@ -81,7 +80,7 @@ def speculative_config(job: RLHFJob, num_draft_tokens: int) -> tuple[str, dict[s
 
 
 def _arguments(job: RLHFJob, device: str, context: int, max_sequences: int) -> dict[str, Any]:
-    """What vLLM is told by fields of the job, and what the law needs."""
+    """Return vLLM's arguments: those from the job's fields, and those the law needs."""
     spec, on_cpu = job.spec, device == "cpu"
     block_size = spec.generation.engine.arguments.get("block_size", 128 if on_cpu else 16)
     tokens = spec.generation.kv_cache_tokens
@@ -100,8 +99,8 @@ def _arguments(job: RLHFJob, device: str, context: int, max_sequences: int) -> d
         "gpu_memory_utilization": spec.generation.gpu_memory_fraction,
         "enforce_eager": on_cpu,
         "worker_cls": "rlhfspec.engine.vllm.inside.worker.LawWorker",
-        "async_scheduling": False,  # a swap of weights is between two steps
-        "generation_config": "vllm",  # nothing of sampling comes from the model's folder
+        "async_scheduling": False,  # weights are swapped between two steps
+        "generation_config": "vllm",  # no sampling defaults from the model's folder
         "seed": 0,
     }
 

@@ -1,4 +1,4 @@
-"""The child process that vLLM runs in: started, asked with a deadline, killed with all that it started."""
+"""The child process of vLLM: started, asked with a deadline, and killed with all its descendants."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ START_SECONDS = 600.0
 _SERVE = Path(__file__).parent / "inside" / "serve.py"
 _END_SECONDS = 2.0
 _OWN = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in the child itself, which sleeps when it is not asked
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in the child itself, which sleeps while idle
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -35,23 +35,21 @@ _OWN = {
 _BY_DEFAULT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several generators may share a machine's cores
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # the number of blocks says how much it really is
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # the number of blocks sets the real size
 }
 
 
 class VllmEnded(RLHFSpecError):
-    """The child died, or had to be killed; why, in its own words where it had any."""
+    """Raised when the child died or had to be killed; the message holds its last output, if any."""
 
 
 class VllmProcess:
-    """`orders`: what each start begins with, by name. Not for several threads at once.
-
-    The child ends with this process whatever ends it: its standard input ends, and the system kills it. That holds for
-    the thread that started it, so one thread here lives as long as it does.
-    """
+    """Child process of vLLM; `orders` are sent by name at each start. Not thread-safe. The child ends with this
+    process: its stdin closes, and the system kills it when the thread that started it ends. One thread therefore lives
+    as long as the child."""
 
     def __init__(self, python: Path, orders: dict[str, dict[str, Any]], environment: dict[str, str]) -> None:
-        self._python = python.absolute()  # the child is started in another folder
+        self._python = python.absolute()  # the child starts in another folder
         self._orders = orders
         self._environment = environment
         self._last_words: deque[str] = deque(maxlen=20)
@@ -62,7 +60,7 @@ class VllmProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> dict[str, Any]:
-        """Return its answers to the first orders, all in one. Raise InvalidRequest for what the user has to change."""
+        """Start the child and return the merged answers to the first orders. Raise InvalidRequest for user errors."""
         self.close()
         self._last_words.clear()
         started = threading.Event()
@@ -77,7 +75,7 @@ class VllmProcess:
         return answers
 
     def ask(self, name: str, arguments: dict[str, Any], *, seconds: float) -> dict[str, Any]:
-        """Its answer; `arrays` of it are bytes. Raise VllmEnded if none comes, or not in time: then nothing is left."""
+        """Return the answer, its `arrays` as bytes. Raise VllmEnded if none comes in time; the child is then killed."""
         process = self._process
         if process is None or process.stdin is None:
             raise VllmEnded("it does not run")
@@ -109,7 +107,7 @@ class VllmProcess:
         return f"{how}: {self._last_words[-1]}" if self._last_words and code != -signal.SIGKILL else how
 
     def close(self) -> None:
-        """End it, and all that it started."""
+        """Kill the child and all that it started."""
         if self._process is not None:
             self._closing()
             self._process = None
@@ -145,13 +143,13 @@ class VllmProcess:
 
 
 def _without_ours(environment: Any) -> dict[str, str]:
-    """Its interpreter has packages of its own."""
+    """Return the environment without our Python settings: the child's interpreter has its own packages."""
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONWARNINGS"}
     return {name: value for name, value in environment.items() if name not in ours}
 
 
 def _code() -> str:
-    """The folders that are `rlhfspec` for the child: wherever this package and the kernels are."""
+    """Return the `rlhfspec` folders for the child: those of this package and the kernels."""
     kernels = find_spec("rlhfspec.kernels")
     assert kernels is not None
     assert kernels.origin is not None

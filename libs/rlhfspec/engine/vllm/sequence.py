@@ -1,4 +1,4 @@
-"""One sequence that vLLM generates, as this side knows it: all that is needed to ask for the rest of it, anywhere."""
+"""One sequence that vLLM generates, with all that is needed to request the rest of it from any child."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from rlhfspec.engine.scheduling.sequences import ACCEPTED, DRAFTED, MOVES, NUM_C
 class VllmSequence:
     request: Request
     stop_ids: tuple[int, ...]
-    token_ids: list[int] = field(default_factory=list)  # of the response, as all that follow
+    token_ids: list[int] = field(default_factory=list)  # of the response, like all that follow
     log_probs: list[float] = field(default_factory=list)
     tempered_log_probs: list[float] = field(default_factory=list)
     weights_versions: list[int] = field(default_factory=list)
     counters: list[int] = field(default_factory=lambda: [0] * NUM_COUNTERS)
     strategies: dict[str, int] = field(default_factory=dict)
     arrived: float = field(default_factory=time.monotonic)
-    is_running: bool = False  # since it was last asked for, tokens of it came
+    is_running: bool = False  # tokens came since the last request
 
     def order(self, name: str) -> dict[str, Any]:
-        """As the child is asked for the rest of it."""
+        """Return the child's order for the rest of the sequence."""
         request, params = self.request, self.request.params
         prompt = request.prompt_token_ids
         law = {
@@ -74,7 +74,7 @@ class VllmSequence:
             stats=stats_of(self.counters, self.strategies.items()),
         )  # fmt: skip
 
-    # -- on its way from one engine to another: its tokens alone ----------------------------------------------
+    # -- moves: tokens alone ------------------------------------------------------------------------------
 
     def view(self) -> SequenceView:
         num_held = len(self.request.prompt_token_ids) + len(self.token_ids)

@@ -1,5 +1,4 @@
-"""One version of weights as a file in memory that the child maps. It has no name: when the last process that holds it
-ends, however it ends, nothing is left."""
+"""One version of weights as an anonymous memory file that the child maps; it vanishes with its last process."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ _KINDS = {
 
 
 class WeightsFile:
-    """The newest version stays until the next is there, for a child that is started again."""
+    """Memory file of weights. The newest version stays until the next is complete, for a restarted child."""
 
     def __init__(self) -> None:
         self.path: str | None = None  # None: the model's own
         self._close: Any = None
 
     def write(self, state_dict: Mapping[str, Any], version: int) -> None:
-        """As safetensors has it; its own writer makes a second file, and needs a folder for it."""
+        """Write weights as safetensors; its own writer would need a folder and a second file."""
         header, end = dict[str, Any](), 0
         for name, tensor in state_dict.items():
             begin, end = end, end + tensor.numel() * tensor.element_size()

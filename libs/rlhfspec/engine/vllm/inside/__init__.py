@@ -1,1 +1,1 @@
-"""What runs under vLLM's interpreter: it imports vllm and torch, and of ours the kernels and the slow decoder."""
+"""Code under vLLM's interpreter: it imports vllm, torch, our kernels and the slow decoder only."""

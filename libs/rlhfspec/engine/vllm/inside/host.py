@@ -14,8 +14,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from rlhfspec.engine.vllm.inside.made import Made
 from rlhfspec.kernels.cpu import build
 
-# The versions whose samplers this package replaces. Private names change between versions, so others are refused;
-# `make setup-vllm` installs the first.
+# Versions whose samplers this package replaces. Private names change between versions, so others are refused; `make
+# setup-vllm` installs the first.
 SUPPORTED = ("0.32.0",)
 _PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 _TRIAL: tuple[dict[str, Any], ...] = tuple(
@@ -30,7 +30,7 @@ _TRIAL: tuple[dict[str, Any], ...] = tuple(
 
 
 class ChildRefused(Exception):
-    """What the user has to change. `field`: of the job, within spec."""
+    """Error that the user must fix. `field`: of the job, within spec."""
 
     def __init__(self, field: str, problem: str) -> None:
         self.field = field
@@ -45,14 +45,14 @@ def in_one_line(error: BaseException) -> str:
 
 
 class Host:
-    """Each method is an order of `serve`."""
+    """Handler of the orders of `serve`, one per method."""
 
     def __init__(self) -> None:
-        self._schedule: Any = None  # what the step ran
+        self._schedule: Any = None  # that the step ran
         self._num_preempted = 0
 
     def open(self, *, device: str, arguments: dict[str, Any], field_of: dict[str, str]) -> dict[str, Any]:
-        """field_of: of vLLM's arguments that come from fields of their own, which."""
+        """Start vLLM. `field_of`: the job field of each vLLM argument that comes from one."""
         if vllm.__version__ not in SUPPORTED:
             known = " or ".join(SUPPORTED)
             raise ChildRefused("generation.engine", f"vLLM {vllm.__version__} is not supported, only {known}")
@@ -95,7 +95,7 @@ class Host:
         self._scheduler.schedule, self._scheduler._preempt_request = noting, counting
 
     def trial(self, *, model: str, dtype: str, compares: bool) -> dict[str, Any]:
-        """A prompt with and without masks, drawn as any other: the law is in its place, or else it is said why not."""
+        """Sample one prompt with and without masks, and report whether the law is in place."""
         began = time.perf_counter()
         self._core.collective_rpc("watch")
         self.step(add=[{**each, "name": f"trial-{index}"} for index, each in enumerate(_TRIAL)], cancel=[])
@@ -111,7 +111,7 @@ class Host:
         return self._gauges() if weights is None else self.load(weights=weights)
 
     def load(self, *, weights: str) -> dict[str, Any]:
-        """What runs is preempted and computes its KV again; without that, it would go on with the old weights' KV."""
+        """Load weights; running sequences are preempted, or they would continue with the old weights' KV."""
         lacking = sorted({name for rank in self._core.collective_rpc("load_version", args=(weights,)) for name in rank})
         if lacking:  # vLLM only warns
             raise ChildRefused("model.path", f"new weights lack {len(lacking)} of the model's, such as {lacking[0]}")
@@ -120,8 +120,7 @@ class Host:
         return self._gauges()
 
     def step(self, *, add: list[dict[str, Any]], cancel: list[str], ahead_seconds: float = 0.0) -> dict[str, Any]:
-        """Passes of all that can run: a schedule, a forward pass and a draw each. One, and more of them as long as
-        nothing is finished, nothing but decoding is done, and they take no longer than `ahead_seconds`."""
+        """Run one pass of all sequences, and more within `ahead_seconds` while all only decode and none finishes."""
         began = time.perf_counter()
         if cancel:
             self._core.abort_requests(cancel)
@@ -147,8 +146,7 @@ class Host:
 def _request(
     *, name: str, prompt: list[int], max_tokens: int, stop_token_ids: list[int], law: dict[str, Any]
 ) -> EngineCoreRequest:
-    """To vLLM it is greedy, so that nothing of its own sampling is made ready; two log-probs a token come back. EOS
-    tokens are among `stop_token_ids`, where they count."""
+    """Build a greedy vLLM request, to skip its own sampling, with two log-probs per token. Stop ids include EOS."""
     params = vllm.SamplingParams(
         temperature=0.0, max_tokens=max_tokens, stop_token_ids=stop_token_ids, ignore_eos=True, detokenize=False,
         logprobs=1, extra_args={"law": law},
@@ -166,7 +164,7 @@ def _eos_token_ids(model: Any) -> list[int]:
 
 
 def _difference_to_hugging_face(model: str, dtype: str, logits: list[float]) -> float:
-    """The largest difference of the logits after the trial's prompt, in parts of the largest logit."""
+    """Return the largest difference of the logits after the trial's prompt, relative to the largest logit."""
     from transformers import AutoModelForCausalLM
 
     with torch.inference_mode():

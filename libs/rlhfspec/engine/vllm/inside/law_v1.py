@@ -1,4 +1,4 @@
-"""The law in vLLM's V1 model runner, its CPU build's: a sampler, a verifier, and drafts under the same noise."""
+"""The law in vLLM's V1 model runner (CPU build): a sampler, a verifier, and drafts under the same noise."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rlhfspec.kernels import gumbel
 
 
 class Batch:
-    """The law's parameters of the requests in the runner's batch, in the batch's order, which changes."""
+    """The law's parameters of the runner's requests, in the batch's order, which changes."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.witness = Witness()
-        self.next_places: IntArray | None = None  # of each request: where its next token stands in its response
+        self.next_places: IntArray | None = None  # response position of each request's next token
         self._ids: list[str] = []
 
     def look(self) -> int:
         """Return how many requests the batch holds."""
         batch = self.runner.input_batch
         ids = batch.req_ids[: batch.num_reqs]
-        if ids != self._ids:  # no name is of two requests
+        if ids != self._ids:  # names are unique
             laws = [self.runner.requests[name].sampling_params.extra_args["law"] for name in ids]
             self._ids = list(ids)
             self.seeds = np.array([law["seed"] for law in laws], np.uint64)
@@ -38,10 +38,10 @@ class Batch:
         return len(ids)
 
     def sample(self, logits: torch.Tensor, owners: IntArray | slice, source_rows: IntArray) -> tuple[Any, IntArray]:
-        """owners: of each row its request's index, or all in their order; source_rows [N]: the row of the forward pass
-        that it is of. Return what was drawn, and where it stands in the response."""
+        """Sample rows; return the draws and their response positions. `owners`: the request index of each row, or all
+        in order. `source_rows` [N]: rows of the forward pass."""
         positions = self.runner.positions.cpu().numpy()[source_rows].astype(np.int32)
-        places = np.maximum(positions + 1 - self.num_prompt[owners], 0)  # of a part of a prompt, nothing is kept
+        places = np.maximum(positions + 1 - self.num_prompt[owners], 0)  # parts of a prompt keep nothing
         logits = logits.float()
         parameters = (self.temperatures[owners], self.top_k[owners], self.top_p[owners])
         drawn = gumbel.sample(logits, self.seeds[owners], places, *parameters)
@@ -50,7 +50,7 @@ class Batch:
 
 
 class _Beside(torch.nn.Module):
-    """What vLLM asks of its own, beside calls, is still its own's."""
+    """Module that wraps vLLM's own and forwards all other attributes to it."""
 
     def __init__(self, batch: Batch, vllms: Any) -> None:
         super().__init__()
@@ -64,12 +64,12 @@ class _Beside(torch.nn.Module):
 
 
 class V1Sampler(_Beside):
-    """Draws one token a request, where nothing was drafted."""
+    """Draws one token per request, when nothing was drafted."""
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *others: Any, **more: Any) -> Any:
         batch = self.batch
         num = batch.look()
-        if num == 0 or len(logits) != num:  # a trial of the runner's, at the start
+        if num == 0 or len(logits) != num:  # a trial of the runner at start-up
             return self.vllms(logits, sampling_metadata, *others, **more)
         drawn, places = batch.sample(logits, slice(None), batch.runner.query_start_loc.np[1 : num + 1] - 1)
         batch.next_places = places + 1
@@ -77,7 +77,7 @@ class V1Sampler(_Beside):
 
 
 class V1Verifier(_Beside):
-    """Keeps drafted tokens while they are the law's; the first that is not gives way to the law's."""
+    """Keeps drafted tokens while they are the law's, then adds the law's own."""
 
     def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> Any:
         batch = self.batch
@@ -108,8 +108,7 @@ class V1Verifier(_Beside):
 
 
 def _both(drawn: Any) -> tuple[IntArray, FloatArray, IntArray]:
-    """What LogprobsTensors takes: of each row two ids, their log-probs (under the model, and under what was sampled
-    from), a rank."""
+    """Return the fields of LogprobsTensors: per row two ids, log-probs under the model and as sampled, and a rank."""
     tokens = drawn.tokens.cpu().numpy()
     ids, values = np.full((len(tokens), 2), LAW, np.int32), np.empty((len(tokens), 2), np.float32)
     ids[:, 0], values[:, 0] = tokens, drawn.log_probs.cpu().numpy()
@@ -118,7 +117,7 @@ def _both(drawn: Any) -> tuple[IntArray, FloatArray, IntArray]:
 
 
 def _couple(drafter: Any, batch: Batch) -> None:
-    """A draft model draws with the noise of the positions that it drafts for."""
+    """Make a draft model sample with the noise of the drafted positions."""
     propose, num_drafted = drafter.propose, [0]
 
     def begun(*arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The law in vLLM's V2 model runner, the GPUs': rows by slot, parameters on the device, no wait for it."""
+"""The law in vLLM's V2 model runner (GPUs): rows by slot, parameters on the device, without synchronization."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rlhfspec.engine.vllm.inside.made import LAW
 from rlhfspec.engine.vllm.inside.witness import Witness
 from rlhfspec.kernels import gumbel
 
-_NO_LAW = {"seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_prompt": 0}  # of the runner's own trials
+_NO_LAW = {"seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_prompt": 0}  # for the runner's own trials
 
 
 class Slots:
-    """The law's parameters of each request's slot."""
+    """The law's parameters, by request slot."""
 
     def __init__(self, num: int, device: torch.device) -> None:
         self.witness = Witness()
@@ -33,7 +33,7 @@ class Slots:
         self._top_p[slot], self._num_prompt[slot] = law["top_p"], law["num_prompt"]
 
     def places(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where the token after each position stands in its response; of a part of a prompt, nothing is kept."""
+        """Return the response position of the token after each position; 0 inside prompts, where nothing is kept."""
         return (positions.to(torch.int32) + 1 - self._num_prompt[slots]).clamp_(min=0)
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> Any:
@@ -52,7 +52,7 @@ class Slots:
 
 
 class V2Sampler:
-    """Draws one token a request, where nothing was drafted; told of each new request."""
+    """Draws one token per request, when nothing was drafted, and registers new requests."""
 
     def __init__(self, vllms: Any, device: torch.device) -> None:
         self._vllms = vllms
@@ -72,7 +72,7 @@ class V2Sampler:
 
 
 class V2Verifier:
-    """Keeps drafted tokens while they are the law's; the first that is not gives way to the law's."""
+    """Keeps drafted tokens while they are the law's, then adds the law's own."""
 
     def __init__(self, vllms: Any, sampler: V2Sampler) -> None:
         self._vllms, self._sampler = vllms, sampler
@@ -86,7 +86,7 @@ class V2Verifier:
         drawn = self._sampler.slots.sample(logits, batch.expanded_idx_mapping, batch.positions[indices])
         counts = (batch.cu_num_logits[1:] - batch.cu_num_logits[:-1]).long()  # rows of each request
         owners = torch.repeat_interleave(torch.arange(num, device=logits.device), counts, output_size=len(logits))
-        drafted = batch.input_ids[indices].roll(-1)  # what follows a row, where that is of the same request
+        drafted = batch.input_ids[indices].roll(-1)  # the token after a row, if it belongs to the same request
         hits = torch.zeros((num, self._width), dtype=torch.bool, device=logits.device)
         hits[owners, columns] = (drawn.tokens == drafted) & (columns < counts[owners] - 1)
         kept = (hits.int().cumprod(1).sum(1) + 1).to(torch.int32)
@@ -97,20 +97,20 @@ class V2Verifier:
 
 
 def _counts(num_sampled: torch.Tensor, batch: Any, sampler: Any) -> Any:
-    """vLLM's own: of those whose prompt is not through, none."""
+    """Run vLLM's own count, which is zero for unfinished prompts."""
     prefill = sampler.req_states.prefill_len.gpu
     return get_num_sampled_and_rejected(num_sampled, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, prefill)
 
 
 def _both(drawn: Any, starts: list[int] | None = None) -> LogprobsTensors:
-    """Two columns: under the model, and under what was sampled from."""
+    """Return two columns of log-probs: under the model, and as sampled."""
     ids = torch.stack((drawn.tokens, torch.full_like(drawn.tokens, LAW)), 1)
     values = torch.stack((drawn.log_probs, drawn.tempered_log_probs), 1)
     return LogprobsTensors(ids, values, torch.zeros_like(drawn.tokens, dtype=torch.int64), starts)
 
 
 def _couple(speculator: Any, slots: Slots) -> None:
-    """A draft model draws with the noise of the positions that it drafts for."""
+    """Make a draft model sample with the noise of the drafted positions."""
 
     def sample_draft(
         hidden_states: torch.Tensor, sample_src_positions: torch.Tensor, idx_mapping: torch.Tensor,

@@ -1,4 +1,4 @@
-"""What the passes of one answer made, as it goes to the other side."""
+"""Results of the passes of one answer, in the format of the pipe."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-LAW = -1  # the second id beside every token that the law drew
+LAW = -1  # the second id beside every token drawn by the law
 _REASONS = {"STOP": "stop", "LENGTH": "length"}
 
 
@@ -15,13 +15,13 @@ class Made:
     def __init__(self) -> None:
         self.num_passes = 0
         self.num_decoding = self.num_prefill = 0  # rows and tokens, over all passes
-        self.is_to_be_told = False  # what follows would wait
+        self.is_to_be_told = False  # the answer must be sent now
         self._outputs: dict[str, list[Any]] = defaultdict(list)  # by sequence
         self._drafted: dict[str, int] = defaultdict(int)
         self._reasons: dict[str, str] = {}
 
     def take(self, outputs: list[Any], schedule: Any) -> None:
-        """Of one pass."""
+        """Add the outputs of one pass."""
         self.num_passes += 1
         for each in outputs:
             self._outputs[each.request_id] += [each] if each.new_token_ids else []
@@ -33,7 +33,7 @@ class Made:
         self.is_to_be_told = bool(self._reasons) or num_prefill > 0 or not outputs
 
     def _decoded(self, schedule: Any) -> int:
-        """Return how many tokens those ran that decode."""
+        """Return how many tokens decoding sequences ran."""
         counts, drafts = schedule.num_scheduled_tokens, schedule.scheduled_spec_decode_tokens
         if not drafts:
             num_decoding: int = sum(count == 1 for count in counts.values())
@@ -46,7 +46,7 @@ class Made:
         return sum(int(counts[name]) for name in decoding)
 
     def answer(self) -> dict[str, Any]:
-        """arrays: tokens, log-probs, tempered log-probs; sequence after sequence."""
+        """Return the answer. arrays: tokens, log-probs, tempered log-probs; sequence after sequence."""
         outputs = [each for of_one in self._outputs.values() for each in of_one]
         tokens = [token for each in outputs for token in each.new_token_ids]
         arrays = b""

@@ -1,13 +1,12 @@
-"""vLLM behind a pipe: in come lines of JSON, out go two lengths, JSON, and arrays. Run as a file by the Python that has
-vLLM.
+"""vLLM behind a pipe: reads lines of JSON, writes two lengths, JSON, and arrays. Run as a file by vLLM's Python.
 
     {"open": {...}}                              -> what was opened
     {"begin": {"weights": path or null}}         -> nothing runs any more, under these weights
     {"load": {"weights": path}}                  -> what runs goes on under these
     {"step": {"add": [...], "cancel": [...], "ahead_seconds": 0.01}}  -> new tokens, and how full it is
 
-Whatever libraries print goes to standard error. What fails within vLLM is answered, and ends the process: it cannot be
-known what state it left behind. A process that is spawned for a further rank runs the top of this file again.
+Other output goes to standard error. A failure within vLLM is answered and ends the process, whose state is unknown
+then. Processes spawned for further ranks run the top of this file again.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import os
 import sys
 import types
 
-if "rlhfspec" not in sys.modules:  # only this package of ours, and nothing else that is installed beside it
+if "rlhfspec" not in sys.modules:  # only this package is importable, nothing installed beside it
     _ours = types.ModuleType("rlhfspec")
     _ours.__path__ = os.environ["RLHFSPEC_VLLM_CODE"].split(os.pathsep)
     sys.modules["rlhfspec"] = _ours
@@ -36,7 +35,7 @@ def main() -> None:
             answer, is_over = getattr(host, name)(**arguments), False
         except ChildRefused as error:
             answer, is_over = {"refused": str(error), "field": error.field}, True
-        except Exception as error:  # the boundary of a process: whatever failed is the other side's to report
+        except Exception as error:  # the process boundary: the other side reports the failure
             answer, is_over = {"failed": in_one_line(error)}, True
         arrays, words = answer.pop("arrays", b""), json.dumps(answer).encode()
         answers.write(LENGTHS.pack(len(words), len(arrays)) + words + arrays)

@@ -1,4 +1,4 @@
-"""What was drawn, against the slow decoder on the very logits it was drawn from."""
+"""Check of drawn tokens against the slow decoder on the same logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_DIFFERENCE = 1e-4  # of log-probs
 
 
 class Witness:
-    """Looks only while it is asked to: at load."""
+    """Recorder of draws, active only during the check at load."""
 
     def __init__(self) -> None:
         self.is_watching = False
@@ -29,7 +29,7 @@ class Witness:
         self.rows += zip(*columns, strict=True)
 
     def problems(self) -> list[str]:
-        """In words: where a token is not the law's, by more than rounding, or a log-prob is off."""
+        """Return messages about tokens that differ from the law's by more than rounding, and about wrong log-probs."""
         found = []
         for logits, token, log_prob, tempered, seed, place, temperature, top_k, top_p in self.rows:
             params = SamplingParams(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))

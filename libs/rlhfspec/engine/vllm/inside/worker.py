@@ -1,4 +1,4 @@
-"""vLLM's worker, in each of its ranks: the law goes in as soon as the model is loaded, before anything is captured."""
+"""vLLM's worker in each rank: it installs the law after loading the model, before anything is captured."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ else:
 
 
 def process_shared_weights(model: torch.nn.Module) -> None:
-    """Process the weights again that several modules share, such as those of an output head tied to the embedding.
-
-    vLLM's reload processes a shared weight for one of its modules alone. On a CPU each module computes with a packed
-    copy of the weight, and the others would keep the copy of the version before.
-    """
+    """Process weights that several modules share again, such as an output head tied to the embedding. vLLM's reload
+    updates only one of the modules; on a CPU the others would keep packed copies of the old version."""
     owners: dict[int, list[Any]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -51,11 +48,10 @@ class LawWorker(VllmWorker):  # type: ignore[misc]
         return problems
 
     def first_logits(self) -> list[float]:
-        """Of what the witness saw first."""
         return self.law.witness.rows[0][0].tolist()  # type: ignore[no-any-return]
 
     def load_version(self, path: str) -> list[str]:
-        """Weights by the names of the checkpoint. Return what of the model was not among them."""
+        """Load weights by checkpoint names. Return the model's weights that were missing."""
         model, loaded = self.model_runner.get_model(), set[str]()
         load = model.load_weights
 
