@@ -74,7 +74,6 @@ class AttentionMeta:
         return self._native
 
     def tensors(self, device: torch.device) -> AttentionIndices:
-        """Return the indices as tensors on `device`."""
         if device not in self._tensors:
             arrays = (self.slots, self.table_rows, self.context_lens, self.extra, self.slot_table)
             self._tensors[device] = AttentionIndices(*(torch.as_tensor(array, device=device) for array in arrays))
@@ -244,7 +243,6 @@ class _Kernels:
 
 @functools.cache
 def _kernels(isa: str | None = None) -> _Kernels:
-    """Return the C++ functions for one instruction set (default: the best)."""
     plan, attend = build.function("tree_attention_plan", isa), build.function("tree_attention", isa)
     plan.argtypes = attend.argtypes = [ctypes.c_void_p]
     build.check_sizes("attention", ctypes.sizeof(_BatchStruct), CALL.size)

@@ -118,7 +118,6 @@ class Engine(Moves):
         return Abilities(moves_tokens=self, moves_kv=self, learning=self.learning if learns else None)
 
     def submit(self, request: Request) -> None:
-        """Queue a sequence. Raise InvalidRequest, naming the field, if it can never run here."""
         self.validate(request)
         sequence = self.state.new_sequence(request, Generated.of_prompt(request.prompt_token_ids))
         self.state.sequences[request.id] = sequence

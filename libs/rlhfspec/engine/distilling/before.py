@@ -55,7 +55,6 @@ def distil(
 
 
 def drafter_of(engine: Engine) -> Any:
-    """Return the drafter's plain model with what it has learnt."""
     assert engine.state.student is not None, "the engine's drafter learns"
     return engine.state.student.model
 

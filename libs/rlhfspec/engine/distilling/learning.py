@@ -42,7 +42,6 @@ def next_look(num_steps: int) -> int:
 
 
 def drafter_learning(state: EngineState) -> DraftLearning | None:
-    """Return the learning of an engine's drafter, or None if it has none."""
     if state.student is None or state.draft is None:
         return None
     learning = state.config.learning
@@ -141,7 +140,6 @@ class DraftLearning:
             self._learn(idle=False)
 
     def learn_while_idle(self) -> bool:
-        """Take one optimizer step while the engine is idle. Return False if there was nothing to learn."""
         self._look()
         now = time.perf_counter()
         self.budget.idled(now - self._idle_since)
@@ -174,7 +172,6 @@ class DraftLearning:
         return True
 
     def _look(self) -> None:
-        """Evaluate all steps that were noted."""
         if not self._noted:
             return
         began = time.perf_counter()

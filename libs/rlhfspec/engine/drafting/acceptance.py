@@ -60,7 +60,6 @@ class _Book:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Convert the counts to log-odds of the fine gaps."""
         trials = self.trials.reshape(_DEPTHS, _RANKS, _BUCKETS)
         hits = self.hits.reshape(_DEPTHS, _RANKS, _BUCKETS)
         pool = (hits.sum(axis=0) + _PRIOR_WEIGHT * _prior()) / (trials.sum(axis=0) + _PRIOR_WEIGHT)
@@ -116,7 +115,6 @@ class AcceptanceModel:
         self._books: dict[str, _Book] = {}
 
     def predict(self, drafter: str, rows: IntArray, depth: IntArray, rank: IntArray, gap: FloatArray) -> FloatArray:
-        """Return the acceptance of each node given that its parent was accepted, in (0, 1). All arguments [M]."""
         log_odds, shift = self.curves(drafter, rows)
         group, fine = _group_and_fine(depth, rank, gap)
         return _chance(log_odds.take(group * _FINE + fine) + shift).astype(np.float32)

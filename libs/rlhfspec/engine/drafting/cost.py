@@ -73,7 +73,6 @@ class CostTable:
         )
 
     def correct(self, predicted: float, real: float) -> None:
-        """Correct the factor by one execution."""
         self.num_seen += 1
         rate, most = max(_RATE, 1.0 / (1 + self.num_seen)), _MOST_ERROR + 1.0 / self.num_seen
         error = math.log(max(real, 1e-9) / predicted)

@@ -50,14 +50,12 @@ class Journal:
         self.start_totals()
 
     def start_totals(self) -> None:
-        """Count the selector's share from here on."""
         self._total_selector_seconds = self._total_seconds = 0.0
 
     def spend(self, started: float) -> None:
         self._selector_seconds += perf_counter() - started
 
     def close(self, outcome: DraftOutcome, *, is_trial: bool, predicted_seconds: float, started: float) -> None:
-        """Record the decision of a finished step."""
         if self._costs is not None:
             self._costs.record_error("step", predicted_seconds, outcome.step_seconds)
         self.spend(started)

@@ -122,7 +122,6 @@ class ModelDrafter:
         return grown.forest
 
     def observe(self, batch: DraftBatch, new_lengths: IntArray) -> None:
-        """Keep the draft KV of expanded nodes that the target chose."""
         last, self._last = self._last, None
         if last is not None and len(last.level_rows) and not self.engine.keep(batch, last, new_lengths):
             keep_drafted(batch, last, new_lengths, self.engine.slots, self.engine.cached)

@@ -41,7 +41,6 @@ def gumbel(seed: int, position: int, token: int) -> float:
 
 
 def gumbels(seeds: Sequence[int], positions: Sequence[int], tokens: Sequence[int]) -> list[float]:
-    """Return G of many (seed, response position, token id)."""
     if len(tokens) > _MOST_LANES:
         head, tail = slice(_MOST_LANES), slice(_MOST_LANES, None)
         return gumbels(seeds[head], positions[head], tokens[head]) + gumbels(seeds[tail], positions[tail], tokens[tail])

@@ -82,7 +82,6 @@ class DraftOutlook:
             prospect.promised = prospect.came_true = _TRUTH_MEMORY / 4
 
     def look(self, state: BatchState) -> None:
-        """Rate all plans for this batch."""
         costs, num_sequences = self._costs, len(state.rows)
         rows = num_sequences + state.num_prefill_rows
         verify = costs.table(TARGET).seconds_array(rows + _NODES * num_sequences, state.kv_tokens)
@@ -132,7 +131,6 @@ class DraftOutlook:
             prospect.num_used += 1
 
     def success(self, plan: DraftPlan) -> float:
-        """Return the expected accepted children of a node that the plan expands."""
         return self._of[plan].success
 
     def learn_forest(self, plan: DraftPlan, forest: Forest, num_sequences: int) -> None:
@@ -154,5 +152,4 @@ class DraftOutlook:
             prospect.came_true = kept * prospect.came_true + num_tokens
 
     def ranked(self) -> dict[str, float]:
-        """Return tokens per second by plan at the last look, best first."""
         return {plan.name: rate for plan, rate in sorted(self.rates.items(), key=lambda item: -item[1])}

@@ -43,7 +43,6 @@ def free_bytes(device: torch.device, fraction: float) -> int:
 
 
 def does_not_fit(device: torch.device, fraction: float, *parts: str) -> str:
-    """Return a message with the sizes that do not fit."""
     module = module_of(device)
     free, total = module.mem_get_info(device)
     may = f"{gigabytes(int(fraction * total))}, {fraction:g} of {device}, may be taken and {gigabytes(free)} are free"

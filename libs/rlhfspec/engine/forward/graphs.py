@@ -82,7 +82,6 @@ class GraphedForward:
         return self._tables[shape]
 
     def _fill(self, captured: _Captured, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta) -> None:
-        """Write this batch into the fixed buffers and pad the rest."""
         _write(captured.tokens[0], tokens, 0)
         _write(captured.positions[0], positions, 0)
         static = captured.meta

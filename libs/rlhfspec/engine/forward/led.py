@@ -40,7 +40,6 @@ class Others:
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        """Return the shapes of the whole model's weights."""
         return self._cut.shapes
 
     @property

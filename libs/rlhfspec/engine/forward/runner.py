@@ -255,7 +255,6 @@ class ModelRunner:
         return self.config.max_context * self.bytes_per_position // self.kv_shape[0] if self._by_flash else 0
 
     def copy(self, source: IntArray, target: IntArray) -> None:
-        """Copy KV from the slots `source` [n] to the slots `target` [n]."""
         if self.others is not None:
             self.others.copy(source, target)
         copy_slots(self.kv, source, target)

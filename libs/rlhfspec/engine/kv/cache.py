@@ -107,7 +107,6 @@ class BlockPool:
             self.kept.pop(block, None)
 
     def touch(self, block: int) -> None:
-        """Mark the block as most recently used."""
         if block in self.kept:
             del self.kept[block]
             self.kept[block] = None

@@ -95,7 +95,6 @@ class KVSpace:
             self._copied.append((sequence, block))
 
     def copy_tails(self) -> None:
-        """Copy all tails in one call."""
         if not self._copied:
             return
         size, tails = self.table.block_size, [(each.prefix, each, block) for each, block in self._copied]

@@ -223,7 +223,6 @@ class Scheduler:
             self.rows.save(sequence)
 
     def reattach(self, sequence: Sequence) -> None:
-        """Continue a detached sequence, with its age."""
         del self.away[sequence.request.id]
         self.state.sequences[sequence.request.id] = sequence
         by_age(self.running if sequence.has_row else self.waiting, sequence)

@@ -145,7 +145,6 @@ class RowTable:
         self._set_stop_ids(row, sequence.stop_ids)
 
     def save(self, sequence: Sequence) -> None:
-        """Copy what the row generated into the sequence object."""
         row = sequence.row
         prompt, length = int(self.prompt_lengths[row]), int(self.lengths[row])
         sequence.generated = Generated(
@@ -168,7 +167,6 @@ class RowTable:
         sequence.row = NO_ROW
 
     def count_step(self, decode_rows: IntArray, strategy: str) -> None:
-        """Count one more decoding step of these rows under this plan."""
         column = self._strategy_column(strategy)  # first: it may need a wider table
         self.strategy_steps[decode_rows, column] += 1
 

@@ -213,7 +213,6 @@ class Speculator:
 
 
 def _drafters(state: EngineState) -> dict[str, Drafter]:
-    """Return all drafters that can run here, by name."""
     made: dict[str, Drafter] = {}
     for name, entry in DRAFTERS.items():
         if not entry.runs_draft_model:

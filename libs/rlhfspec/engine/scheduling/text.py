@@ -21,7 +21,6 @@ class Tokenizer(Protocol):
 
 
 def encode_prompt(tokenizer: Tokenizer | None, prompt: str | SequenceOf[int]) -> tuple[int, ...]:
-    """Return the token ids of a prompt given as text or as ids."""
     if not isinstance(prompt, str):
         return tuple(prompt)
     if tokenizer is None:

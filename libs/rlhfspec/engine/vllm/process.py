@@ -107,7 +107,6 @@ class VllmProcess:
         return f"{how}: {self._last_words[-1]}" if self._last_words and code != -signal.SIGKILL else how
 
     def close(self) -> None:
-        """Kill the child and all that it started."""
         if self._process is not None:
             self._closing()
             self._process = None

@@ -27,7 +27,6 @@ class VllmSequence:
     is_running: bool = False  # tokens came since the last request
 
     def order(self, name: str) -> dict[str, Any]:
-        """Return the child's order for the rest of the sequence."""
         request, params = self.request, self.request.params
         prompt = request.prompt_token_ids
         law = {

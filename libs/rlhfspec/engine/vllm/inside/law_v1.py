@@ -24,7 +24,6 @@ class Batch:
         self._ids: list[str] = []
 
     def look(self) -> int:
-        """Return how many requests the batch holds."""
         batch = self.runner.input_batch
         ids = batch.req_ids[: batch.num_reqs]
         if ids != self._ids:  # names are unique

@@ -21,7 +21,6 @@ class Made:
         self._reasons: dict[str, str] = {}
 
     def take(self, outputs: list[Any], schedule: Any) -> None:
-        """Add the outputs of one pass."""
         self.num_passes += 1
         for each in outputs:
             self._outputs[each.request_id] += [each] if each.new_token_ids else []
