@@ -205,16 +205,12 @@ class RolloutError(RLHFSpecError):
 
 
 class MalformedRecord(RLHFSpecError):
-    """Bytes from the wire that are not a valid record."""
-
     def __init__(self, problem: str) -> None:
         self.problem = problem
         super().__init__(f"malformed record: {problem}")
 
 
 class TransportClosed(RLHFSpecError):
-    """A subject was used after its transport or subscription was closed."""
-
     def __init__(self, subject: str) -> None:
         super().__init__(f"{subject}: the transport or the subscription is closed")
 
@@ -357,7 +353,7 @@ class RecordUndeliverable(StageError):
 
 
 class NumericalError(RLHFSpecError):
-    """A model produced NaN or infinity where a probability was needed."""
+    pass
 
 
 class RewardError(RLHFSpecError):
@@ -373,4 +369,4 @@ class StorageError(PlacedError):
 
 
 class StorageUnavailable(StorageError):
-    """An object store that does not answer."""
+    pass

@@ -376,7 +376,6 @@ class Spec(Block):
 
     @property
     def max_context(self) -> int:
-        """Return the tokens of the longest prompt and the longest response together."""
         return self.dataset.max_prompt_tokens + self.generation.max_tokens
 
     @property
@@ -387,7 +386,6 @@ class Spec(Block):
 
     @property
     def has_movable_samples(self) -> bool:
-        """Return whether the engine can give samples away."""
         return ENGINES[self.generation.engine.name].is_movable
 
     def num_processes(self, stage: str) -> int:

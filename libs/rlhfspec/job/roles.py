@@ -54,7 +54,6 @@ class Trainer(Workers):
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
 

@@ -184,8 +184,6 @@ def work_consumers(record: type[Record], running: Collection[str]) -> list[Consu
 
 
 class Declaration(NamedTuple):
-    """Arguments of `Transport.declare`."""
-
     subject: str
     kind: Kind
     consumers: tuple[Consumer, ...] = ()

@@ -17,8 +17,6 @@ SENT = "sent"  # header: time of publication in Unix seconds
 
 
 class WorkerPlace(NamedTuple):
-    """Address of a worker."""
-
     stage: str
     worker: int
 
@@ -70,8 +68,6 @@ class Watcher(Protocol):
 
 
 class Watchers:
-    """Watcher that forwards to several."""
-
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self._watchers = tuple(watchers)
 

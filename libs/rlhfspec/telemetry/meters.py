@@ -33,8 +33,6 @@ Labels = tuple[tuple[str, str], ...]  # sorted
 
 
 class Times:
-    """Histogram of seconds."""
-
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS) + 1)
         self.sum = 0.0
@@ -45,7 +43,6 @@ class Times:
 
     @property
     def cumulative(self) -> list[tuple[str, float]]:
-        """Return (limit, cumulative count) as in Prometheus."""
         limits = [*map(str, BOUNDS), "+Inf"]
         return list(zip(limits, map(float, accumulate(self.counts)), strict=True))
 
@@ -59,8 +56,6 @@ class Metric(NamedTuple):
 
 @dataclass(slots=True)
 class _Records:
-    """Metrics of one record type at one worker."""
-
     published: int = 0
     there: int = 0  # duplicates
     taken: int = 0
@@ -179,7 +174,6 @@ class Meters:
     # --- what is there -----------------------------------------------------------------------------------------------
 
     def metrics(self) -> Iterator[Metric]:
-        """Yield the current values of all metrics."""
         records = [(place, kind.__name__.lower(), each) for (place, kind), each in list(self._records.items())]
         published: list[tuple[Labels, float]] = []
         taken: list[tuple[Labels, float]] = []

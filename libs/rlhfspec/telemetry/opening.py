@@ -31,7 +31,6 @@ class Observation:
     meters: Meters | None
 
     def metrics_text(self) -> str:
-        """Return the text of /metrics for Prometheus."""
         if self.meters is None:
             return ""
         from rlhfspec.telemetry.prometheus import text_of

@@ -31,8 +31,6 @@ def served(metrics: Callable[[], Iterable[Metric]]) -> Iterator[str]:
 
 
 class _AskedRegistry(CollectorRegistry):
-    """Registry that collects metrics on every request."""
-
     def __init__(self, metrics: Callable[[], Iterable[Metric]]) -> None:
         super().__init__()
         self._metrics = metrics

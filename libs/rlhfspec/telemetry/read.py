@@ -48,7 +48,6 @@ class Life:
 
     @property
     def queue_seconds(self) -> float:
-        """Return the total time in queues until it was scored."""
         return sum(span.waited_seconds for span in self.spans if span.name not in _LAST)
 
     @property

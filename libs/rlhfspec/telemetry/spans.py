@@ -52,7 +52,6 @@ class Span:
 
     @property
     def what(self) -> str:
-        """Return the name, with a number if there are several."""
         if self.name == "move":
             return f"move {self.attributes.get('move')}"
         return what_was_done(self.name, self.delivery, self.stay)

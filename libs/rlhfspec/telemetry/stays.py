@@ -22,7 +22,6 @@ Strategies = Sequence[tuple[str, int]]
 
 
 def made_at_the_last(sample: Sample, before: SampleProgress | None) -> dict[str, Attribute]:
-    """Return the attributes of the last stay."""
     if before is None:  # nearly always
         made = _made(
             sample.generator, sample.weights_versions, sample.strategies, sample.num_verifications,
@@ -44,7 +43,6 @@ def made_at_the_last(sample: Sample, before: SampleProgress | None) -> dict[str,
 def made_before_it_left(
     place: WorkerPlace, before: SampleProgress | None, progress: SampleProgress
 ) -> dict[str, Attribute]:
-    """Return the attributes of a stay that ended by a move."""
     nothing = progress._replace(
         weights_versions=(), strategies=(), num_verifications=0, num_drafted=0, num_accepted=0, seconds=0.0
     )

@@ -46,8 +46,6 @@ class _Taken:
 
 @dataclass(slots=True)
 class _Arrived:
-    """A sample at the trainer."""
-
     place: WorkerPlace
     taken: _Taken
     scored: float
@@ -55,8 +53,6 @@ class _Arrived:
 
 @dataclass(slots=True)
 class _TracedStep:
-    """Samples of a step or an evaluation at the trainer."""
-
     samples: dict[str, _Arrived] = field(default_factory=dict)
     complete: float = 0.0  # time of its last record
     trained: float = 0.0
@@ -151,7 +147,6 @@ class Tracer:
         *,
         again: bool = False,
     ) -> Span:
-        """Return a span from the record's arrival until now."""
         return Span(
             run=self._uid,
             parent=taken.parent,

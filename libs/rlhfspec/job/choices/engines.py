@@ -46,7 +46,6 @@ class EngineEntry(Entry):
         return f"the engine {self.name} takes no arguments: remove it"
 
     def what_is_missing(self, arguments: Mapping[str, Any]) -> str | None:
-        """Return what this machine lacks to run the engine, or None."""
         return imported(self.missing)(arguments) if self.missing else None
 
 

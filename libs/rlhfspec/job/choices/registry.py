@@ -64,7 +64,6 @@ class Registry(Mapping[str, E], Generic[E]):
         return tuple(self._entries)
 
     def where(self, holds: Callable[[E], bool]) -> tuple[str, ...]:
-        """Return the names of the entries for which `holds` is true."""
         return tuple(name for name, entry in self._entries.items() if holds(entry))
 
     def missing(self, need: str) -> str:

@@ -53,7 +53,6 @@ _BREAKS = {
 
 
 def problem_of(name: str, arguments: Mapping[str, Any]) -> str | None:
-    """Return the problem of one argument in one line, or None."""
     if name in _OURS:
         value, kind = arguments[name], _OURS[name]
         is_right = type(value) is kind and not (isinstance(value, int) and name == NUM_DRAFT_TOKENS and value < 1)

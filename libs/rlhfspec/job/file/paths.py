@@ -46,7 +46,6 @@ def resolve(path: str, base: Path) -> str:
 
 
 def with_resolved_paths(job: RLHFJob, base: Path) -> RLHFJob:
-    """Return the job with absolute paths."""
     model, dataset = job.spec.model, job.spec.dataset
     named = {name: getattr(model, name) for name in MODEL_FIELDS}
     paths = {

@@ -56,12 +56,10 @@ class Finding:
         return Problem(field=self.field, value=value, problem=self.problem, where=place_of(path, places))
 
     def rests_on(self, wrong: set[str]) -> bool:
-        """Return whether one of the fields it depends on is wrong."""
         return any(name in wrong for name in (self.field, *self.depends_on))
 
 
 def explain(error: ValidationError, value: Any, places: Mapping[Path_, str]) -> tuple[list[Problem], list[Path_]]:
-    """Return every problem, and the wrong paths."""
     by_path: dict[Path_, Problem] = {}
     for details in error.errors(include_url=False):
         path = _path_in_file(details, value)

@@ -120,7 +120,6 @@ def _key(holder: Any, key: str | int) -> str | int:
 
 
 def _step_into(holder: Any, key: str | int) -> Any:
-    """Return the block under a key; create it if absent."""
     if isinstance(holder, dict) and holder.get(str(key)) is None:
         holder[str(key)] = {}
     return _child(holder, key)

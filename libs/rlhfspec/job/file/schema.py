@@ -67,7 +67,6 @@ def json_schema() -> dict[str, Any]:
 
 
 def structural_schema() -> dict[str, Any]:
-    """Return the `openAPIV3Schema` of a CustomResourceDefinition."""
     schema: dict[str, Any] = _structural(json_schema())
     name = schema["properties"]["metadata"]["properties"]["name"]
     schema["properties"]["metadata"] = {"type": "object", "properties": {"name": name}}  # the rest is the API server's
@@ -80,7 +79,6 @@ def structural_schema() -> dict[str, Any]:
 
 
 def pod_templates(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the pod templates of the job and of each role in the properties of a schema's spec."""
     yield spec["podTemplate"]
     for role in spec["roles"]["properties"].values():
         yield role["properties"]["podTemplate"]
@@ -110,7 +108,6 @@ def _shown(value: Any) -> str:
 
 
 def _inline(node: Any, definitions: dict[str, Any]) -> Any:
-    """Replace references by their definitions; the schema has no cycles."""
     if isinstance(node, list):
         return [_inline(child, definitions) for child in node]
     if not isinstance(node, dict):

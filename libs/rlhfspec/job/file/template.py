@@ -67,7 +67,6 @@ class Choices:
 
 
 def job_text(choices: Choices) -> str:
-    """Return the text of the file that `rlhfspec init` writes."""
     values: dict[str, Any] = {
         "model.path": choices.model,
         "dataset.path": choices.data,

@@ -70,7 +70,6 @@ class Connections(BaseModel):
         return _parsed(cls, path, "--connections", "is no connections file")
 
     def job(self) -> RLHFJob:
-        """Return the resolved job."""
         return _parsed(RLHFJob, self.job_file, "job_file", "is no resolved job")
 
 

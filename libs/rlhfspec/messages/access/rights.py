@@ -26,7 +26,7 @@ from rlhfspec.messages.transport.jetstream.streams import latest_of, stream_name
 
 CONTROL = "control"
 BUS_ROLES = (*loop.BY_NAME, CONTROL)
-# A process of the key's role may host an idle-time worker of these stages, and then acts as that role.
+# An idle process of the key's role may host a worker of one of these stages, and then acts in that stage's role.
 GUESTS: dict[str, tuple[str, ...]] = {"generator": ("reference", "critic")}
 
 

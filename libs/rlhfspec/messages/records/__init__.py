@@ -174,7 +174,6 @@ class DraftWeights:
 
     @property
     def weights(self) -> Weights:
-        """Return these weights as the record that the weight store expects."""
         return Weights(id=self.id, job=self.job, version=self.version, role="drafter", uri=self.uri, digest=self.digest)
 
 
@@ -270,13 +269,11 @@ class Moved:
     num_rounds: int = 0  # of KV sent while the source continued
     num_tokens: int = 0  # of the sample
     num_recomputed: int = 0  # of num_tokens, those prefilled again at the destination
-    pause_seconds: float = 0.0  # without decoding, from the source's last step until the next step anywhere
+    pause_seconds: float = 0.0  # from the source's last step until the destination has it, or it continues
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedMove:
-    """One move of a plan, as in `moves.jsonl`."""
-
     id: str
     sample: str
     source: int

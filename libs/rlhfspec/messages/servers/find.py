@@ -21,7 +21,6 @@ def nats_server() -> Path:
 
 
 def redis_server() -> Path:
-    """Return Valkey or Redis, which are equivalent for a run."""
     bundled = _bundled_valkey()
     return _executable(bundled) if bundled is not None else _in_path("valkey-server", "redis-server")
 

@@ -132,7 +132,6 @@ class Guardians:
 
     @property
     def pids(self) -> list[int]:
-        """Return the pids of living guardians."""
         return [process.pid for process in self._processes if process.poll() is None]
 
     def start(self) -> bool:

@@ -32,7 +32,6 @@ class ServerProgram(ABC):
 
     @property
     def pid(self) -> int | None:
-        """Return the pid of the running server, or None."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self, deadline_seconds: float = _START_SECONDS) -> str:

@@ -53,9 +53,7 @@ class Receipt(Protocol):
         ...
 
     @property
-    def num_deliveries(self) -> int:
-        """Return the number of deliveries, from 1."""
-        ...
+    def num_deliveries(self) -> int: ...
 
     async def ack(self) -> None:
         """Mark the work as done: it is never delivered to this consumer again."""

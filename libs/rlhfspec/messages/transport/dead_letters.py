@@ -30,7 +30,6 @@ class DeadLetter:
 
     @property
     def letter_id(self) -> str:
-        """Return the id of the letter: one per message and consumer, however often it is reported."""
         return f"{self.subject.rpartition('.')[2]}/{self.consumer}/{self.id}"
 
 

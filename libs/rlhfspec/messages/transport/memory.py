@@ -247,7 +247,6 @@ class MemoryTransport:
                 queue.make_ready(number)
 
     async def _wait(self, waiters: Waiters, end: float) -> None:
-        """Wait until woken, until the next deadline, or until the end."""
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiters.add(woken)
         self._due_waiters.add(woken)
@@ -278,8 +277,6 @@ class MemoryTransport:
 
 
 class _Reading:
-    """Subscription to a consumer's queue or a watcher."""
-
     def __init__(self, transport: MemoryTransport, source: ConsumerQueue | SubjectWatcher) -> None:
         self._transport = transport
         self.source = source
@@ -327,7 +324,6 @@ class _MemoryReceipt:
             self._transport.dead_letter(self._queue, self._number, reason)
 
     def _ends(self) -> bool:
-        """Return whether this call ends the delivery."""
         before, self._ended = self._ended, True
         return not before
 

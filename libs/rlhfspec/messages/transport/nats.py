@@ -138,7 +138,6 @@ class NatsTransport:
 
     @property
     def num_reconnects(self) -> int:
-        """Return how often the connection was lost and restored."""
         return self._connection.num_reconnects
 
     async def answers(self, subject: str, within_seconds: float) -> bool:

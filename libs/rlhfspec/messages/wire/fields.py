@@ -48,8 +48,6 @@ class UnfitField(ValueError):
 
 
 class _Way(NamedTuple):
-    """Functions that put a value of one type into a message's field and get it back."""
-
     put: Callable[[Any, str, Any], None]
     get: Callable[[Any, str], Any]
 
@@ -137,7 +135,6 @@ def _pairs(first: _Way, second: _Way, *, of: Callable[[Any], Any], items: Callab
 
 
 def _names(message: Any, name: str) -> tuple[str, str]:
-    """Return the field names of the two parts of a pair."""
     one, other = message.DESCRIPTOR.fields_by_name[name].message_type.fields
     return one.name, other.name
 

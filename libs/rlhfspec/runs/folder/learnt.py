@@ -18,8 +18,6 @@ LEARNT = "drafter"  # folder; rlhfspec.training.checkpoint.learnt keeps the weig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearntLine:
-    """One period of one generator under one version of the policy's weights."""
-
     generator: str
     unix_seconds: float
     weights_version: int

@@ -27,8 +27,6 @@ log = logging.getLogger("rlhfspec.telemetry")
 
 
 class MovesFile:
-    """Writer of a run's moves; one process has it."""
-
     def __init__(self, run: Path, *, now: Callable[[], float] = time.time) -> None:
         self._path = run / MOVES_FILE
         self._now = now

@@ -20,7 +20,6 @@ _DECAYING_SCHEDULES = ("linear", "cosine")
 
 
 def as_content(job: RLHFJob) -> dict[str, Any]:
-    """Return the job as plain camelCase data, as in `job.yaml`."""
     content: dict[str, Any] = job.model_dump(by_alias=True, mode="json")
     return content
 

@@ -30,14 +30,12 @@ _NOT_PLOTTED = ("step", "started_unix_seconds", "finished_unix_seconds")
 
 
 class Tracker(Protocol):
-    def step(self, metrics: StepMetrics) -> None:
-        """Report a step without delay."""
+    def step(self, metrics: StepMetrics) -> None: ...
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Report an evaluation; later steps may have been reported already."""
 
-    def close(self) -> None:
-        """Flush and close the tracker."""
+    def close(self) -> None: ...
 
 
 class Trackers:

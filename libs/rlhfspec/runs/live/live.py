@@ -114,7 +114,6 @@ class LiveState:
 
     @property
     def num_reconnects(self) -> int:
-        """Return how often the connection was lost or too slow, and replaced."""
         return max(self._num_connects - 1, 0)
 
     async def _connected(self, connection: Any) -> None:

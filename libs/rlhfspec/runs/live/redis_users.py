@@ -32,8 +32,6 @@ _MANAGE = ("acl|users", "acl|setuser", "acl|deluser", "scan", "unlink")
 
 @dataclass(frozen=True, slots=True)
 class ClusterRun:
-    """A run of the cluster, by its job's namespace and its own uid."""
-
     namespace: str
     uid: str
 
@@ -47,7 +45,6 @@ def install_of(master: bytes) -> str:
 
 
 def live_key(run: str) -> str:
-    """Return the key of a run's live state."""
     return f"{REDIS_PREFIX}:{run}:live"
 
 
@@ -59,7 +56,6 @@ def user_of(master: bytes, run: ClusterRun) -> str:
 
 
 def run_of(master: bytes, user: str) -> ClusterRun | None:
-    """Return the run of a user, or None if the user belongs to no run of this install."""
     match user.split(":"):
         case [prefix, install, namespace, uid, _] if (prefix, install) == (REDIS_PREFIX, install_of(master)):
             return ClusterRun(namespace, uid)

@@ -139,7 +139,6 @@ class RunWorker:
         return now - self.loaded_at > SILENT_SECONDS
 
     def later(self, seconds: float) -> RunWorker:
-        """Return the same state by a clock that is `seconds` ahead."""
         return replace(
             self, heard_at=self.heard_at + seconds, busy_at=self.busy_at + seconds, loaded_at=self.loaded_at + seconds,
             ready_at=self.ready_at + seconds, process_at=self.process_at + seconds, held_at=self.held_at + seconds,
@@ -157,23 +156,19 @@ class RunState:
 
     @property
     def there(self) -> list[RunWorker]:
-        """Return the known workers that did not leave."""
         return [worker for worker in self.workers.values() if worker.is_known and worker.phase != "left"]
 
     @property
     def generators(self) -> list[RunWorker]:
-        """Return the workers with a load, by number."""
         found = (worker for worker in self.workers.values() if worker.load is not None)
         return sorted(found, key=lambda worker: worker.worker)
 
     @property
     def infos(self) -> list[WorkerInfo]:
-        """Return the infos of all ready workers."""
         return [worker.info for worker in self.workers.values() if worker.info is not None]
 
     @property
     def states(self) -> list[WorkerState]:
-        """Return the states of starting and running workers."""
         running = (worker for worker in self.workers.values() if worker.phase in ("starting", "running"))
         return [worker.state for worker in running if worker.state is not None]
 
@@ -197,8 +192,6 @@ class RunState:
 
 
 class KnownRun:
-    """State of the run as received by this process."""
-
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._run = RunState()

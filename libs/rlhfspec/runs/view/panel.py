@@ -47,7 +47,6 @@ def panel(progress: RunProgress, size: ConsoleDimensions, on_interrupt: str) -> 
 
 
 def _head(progress: RunProgress, width: int) -> Text:
-    """Return the progress in steps, with the share of the current one."""
     eta = progress.eta_seconds
     done, total = progress.num_samples_done, progress.num_samples
     share = (progress.num_steps_done + min(1.0, done / total) * (progress.num_steps_done < progress.num_steps)) / (
@@ -133,7 +132,6 @@ def _losses(last: StepMetrics) -> Text:
 
 
 def _moves(progress: RunProgress) -> Text:
-    """Return how many samples moved or stayed, and the reason of the last plan."""
     went = progress.moves["kv"] + progress.moves["tokens"]
     text = Text(f"{went:<9}")
     if stayed := progress.moves["kept"] + progress.moves["lost"]:
@@ -199,7 +197,6 @@ def _processes(progress: RunProgress, most: int) -> Iterator[Text]:
 
 
 def _process(state: ProcessState, utilisation: float, pid_width: int) -> Text:
-    """Return a worker's line: name, utilisation, time, activity or wait, and a generator's load."""
     working, hand = state.doing == "working", "+" if state.by_hand else ""
     row = Text(no_wrap=True, overflow="ellipsis")
     row.append(f"{state.name + hand:<{_LABEL_WIDTH + 2}}", "bold" if working else "dim")
@@ -221,7 +218,6 @@ def _process(state: ProcessState, utilisation: float, pid_width: int) -> Text:
 
 
 def _whom(state: ProcessState) -> str:
-    """Return the awaited workers, grouped by stage: `generator 0, 2: `."""
     numbers: dict[str, list[str]] = {}
     for stage, _, worker in (name.partition(" ") for name in state.waits_for):
         numbers.setdefault(stage, []).append(worker)
@@ -230,7 +226,6 @@ def _whom(state: ProcessState) -> str:
 
 
 def _sample(sample: Sample, width: int, num_lines: int) -> Iterator[Text]:
-    """Yield the end of the prompt and the beginning of the response."""
     heading = Text("last sample  ", "dim", no_wrap=True, overflow="ellipsis")
     yield heading.append(f"{sample.id}, {len(sample.token_ids)} tokens, {sample.finish_reason}", "dim")
     yield Text(_end(one_line(sample.prompt_text), width), "dim", no_wrap=True)
@@ -239,7 +234,6 @@ def _sample(sample: Sample, width: int, num_lines: int) -> Iterator[Text]:
 
 
 def _end(text: str, num_cells: int) -> str:
-    """Return the end of a text that fits; some characters take two cells."""
     if cell_len(text) <= num_cells:
         return text
     end = text[1 - num_cells :]

@@ -202,7 +202,6 @@ def _seconds(axis: Axes, steps: Steps) -> None:
 
 
 def _found(steps: Steps, value: Callable[[StepMetrics], float | None]) -> Points:
-    """Return the values by step, where they are not None."""
     return {metrics.step: found for metrics in steps if (found := value(metrics)) is not None}
 
 

@@ -42,7 +42,6 @@ class RunProgress:
         self._busy_before: tuple[tuple[float, Mapping[tuple[str, int], float]], ...] = ()
 
     def history(self, steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) -> None:
-        """Take over the steps of a resumed run."""
         self.steps, self.evaluations = tuple(steps), tuple(evaluations)
 
     def step(self, metrics: StepMetrics) -> None:
@@ -87,7 +86,6 @@ class RunProgress:
         self.workers = tuple((state, shares[state.stage, state.worker]) for state in states)
 
     def _shares(self, busy: Mapping[tuple[str, int], float]) -> dict[tuple[str, int], float]:
-        """Return each worker's utilisation over the last seconds, from snapshots."""
         now = self._now()
         kept = [entry for entry in self._busy_before if now - entry[0] <= _WINDOW_SECONDS]
         older = [entry for entry in self._busy_before if now - entry[0] > _WINDOW_SECONDS]

@@ -111,7 +111,6 @@ def finish_folder(folder: RunFolder, job: RLHFJob, outcome: RunOutcome, reason: 
 
 
 def kept_traceback(folder: RunFolder, error: BaseException) -> str:
-    """Write the traceback to the folder and return a message with its path."""
     failure = folder.path / "failure.txt"
     try:
         failure.write_text("".join(traceback.format_exception(error)))
@@ -170,7 +169,6 @@ def _ends(things: Sequence[T]) -> Sequence[T]:
 
 
 def _responses(lines: Iterator[dict[str, Any]], step: int, count: int) -> list[ResponseText]:
-    """Return the first response to each of the first prompts."""
     wanted = (line for line in lines if line["step"] == step and line["id"].endswith("/0"))
     return [
         ResponseText(prompt=line["prompt"], text=line["text"], reward=line["reward"]) for line in islice(wanted, count)
@@ -228,7 +226,6 @@ def _mean_accepted(steps: Sequence[StepMetrics]) -> float | None:
 
 
 def _short(text: str) -> str:
-    """Return the text escaped and shortened for display."""
     safe = visible(text).strip("\n")
     return safe if len(safe) <= _MOST_CHARACTERS else safe[:_MOST_CHARACTERS] + " ..."
 

@@ -83,7 +83,6 @@ class View:
 
 
 def step_line(metrics: StepMetrics, progress: RunProgress) -> str:
-    """Return one line with a step's most important metrics."""
     width = len(str(progress.num_steps))
     eta, accepted = progress.eta_seconds, metrics.accepted_per_verification
     parts = [

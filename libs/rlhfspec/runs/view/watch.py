@@ -58,7 +58,6 @@ class WatchService(Service):
             await self.pause("something to show", pace.seconds)
 
     async def _show_what_came(self) -> bool:
-        """Display new records and return whether there was any news."""
         news = [
             self._show(delivery.record)
             for inbox in self._inboxes

@@ -30,7 +30,6 @@ WORTH_TELLING = 0.01  # share of the whole life below which a wait is omitted
 
 
 def bar_width(columns: int) -> int:
-    """Return the width left beside the other columns."""
     return max(12, min(48, columns - 72))
 
 
@@ -57,7 +56,6 @@ def waterfall(life: Life, *, width: int = 48) -> Table:
 
 
 def slowest_table(lives: Sequence[Life]) -> Table:
-    """Return a table of where each sample's time went."""
     table = Table(box=SIMPLE_HEAD)
     table.add_column("sample", no_wrap=True)
     for title in ("until scored", "in queues", "generation", "moves", "scores", "tokens"):
@@ -81,7 +79,6 @@ def slowest_table(lives: Sequence[Life]) -> Table:
 
 
 def _tokens(stay: Span) -> int:
-    """Return the sample's tokens at the end of the stay."""
     return int(stay.attributes.get("tokens_before", 0)) + int(stay.attributes.get("tokens", 0))
 
 
@@ -123,7 +120,6 @@ def bar(parts: Sequence[Piece], *, began: float, ended: float, width: int) -> st
 
 
 def notes(life: Life, span: Span) -> Iterator[str]:
-    """Yield remarks on a span's work and waits."""
     told = span.attributes
     if span.waited_seconds >= WORTH_TELLING * (life.ended - life.began):
         yield f"{seconds(span.waited_seconds)} until {span.stage} {span.worker} took it"
@@ -176,7 +172,6 @@ def _of_a_move(span: Span) -> Iterator[str]:
 
 
 def _legend(life: Life) -> str:
-    """Return the legend of the usual marks, and of rare ones that occur."""
     seen = {mark for span in life.spans for mark, _, _ in pieces(life, span)}
     always = (IN_THE_QUEUE, AT_WORK, FOR_OTHERS)
     return "   ".join(f"{mark} {what}" for mark, what in LEGEND.items() if mark in always or mark in seen)

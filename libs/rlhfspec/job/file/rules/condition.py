@@ -51,7 +51,6 @@ def value_of(condition: str, spec: Spec) -> Any:
 
 
 def fields_of(condition: str) -> tuple[str, ...]:
-    """Return the paths of the fields in the expression, without duplicates."""
     return tuple(dict.fromkeys(_paths(_parsed(condition))))
 
 
@@ -149,8 +148,6 @@ def _code(condition: str) -> CodeType:
 
 
 class _AtPaths(ast.NodeTransformer):
-    """Transformer that replaces a.b.c by at('a.b.c')."""
-
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         return ast.parse(f"at({_path(node)!r})", mode="eval").body
 

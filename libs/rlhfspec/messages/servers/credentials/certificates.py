@@ -185,7 +185,6 @@ class ServerTls:
         return cls(certificate=folder / f"{name}.pem", key=folder / f"{name}.key", authority=folder / "ca.pem")
 
     def read(self) -> tuple[bytes, bytes, bytes]:
-        """Return authority, key and certificate."""
         return self.authority.read_bytes(), self.key.read_bytes(), self.certificate.read_bytes()
 
 
@@ -218,7 +217,6 @@ def server_tls(folder: Path, role: str) -> ssl.SSLContext:
 
 
 def channel_credentials(folder: Path, role: str) -> grpc.ChannelCredentials:
-    """Return `client_tls` for gRPC."""
     import grpc
 
     authority, key, certificate = ServerTls.of(folder, role).read()
@@ -226,7 +224,6 @@ def channel_credentials(folder: Path, role: str) -> grpc.ChannelCredentials:
 
 
 def server_credentials(folder: Path, role: str) -> grpc.ServerCredentials:
-    """Return `server_tls` for gRPC."""
     import grpc
 
     authority, key, certificate = ServerTls.of(folder, role).read()

@@ -38,12 +38,10 @@ def public_key(seed: str) -> str:
 
 
 def operator_jwt(operator_seed: str, *, system_account: str) -> str:
-    """Return the self-signed token of the operator."""
     return _signed(operator_seed, public_key(operator_seed), "rlhfspec", "operator", {"system_account": system_account})
 
 
 def account_jwt(operator_seed: str, account: str, name: str, *, jetstream: bool) -> str:
-    """Return the token of an account, given its public key."""
     limits = _LIMITS_OF_AN_ACCOUNT | (_LIMITS_OF_JETSTREAM if jetstream else {})
     claims = {"limits": limits, "default_permissions": {"pub": {}, "sub": {}}}
     return _signed(operator_seed, account, name, "account", claims)
@@ -58,7 +56,6 @@ def user_jwt(
 
 
 def creds_file(token: str, user_seed: str) -> bytes:
-    """Return the content of a credentials file for NATS clients."""
     return (
         f"-----BEGIN NATS USER JWT-----\n{token}\n------END NATS USER JWT------\n\n"
         f"-----BEGIN USER NKEY SEED-----\n{user_seed}\n------END USER NKEY SEED------\n"

@@ -215,7 +215,6 @@ class Connection:
 
     @property
     def max_payload(self) -> int:
-        """Return the server's limit in bytes."""
         return self._nc.max_payload
 
     def new_inbox(self) -> str:

@@ -176,7 +176,6 @@ class NatsReceipt:
         return await self._consuming.data_of(self._parsed.number)
 
     async def _bury(self, reason: str) -> None:
-        """Write the dead letter, then acknowledge."""
         if (content := await self.content()) is not None:
             id, data = content
             most = self._consuming.consumer.max_deliveries
@@ -198,7 +197,6 @@ class NatsReceipt:
         self._deadline = time.monotonic() + self._consuming.consumer.ack_wait_seconds
 
     def _ends(self) -> bool:
-        """Return whether this call ends the delivery."""
         before, self._ended = self._ended, True
         return not before
 
@@ -248,12 +246,10 @@ def seen(subject: str, data: bytes, headers: Mapping[str, str]) -> SeenMessage:
 
 
 def without_ours(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the publisher's own headers."""
     return {name: value for name, value in headers.items() if not name.startswith("Nats-")}
 
 
 def headers_of(stored: str) -> dict[str, str]:
-    """Parse headers of a stored message, which the server returns as base64."""
     lines = base64.b64decode(stored).decode().split("\r\n")[1:]
     return {name: value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
 

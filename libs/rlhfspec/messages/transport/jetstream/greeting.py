@@ -19,7 +19,6 @@ _OLDEST_SERVER = (2, 10, 26)  # older servers may keep messages for ever after a
 
 
 async def read_info(url: str) -> dict[str, Any]:
-    """Return the server's INFO, which precedes authentication."""
     place = urlparse(url)
     try:
         reader, writer = await asyncio.open_connection(place.hostname, place.port or 4222)

@@ -59,7 +59,6 @@ def subject_of(stream: str) -> str:
 
 
 def key_word(key: str) -> str:
-    """Return the key as one word of a subject."""
     return quote(key, safe="").replace(".", "%2E") or "%"
 
 
@@ -119,7 +118,6 @@ def requests_for(
 
 
 def declared_of(subject: str, info: Mapping[str, Any]) -> Declared:
-    """Return the declaration that a stream stores."""
     metadata = info["config"].get("metadata", {})
     if _KIND not in metadata:
         raise InvalidRequest("subject", subject, f"the stream {stream_name(subject)} was made by another program")
