@@ -1,8 +1,7 @@
 """Metrics of a process: for Prometheus as text, and for OTLP if a collector is configured (docs/tracing.md).
 
 They come from the bus (`Meters` is a `Watcher`) and the vitals, without code in stages. Numbers are plain Python, at
-about
-1 us per record, and are converted on demand; OpenTelemetry instruments take ten times as long.
+about 1 us per record, and are converted on demand; OpenTelemetry instruments take ten times as long.
 
 Example:
     >>> from rlhfspec.telemetry.tracer import example_sample

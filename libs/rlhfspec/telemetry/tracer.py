@@ -2,8 +2,7 @@
 
 The prompt's span is the root, its child is the generation, whose children are scores and training. If a sample moves,
 every stay is a generation whose parent is the previous stay, and so is the move. Long stays are also reported while
-they
-last (`OPEN_SECONDS`), as their generator may be killed.
+they last (`OPEN_SECONDS`), as their generator may be killed.
 
 Example:
     >>> spans: list[Span] = []

@@ -1,8 +1,7 @@
 """The rule that decides whether learning pays, in ten simulated jobs.
 
 Acceptance goes from `start` to `best`, halving the gap every `half` tokens learnt. The rule is right if it loses at
-most
-1% against no learning and gains at least half of the possible gain.
+most 1% against no learning and gains at least half of the possible gain.
 """
 
 from __future__ import annotations

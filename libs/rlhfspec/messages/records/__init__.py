@@ -1,9 +1,8 @@
 """The records that stages exchange: frozen and torch-free. `wire` encodes them, `loop` maps them to stages.
 
 Ids are derived: a prompt's is `{job}/{step}/{prompt}/{replica}`, and its sample has the same one. So a retry is the
-same
-sample, and duplicates are dropped by id. Steps count from 1. Weights version v is the policy after v optimizer steps:
-version 0 is the initial model, and step s trains version s - 1 into version s.
+same sample, and duplicates are dropped by id. Steps count from 1. Weights version v is the policy after v optimizer
+steps: version 0 is the initial model, and step s trains version s - 1 into version s.
 
 Example:
     >>> prompt = Prompt(

@@ -1,10 +1,10 @@
 """Killing and cleanup of a run whose supervisor died, even by SIGKILL.
 
 The supervisor holds the only writing end of a guardian's stdin. At its end of file, the guardian kills every process
-that
-carries the run's mark in its environment or descends from one that does, and removes the run's data. After a clean end
-the supervisor sends `RELEASED` first. Two guardians run, so that one survives if the other dies with the supervisor.
-This file imports the standard library only and runs as a script, so that it starts before the first server.
+that carries the run's mark in its environment or descends from one that does, and removes the run's data. After a
+clean end the supervisor sends `RELEASED` first. Two guardians run, so that one survives if the other dies with the
+supervisor. This file imports the standard library only and runs as a script, so that it starts before the first
+server.
 """
 
 from __future__ import annotations

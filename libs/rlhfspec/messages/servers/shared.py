@@ -1,9 +1,8 @@
 """Configuration files of NATS and Redis that many jobs share. Signed tokens decide on access, not a list of jobs.
 
-NATS runs in operator mode with one account for all jobs (`servers.credentials.jwt`); a client presents the token of its
-role in its run. Redis initially knows only the operator, which creates the users of runs. Both use TLS with a
-certificate
-of the release and ask clients for none.
+NATS runs in operator mode with one account for all jobs (`servers.credentials.jwt`); a client presents the token of
+its role in its run. Redis initially knows only the operator, which creates the users of runs. Both use TLS with a
+certificate of the release and ask clients for none.
 
 Example:
     >>> rules = redis_rules("s3cret", writes=["rlhfspec:*"], reads=(), commands=("unlink",))

@@ -1,10 +1,8 @@
 """The state of a run's workers, computed by one pure reducer from records and events.
 
 The newest information about a worker counts: another order, or repetition, gives the same state. (`busy_seconds` must
-only
-grow between starts of a process.) Times are readings of one clock of the listener. The view, `rlhfspec top`, the
-dashboard,
-control's report and `kubectl rlhf` all display this state.
+only grow between starts of a process.) Times are readings of one clock of the listener. The view, `rlhfspec top`, the
+dashboard, control's report and `kubectl rlhf` all display this state.
 
 Example:
     >>> from rlhfspec.messages.records import Heartbeat

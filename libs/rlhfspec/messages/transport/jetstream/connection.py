@@ -1,8 +1,7 @@
 """One connection to a NATS server that survives restarts of the server: requests are repeated until answered.
 
 It adds to nats-py: a first connection that fails at once with a reason, answers lost with a connection, refused
-subjects
-(reported to the connection only), and partitions in which a socket never closes.
+subjects (reported to the connection only), and partitions in which a socket never closes.
 """
 
 from __future__ import annotations
