@@ -3,6 +3,7 @@ bound skips tiles that cannot win; the others are scored in float64. Rows with m
 prefix by bisection. Tiles are reduced in a fixed order, so a row has the same bits in every batch."""
 
 # Triton has no types for its decorator or for kernel arguments.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ MAX_TILE = 1024
 INT_MAX = tl.constexpr(2**31 - 1)
 MAX_NOISE = tl.constexpr(22.9)  # G <= 33 ln 2
 WAYS = tl.constexpr(8)  # a pass of the bisection tries so many thresholds
-BOUND_SLACK = tl.constexpr(1e-3)  # thresholds tried in one pass of the bisection
+BOUND_SLACK = tl.constexpr(1e-3)  # above the float32 rounding of a bound
 
 
 @triton.jit
