@@ -255,7 +255,8 @@ class EngineProtocol(Protocol):
     def has_work(self) -> bool: ...
 
     def step(self) -> EngineStep:
-        """Run one forward pass for all sequences that can run, or a few short ones. Never raise for one of them."""
+        """Run one forward pass for all sequences that can run, or a few short ones. Never raise for the
+        fault of one sequence."""
         ...
 
     def cancel(self, request_id: str) -> bool:
@@ -350,7 +351,8 @@ class MovableWithKV(MovableByTokens, Protocol):
 
 
 class Learning(Protocol):
-    """Learning of an engine's drafter, run between steps within its share of time. No token depends on it."""
+    """Learning of an engine's drafter. It runs between steps, within its share of time and only while no finished
+    sequence waits to be returned. No token depends on it."""
 
     @property
     def report(self) -> LearningReport: ...

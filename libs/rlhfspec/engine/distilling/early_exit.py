@@ -15,7 +15,8 @@ _LEAST_LAYERS = 3  # with two layers the drafter would be the policy itself
 
 
 def early_exit(policy: Any) -> Any:
-    """Return the early-exit drafter of a Hugging Face causal LM. Raise UnsupportedModel if it has no list of layers."""
+    """Return the early-exit drafter of a Hugging Face causal LM, which stays unchanged. Raise UnsupportedModel if it
+    has no list of layers."""
     name, layers = _layers(policy)
     parent_name, _, leaf = name.rpartition(".")
     parent = policy.get_submodule(parent_name)

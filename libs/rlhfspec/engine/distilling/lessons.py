@@ -30,7 +30,7 @@ class Lesson:
 
 class LessonRing:
     """The newest lessons, up to `most_tokens` labelled tokens. Each is taken up to `passes` times, new ones first.
-    Lessons repeat only while the ring is half full, because repeating few lessons overfits.
+    Lessons repeat only while the ring is at least half full, because repeating few lessons overfits.
 
     >>> ring = LessonRing(most_tokens=4, passes=2)
     >>> def lesson(n): return Lesson(tokens=np.zeros(n + 1, np.int32), label_ids=np.zeros((n, 2), np.int32),

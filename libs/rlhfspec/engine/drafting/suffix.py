@@ -129,7 +129,7 @@ class SuffixDrafter:
             self._sequences[row].length = length
 
     def reset(self) -> None:
-        """Do nothing: the text does not depend on the weights."""
+        """Do nothing: older text is as good a guess under new weights."""
 
     def clear(self) -> None:
         """Forget the groups whose members have all left, for example to repeat a measurement."""

@@ -40,7 +40,7 @@ class Chunks:
 
     @classmethod
     def of(cls, meta: AttentionMeta, *, least_rows: int, most_keys: int) -> Chunks | None:
-        """Return the runs of at least `least_rows` at the end of numpy `meta`, or None. None: there is no such run, a
+        """Return all runs of numpy `meta` from the first one of at least `least_rows` on. None: there is no such run, a
         tree follows, or there are more than `most_keys` keys."""
         rows, context, slots, extra = (
             np.asarray(each) for each in (meta.table_rows, meta.context_lens, meta.slots, meta.extra)

@@ -42,7 +42,8 @@ class KVSpace:
         return self.runner.bytes_per_position * (1 if others is None else others.num_processes)
 
     def stage(self, meta: AttentionMeta, **arrays: Any) -> tuple[AttentionMeta, dict[str, Any]]:
-        """Return a forward's inputs where the model is: on a device by one copy, with several processes on the host."""
+        """Return a forward's inputs where the model is: on a device by one copy. If other processes share the model,
+        the inputs stay on the host, from which all get them."""
         if self.runner.config.device.type == "cpu" or self.runner.others is not None:
             return meta, arrays
         indices = {name: getattr(meta, name) for name in ("slots", "table_rows", "context_lens", "extra")}

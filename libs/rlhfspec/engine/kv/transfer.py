@@ -26,7 +26,7 @@ class Moves:
         self.speculation = Speculator(state, self.scheduler)
         self.scheduler.watch(self.speculation)
         self.num_imported = 0
-        self.num_recomputed = 0  # tokens of imported sequences whose KV was not sent
+        self.num_recomputed = 0  # tokens of imported sequences that had KV there and must run here again
 
     def sequences(self) -> tuple[SequenceView, ...]:
         lengths, cached = self.state.rows.lengths.tolist(), self.state.target.cached.tolist()

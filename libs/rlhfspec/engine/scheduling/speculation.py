@@ -50,7 +50,7 @@ class Proposal:
 
 
 class Speculator:
-    """Owner of drafters, statistics and the selector, which runs one proposal. Implements `RowWatcher`."""
+    """Owner of drafters, statistics and the selector; it runs one proposal at a time. Implements `RowWatcher`."""
 
     def __init__(self, state: EngineState, scheduler: Scheduler) -> None:
         self.state = state

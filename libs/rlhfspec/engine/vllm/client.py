@@ -44,8 +44,8 @@ _NOT_FINITE = "logits: the model gave NaN or infinity for this sequence"
 
 class VllmEngine:
     """vLLM as a `rlhfspec.engine.base.MovableByTokens`. `opened`: the child's first answer. `strategy`: how it drafts,
-    for reports. `ahead_seconds`: decoding time per answer, so that messages are cheap beside short steps; it doubles up
-    to eight times while no request comes."""
+    for reports. `ahead_seconds`: decoding time per answer, so that messages are cheap beside short steps; while no
+    request comes, it doubles with every answer, up to eight times `ahead_seconds`."""
 
     weights_version: int = 0
 

@@ -60,7 +60,7 @@ class FusedModel:
     swapped: dict[str, int] = field(default_factory=dict)  # kind -> count, for reports
 
     def load(self, state_dict: dict[str, Tensor]) -> None:
-        """Load all weights, or raise if one is missing, unknown or of another shape."""
+        """Load all weights, or none: raise ValueError if one is missing, unknown or of another shape."""
         given = self.checked(state_dict, self.shapes)
         for names, load in self.loaders:
             load(*(given[name].detach() if name else None for name in names))

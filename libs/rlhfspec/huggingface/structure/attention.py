@@ -83,6 +83,7 @@ def visible(size: int, spec: AttentionSpec, device: torch.device, *, last: int |
 
 
 def refuse_unknown(module: Any, keywords: dict[str, Any], *, name: str = "model") -> None:
+    """Raise UnsupportedModel for an argument whose effect is unknown."""
     unknown = [name for name, given in keywords.items() if given is not None and name not in _IGNORED_KEYWORDS]
     if unknown:
         raise UnsupportedModel(name, type(module).__name__, f"passes attention arguments {sorted(unknown)}")

@@ -41,7 +41,7 @@ def write_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> None:
 
 
 def open_checkpoint(folder: Path, *, is_verified: bool = False) -> Any:
-    """Return the state with each tensor as a `StoredTensor`, after checking every digest if `is_verified`."""
+    """Return the state with each tensor as a `StoredTensor`, after checking every digest unless `is_verified`."""
     if not is_verified:
         verify(folder)
     names = [name for name in manifest_of(folder)["files"] if name.endswith(".safetensors")]

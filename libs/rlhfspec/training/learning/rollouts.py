@@ -64,7 +64,8 @@ class Rollouts:
 
     @staticmethod
     def of(samples: Sequence[Sample], scores: Sequence[Score]) -> Rollouts:
-        """Join samples with their rewards, and with reference and critic scores if every sample has them."""
+        """Join samples with their scores. Raise RolloutError unless every sample has a reward and, if any sample has a
+        reference or critic score, that one too."""
         ordered = sorted(samples, key=lambda sample: sample.sort_key)
         for sample in ordered:
             _check_sample(sample)

@@ -146,7 +146,7 @@ class SequenceRows:
                 for each, numbers in zip(together, self._run(together, read), strict=True):
                     results[each.place] = finite(numbers, what)
                 if any(isinstance(results[each.place], NumericalError) for each in together):
-                    self._kept.clear()  # a failed forward leaves unknown KV
+                    self._kept.clear()  # any kept prompt may hold the numbers that are not finite
         return results
 
     def _batches(self, asked: list[_Asked]) -> Iterator[list[_Asked]]:
@@ -273,6 +273,7 @@ class _Piece:
 
 
 def one_of(scored: list[Scored]) -> list[float]:
+    """Return the only result, or raise its error."""
     [numbers] = scored
     if not isinstance(numbers, list):
         raise numbers

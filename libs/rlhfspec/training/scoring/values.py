@@ -56,7 +56,7 @@ class ValueScorer:
         return self._rows.numbers_of(pairs, lambda output, _: output[:, 0], "critic value")
 
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> None:
-        """Load the trained critic's `state_dict()`. The version must not decrease."""
+        """Load the trained critic's `state_dict()`. Raise WeightsVersionError if it is older than the loaded one."""
         if version < self.version:
             raise WeightsVersionError(version, self.version, "the critic's weights are older than the loaded ones")
         self._rows.load_weights(state_dict)

@@ -33,7 +33,7 @@ from rlhfspec.training.weights.base import StateDict, StorePlace, not_kept, refu
 _SCHEME = "file:"
 SUFFIX = ".safetensors"
 HASHES = "hashes"  # note with digest and checksum
-NOT_YET_HASHED = "?" * 97  # of the same length
+NOT_YET_HASHED = "?" * 97  # as long as digest and checksum
 WRITING = ".writing"  # an unfinished version, or one of a killed process
 
 
@@ -52,7 +52,7 @@ class FileWeightStore:
         assert keep >= 1
         self._folder = folder.absolute()
         self._keep = keep
-        self._right: dict[tuple[Path, str], tuple[int, ...]] = {}  # by path and checksum: identity of a verified file
+        self._right: dict[tuple[Path, str], tuple[int, ...]] = {}  # by path and digest: identity of a verified file
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:

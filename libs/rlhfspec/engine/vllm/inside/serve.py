@@ -16,7 +16,7 @@ import os
 import sys
 import types
 
-if "rlhfspec" not in sys.modules:  # only this package is importable, nothing installed beside it
+if "rlhfspec" not in sys.modules:  # find only this package, not what is installed beside it
     _ours = types.ModuleType("rlhfspec")
     _ours.__path__ = os.environ["RLHFSPEC_VLLM_CODE"].split(os.pathsep)
     sys.modules["rlhfspec"] = _ours

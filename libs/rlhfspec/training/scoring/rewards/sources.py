@@ -59,7 +59,7 @@ class RewardSources:
         ]
         self.names = _names(rewards.sources)
         self._how = rewards.combine
-        self._told_step = 0  # the last step with a logged failure
+        self._told_step = 0  # the last step with a logged dropped sample
         self._failing: dict[str, str] = {}  # by source: error of its last call
         self._weights = [source.weight for source in rewards.sources]
         self._drops = [source.on_error == "drop" for source in rewards.sources]
