@@ -244,7 +244,7 @@ class StageBus:
 
 class Bus:
     """Records of one run over one transport. `uid` separates runs of a job; `workers` are counts per stage and
-    observer. Set `watcher` before the first subscription."""
+    observer; work is kept for these stages only. Set `watcher` before the first subscription."""
 
     def __init__(
         self, transport: Transport, job: str, *, uid: str, workers: Mapping[str, int], clock: Clock | None = None

@@ -103,7 +103,8 @@ class TokenScoringService(Service):
 
 
 def _num_together(deliveries: Sequence[Delivery[Sample]]) -> int:
-    """Return how many samples to score together. A redelivered one is alone: it may have killed its worker."""
+    """Return how many of the first samples to score together: of one step, up to _MOST_TOKENS. A redelivered one is
+    alone: it may have killed its worker."""
     first, num_tokens = deliveries[0], 0
     for place, each in enumerate(deliveries):
         num_tokens += len(each.record.prompt_token_ids) + len(each.record.token_ids)

@@ -109,7 +109,8 @@ class Mirror:
         self.store.fetch(self.store.sizes(f"{self._run}/{TRACES}"))
 
     def send(self) -> None:
-        """Send changed files so that the run can resume wherever this stops: logs, then checkpoints, manifests last."""
+        """Send changed files so that the run can resume wherever this stops: checkpoints after all other files, their
+        manifests last. The trainer also removes from the store what is gone here."""
         with self._alone:
             now = {name: _fingerprint(self._folder / name) for name in _names_in(self._folder)}
             for name in sorted(now, key=_order):

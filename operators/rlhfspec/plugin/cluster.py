@@ -122,8 +122,7 @@ class Cluster:
         """Return the command line that runs something in the pod's worker container."""
         return self.kubectl("exec", pod, "-c", names.CONTAINER, "--", *words)
 
-    # --- queries run in the pod of the job's control, which has credentials and run folder
-    # -----------------------------
+    # --- queries run in the pod of the job's control, which has credentials and run folder ----------------------------
 
     def view_command(self, job: str) -> list[str]:
         return self.kubectl("exec", "-it", self._control(job), "-c", names.CONTAINER, "--", *_SHOW, "--view")

@@ -26,7 +26,8 @@ from rlhfspec.training.data import PromptRow, Prompts
 
 class PromptsService(Service):
     """Prompts stage. Consumes Weights, Demand; produces Prompt, DatasetInfo; waits for a weights version not older than
-    the step allows; unblocked by trainer. The longest prompts of a step come first, so that it ends early."""
+    the step allows; unblocked by trainer. Prompts of a step that should take longest, with their answers, come
+    first, so that it ends early. Where prompts come again, it watches how long their answers were."""
 
     def __init__(
         self,

@@ -230,7 +230,7 @@ class Load:
     sample_ids: tuple[str, ...] = ()
     num_generated: tuple[int, ...] = ()
     num_held: tuple[int, ...] = ()
-    num_prefilled: int = 0  # tokens prefilled since start
+    num_prefilled: int = 0  # tokens prefilled since start: prompts, and recomputed responses
     num_found: int = 0  # tokens not prefilled because their KV was cached
     learning_seconds: float = 0.0  # spent on drafter learning since start
     saved_seconds: float = 0.0  # by learning; an estimate

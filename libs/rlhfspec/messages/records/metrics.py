@@ -147,7 +147,7 @@ class StepMetrics:
 
     @property
     def kl_k3(self) -> float | None:
-        """Return the KL estimate that is comparable between jobs."""
+        """Return the KL estimate that is comparable between jobs; it is never negative."""
         return None if self.kl is None else self.kl["k3"]
 
     def to_line(self) -> str:

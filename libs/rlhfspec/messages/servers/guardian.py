@@ -22,7 +22,7 @@ from pathlib import Path
 
 MARK = "RLHFSPEC_RUN"  # environment variable with the run's uid in all its processes
 GUARDS = "RLHFSPEC_GUARDS"  # the same in guardians
-UID = "uid"  # file in a run's folder with the uid of its owner
+UID = "uid"  # file in RUN/processes with the uid of the run that made it
 RELEASED = b"released\n"
 # A process just forked shows its mark with a delay, longer on a busy machine.
 _QUIET_SECONDS = 1.0

@@ -277,7 +277,7 @@ class Giving:
         await self._send(way, offer, key, num_bytes)
 
     async def _tell(self, message: messages.Told) -> Event:
-        """Send a message while the packed range travels. A failed send of a Range raises LinkError."""
+        """Send a message while the packed range travels. Raises LinkError if that fails for a `Range`."""
         sending, self._sending = self._sending, None
         asking = self._ask(message)
         if sending is not None:

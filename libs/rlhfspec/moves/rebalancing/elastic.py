@@ -26,7 +26,7 @@ STAGES_FOR_MORE, STAGES_FOR_FEWER = 2, 3
 MOST_STAGES = 1 << 10  # limit of the stages that fewer may need
 COOLDOWN_SECONDS = 30.0  # between two changes
 LONG_STAGE_SECONDS = 30.0
-_START_SECONDS = 30.0  # start time of a generator: in a long stage, more must save longer than that
+_START_SECONDS = 30.0  # until a new generator helps; within a long stage, adding some must save more than this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

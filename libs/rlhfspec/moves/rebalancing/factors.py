@@ -17,7 +17,7 @@ from collections import OrderedDict
 _CORRELATION = 0.5  # assumed, between log lengths of one prompt's answers
 _KEPT_GROUPS, _KEPT_PROMPTS = 1 << 13, 1 << 16
 _MOST_OF_HISTORY = 8.0  # weight limit of all earlier answers, in answers
-_RATE = 0.01  # of the running mean length
+_RATE = 0.01  # weight of the newest length in the running mean of log lengths
 
 
 class Factors:

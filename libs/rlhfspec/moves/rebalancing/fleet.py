@@ -63,9 +63,9 @@ class Fleet:
 
     generator: Ints
     generated: Ints  # response tokens so far
-    held: Ints  # tokens in its KV cache
-    remaining: Floats  # expected tokens
-    limit: Ints  # most tokens possible
+    held: Ints  # prompt and response tokens, with which its KV grows
+    remaining: Floats  # tokens expected to come
+    limit: Ints  # most tokens that can come
     moved_at: Floats  # seconds on the planner's clock; -inf: never
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class Fleet:
         return segment_sums(self.remaining, starts), segment_maxima(self.remaining, starts)
 
     def drain_seconds(self) -> Floats:
-        """[N]: Return the time until each generator is done, the quantity that plans minimize."""
+        """[N]: Return the time until each generator is done, on which plans are based."""
         total, longest = self.work()
         return self.step_seconds * longest + self.sequence_seconds * total + self.prefill_owed
 

@@ -11,7 +11,7 @@ import numpy as np
 from rlhfspec.common.arrays import BoolArray, Floats
 from rlhfspec.moves.rebalancing.fleet import Fleet, Ints, PlannerSettings
 
-_ALIKE = 0.97  # of the shared time; engines that are alone hardly faster share nothing
+_ALIKE = 0.97  # share of the step time; an engine that still takes this much when alone on its host shares nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from rlhfspec.common.arrays import BoolArray, Floats
 from rlhfspec.moves.rebalancing.fleet import Numbers
 
 _KEPT = 4096  # recent lengths
-_FEW = 8  # below this number the prior is used
+_FEW = 8  # lengths; with fewer, half of the limit is expected to remain
 _PER_OCTAVE = 16  # table rows per doubling of the generated length
 _OCTAVES = 20
 

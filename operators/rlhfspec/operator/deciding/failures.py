@@ -155,8 +155,7 @@ def forgive_after_progress(known: Situation) -> Situation:
     return known.remembering(step=report.step, workers=workers)
 
 
-# --- trainer of several nodes: its pods are one worker that restarts as a whole
-# -------------------------------------------
+# --- trainer of several nodes: its pods are one worker that restarts as a whole ---------------------------------------
 
 
 def has_left(pod: PodView) -> bool:

@@ -211,7 +211,7 @@ def _must_restart(known: Situation, pod: PodView) -> bool:
 
 
 def _surplus(known: Situation) -> Iterator[PodView]:
-    """Yield pods to remove. Generators go one at a time, the last first, since each hands over sequences."""
+    """Yield pods to remove. Running generators go one at a time, the last first, since each hands over sequences."""
     if not known.memory.prepared:
         return
     wanted = set(known.wanted)

@@ -192,7 +192,8 @@ class Situation:
         return requeued((time - self.now).total_seconds())
 
     def removal_of(self, pod: PodView, grace_seconds: int | None = None) -> Actions:
-        """Return the actions that remove a pod. A deleted pod is watched until its node counts as lost."""
+        """Return the actions that remove a pod; `grace_seconds` None: the pod's own grace. A pod that is already being
+        deleted is only watched, until its node counts as lost."""
         if pod.gone_by is None:
             return Actions(delete=(Delete("Pod", pod.name, grace_seconds, pod.uid),))
         lost_at = pod.gone_by + timedelta(seconds=LOST_SECONDS)

@@ -28,7 +28,7 @@ from rlhfspec.operator.making import trial, workloads
 from rlhfspec.operator.settings import ChartSettings
 
 UNDECIDED_SECONDS = 60.0  # retry of a job on which the decision failed
-_QUIET_SECONDS = 300.0  # interval of repeated events
+_QUIET_SECONDS = 300.0  # shortest time between two writes of the same event
 _MOST_KNOWN = 5000  # events remembered
 LONGEST_MESSAGE = 1000
 LOG = logging.getLogger(__name__)

@@ -101,7 +101,8 @@ class NewLines:
 
 
 def plain_file(path: Path) -> BinaryIO:
-    """Open a regular file. Raise StorageError for links and pipes, which a job's pods may plant."""
+    """Open a regular file. Raise FileNotFoundError if there is none, StorageError for links and pipes, which a
+    job's pods may plant, and for unreadable files."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
