@@ -1,5 +1,6 @@
 """`python -m rlhfspec.prepare --connections FILE`: check a job and make its run folder (docs/control.md).
-The job is job.json beside the connections file. Exit codes are those of `service.exits`.
+The job is job.json beside the connections file. Exit codes are those of `service.exits`: 78,
+with one line that names the field, for errors of the job's author.
 """
 
 from __future__ import annotations

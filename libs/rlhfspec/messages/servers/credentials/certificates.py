@@ -2,8 +2,8 @@
 
 `create_credentials` fills one folder (mode 0700, files 0600): ca.pem; ROLE.pem and ROLE.key of each role and of the
 server `nats`, for mutual TLS; ROLE.seed, the NKEY of each role; and redis.password. The authority's own key is never
-stored, so no certificate can be added later. A certificate proves "a process of this run"; for NATS only the NKEY
-proves the role and its rights.
+stored, so no certificate can be added later. A certificate proves "a process of this run, in this
+role"; for NATS only the NKEY proves the role, and so its rights.
 """
 
 from __future__ import annotations
