@@ -51,6 +51,7 @@ class Operator:
         self.folder, self.http, self.reports = folder, free_port(), free_port()
         folder.mkdir(parents=True)
         settings: dict[str, Any] = {
+            "network_policies": True,
             "release": release,
             "namespace": RELEASE_NAMESPACE,
             "scope": scope,
