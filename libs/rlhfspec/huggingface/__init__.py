@@ -1,1 +1,1 @@
-"""Hugging Face models on our kernels: their structure, and the proof that the engine computes the same."""
+"""Hugging Face models on our kernels, and the proof that both compute the same."""

@@ -1,13 +1,11 @@
-"""Tensor parallelism: a causal LM cut over a group's processes, by the plan of its class in transformers.
+"""Tensor parallelism: a causal LM cut over a group's processes by its class's plan in transformers.
 
     embedding      rows of the vocabulary   -> looked up where they are, added up
     colwise        outputs of a matrix      -> heads and hidden units of one process
     rowwise        inputs of a matrix       -> added up
     head           rows of the vocabulary   -> joined to all logits
 
-Each process reads its part of every matrix, with whole KV heads. The result is a plain model with smaller weights and
-communication hooks. Parts are added in rank order, so a row keeps its own bits.
-"""
+Parts are added in rank order, so a row keeps its own bits."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ _STYLES = (BY_COLUMNS, BY_ROWS, JOINED, LOOKED_UP, "replicate", HEADS_APART)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Layout of a model's cut weights and this process's part, kept on the model."""
+    """Layout of a model's cut weights, kept on the model."""
 
     group: Ranks
     shapes: Mapping[str, torch.Size]  # of every weight of the whole model
@@ -97,8 +95,9 @@ def share(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def load_part(path: str | Path, group: Ranks, *, field: str = "path") -> Any:
-    """Load this process's part of the model at `path`, as `load_stored` does; all processes of the group must call it.
-    Raises InvalidRequest, before weights are read, for a model that cannot be cut."""
+    """Load this process's part of the model at `path`; all processes of the group must call it.
+
+    Raise InvalidRequest, before weights are read, for a model that cannot be cut."""
     whole = _without_weights(path, field)
     styles = planned(whole, path, group.num_ranks, field)
     with _on_its_only_device():
@@ -125,7 +124,7 @@ def _without_weights(path: str | Path, field: str) -> Any:
 
 
 def planned(model: Any, path: str | Path, num_ranks: int, field: str) -> dict[str, str]:
-    """Return the style in which each module is cut. Raise InvalidRequest if the model cannot be."""
+    """Return the style in which each module is cut, or raise InvalidRequest."""
 
     def refuse(problem: str) -> InvalidRequest:
         return InvalidRequest(field, str(path), f"cannot be cut over {num_ranks} processes: {problem}")
@@ -210,7 +209,7 @@ def looked_up(
 
 @contextmanager
 def _on_its_only_device() -> Iterator[None]:
-    """Select the visible GPU, as transformers would take that of LOCAL_RANK, which may be hidden here."""
+    """Select the visible GPU, as transformers would take that of LOCAL_RANK."""
     told = os.environ.get("LOCAL_RANK")
     if torch.cuda.device_count() != 1 or told is None:
         yield

@@ -16,8 +16,9 @@ log = logging.getLogger(__name__)
 
 
 def device_of(spec: Spec) -> str:
-    """Return the job's device; auto is a GPU if there is one, but the CPU for exactly on-policy jobs. Each of several
-    ranks gets the GPU of its LOCAL_RANK, or the only visible one."""
+    """Return the device; `auto` is a GPU if there is one, but the CPU for exactly on-policy jobs.
+
+    Each of several ranks gets the GPU of its LOCAL_RANK, or the only visible one."""
     if spec.device == "auto":
         device = "cuda" if torch.cuda.is_available() and not spec.training.exact_on_policy else "cpu"
     elif spec.device.startswith("cuda") and not torch.cuda.is_available():
@@ -36,8 +37,7 @@ def device_of(spec: Spec) -> str:
 
 
 def settled(spec: Spec, device: str) -> Spec:
-    """Return the job with every `auto` resolved for this device. On a CPU all is float32. On a GPU engines keep
-    bfloat16, and a trainer keeps float32 and computes in bfloat16."""
+    """Return the job with every `auto` resolved: float32 on a CPU, else bfloat16 engines and autocast trainers."""
     on_cpu = device.startswith("cpu") or spec.training.exact_on_policy
     generates = "float32" if on_cpu else "bfloat16"
     trains = "off" if on_cpu or spec.model.dtype != "auto" else "bfloat16"

@@ -1,5 +1,6 @@
-"""Loading of a Hugging Face model from a folder or hub id, refusing missing or extra weights. `load_stored` keeps the
-file's types and maps safetensors, so that processes of one machine share the memory."""
+"""Loading of a Hugging Face model from a folder or hub id.
+
+`load_stored` keeps the file's types and maps safetensors, so that processes of one machine share the memory."""
 
 from __future__ import annotations
 
@@ -36,9 +37,10 @@ def load_model(path: str | Path, *, field: str = "path") -> Any:
 
 
 def load_stored(path: str | Path, *, field: str = "path", only_trunk: bool = False, num_ranks: int = 1) -> Any:
-    """Load a causal LM (folder or hub id) on the CPU: bfloat16 parameters stay so, all else is in float32. A checkpoint
-    with missing or unknown weights is refused, as transformers would draw or ignore them. only_trunk: allow any head or
-    none, as in a critic's classifier. num_ranks: each process reads only its part (`cutting.load_part`)."""
+    """Load a causal LM on the CPU: bfloat16 parameters stay so, all else is in float32.
+
+    A checkpoint with missing or unknown weights is refused, as transformers would draw or ignore them. only_trunk:
+    allow any head or none. num_ranks: each process reads only its part (`cutting.load_part`)."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -80,7 +82,7 @@ _buffers_made: ContextVar[dict[str, torch.dtype] | None] = ContextVar("types of 
 
 @contextmanager
 def _in_types_of_the_file() -> Iterator[dict[str, torch.dtype]]:
-    """Keep transformers from casting what it reads. Yields the types of the model's buffers, filled after the load."""
+    """Keep transformers from casting; yields the types of the model's buffers, filled after the load."""
     _let_types_stay()
     made: dict[str, torch.dtype] = {}
     token = _buffers_made.set(made)
@@ -92,7 +94,7 @@ def _in_types_of_the_file() -> Iterator[dict[str, torch.dtype]]:
 
 @cache
 def _let_types_stay() -> None:
-    """Patch the rule by which transformers picks types, so that it keeps them while `_buffers_made` is set."""
+    """Patch transformers' choice of types so that it keeps them while `_buffers_made` is set."""
     from transformers import PreTrainedModel
 
     usual = PreTrainedModel._get_dtype_plan
@@ -115,7 +117,7 @@ def refuse_other_weights(
     field: str,
     path: str,
 ) -> None:
-    """Raise InvalidRequest for the differences that transformers reports; allowed ones are already removed."""
+    """Raise InvalidRequest for the differences that transformers reports."""
     lacking, beyond = set(missing), set(unexpected)
     shapes = {f"{name} {_by(found)}, not {_by(wanted)}," for name, found, wanted in mismatched}
     problems = [f"lacks {_named(lacking)}"] if lacking else []
@@ -126,11 +128,6 @@ def refuse_other_weights(
 
 
 def _named(names: Collection[str], most: int = 3) -> str:
-    """Format the number of weights and the first names.
-
-    >>> _named({"b", "a"}), _named(list("abcde"))
-    ('2 weights: a, b', '5 weights: a, b, c, ...')
-    """
     count = f"{len(names)} weight{'' if len(names) == 1 else 's'}"
     return f"{count}: {', '.join([*sorted(names)[:most], *(['...'] if len(names) > most else [])])}"
 

@@ -1,1 +1,1 @@
-"""Our kernels under an unmodified Hugging Face model, and the guards that keep a row's bits its own."""
+"""Our kernels under an unmodified Hugging Face model, and guards that keep a row's bits its own."""

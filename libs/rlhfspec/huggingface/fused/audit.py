@@ -1,5 +1,4 @@
-"""Record of the torch functions that a forward calls, by module, and which make a row's bits depend on other rows.
-Functions count as dependent unless they are known to be safe."""
+"""Record of the torch functions that a forward calls, and which make a row's bits depend on other rows."""
 
 from __future__ import annotations
 

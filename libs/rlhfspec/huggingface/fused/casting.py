@@ -1,13 +1,6 @@
-"""Rounding of a model's parameters to fewer bits, as Hugging Face stores them. Buffers are not rounded, since RoPE's
-cosines would be off by .3 at position 1,000.
+"""Rounding of a model's parameters to fewer bits, as Hugging Face stores them.
 
-Example:
-    >>> from rlhfspec.tiny import random_model
-    >>> model = random_model("llama", seed=0)
-    >>> cast(model, precision_of(model, torch.bfloat16))
-    >>> model.lm_head.weight.dtype, model.model.rotary_emb.inv_freq.dtype
-    (torch.bfloat16, torch.float32)
-"""
+Buffers are not rounded, since RoPE's cosines would be off by .3 at position 1,000."""
 
 from __future__ import annotations
 
@@ -28,15 +21,10 @@ class Precision:
     in_float32: frozenset[str] = frozenset()  # parameters that stay so whatever is usual
 
     def of(self, name: str) -> torch.dtype:
-        """Return the type of the named parameter.
-
-        >>> Precision(torch.bfloat16, frozenset({"gate.weight"})).of("gate.weight")
-        torch.float32
-        """
         return torch.float32 if name in self.in_float32 else self.usual
 
     def rounded(self, name: str, parameter: Tensor) -> Tensor:
-        """Return the value rounded as it is kept, in the type that our kernels take."""
+        """Return the rounded value in the type that our kernels take."""
         return rounded(parameter, self.of(name))
 
     def holds(self, path: str) -> bool:
@@ -45,8 +33,9 @@ class Precision:
 
 
 def precision_of(model: nn.Module, dtype: torch.dtype) -> Precision:
-    """Return the types in which Hugging Face would load the model's parameters as `dtype`. A class asks for float32
-    either when it creates a parameter, seen on the meta device, or by a list of name parts."""
+    """Return the types in which Hugging Face would load the model's parameters as `dtype`.
+
+    A class asks for float32 when it creates a parameter, seen on the meta device, or by a list of name parts."""
     if dtype != torch.bfloat16:
         return Precision(dtype)
     names = set[str]()
@@ -86,7 +75,7 @@ def narrow(model: nn.Module, precision: Precision) -> None:
 
 
 def round_parameters(model: nn.Module, precision: Precision) -> dict[str, Tensor]:
-    """Round parameters in place, in the type that our kernels take; return the changed originals by name."""
+    """Round parameters in place, in the type that our kernels take; return the changed originals."""
     before = {}
     for name, parameter in model.named_parameters():
         if precision.of(name) == torch.bfloat16:

@@ -1,4 +1,4 @@
-"""Mixtures of experts on our kernels: rows gathered by expert, packed weights, sums by row."""
+"""Mixtures of experts on our kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether transformers runs this module through its experts interface, which defines its computation."""
+    """Return whether transformers runs this module through its experts interface."""
     return all(hasattr(module, flag) for flag in _FLAGS) and not module.has_post_expert_norm
 
 
@@ -28,8 +28,7 @@ def has_plain_gate(module: Any) -> bool:
 
 
 class ExpertLoad:
-    """Counter of the rows that each expert of a model receives. `rows` maps a layer's path to its experts' counts, for
-    mixtures run by transformers' experts interface."""
+    """Counter of the rows that each expert receives, by the path of its layer."""
 
     def __init__(self, model: nn.Module) -> None:
         self._counts: dict[str, Tensor] = {}
@@ -50,8 +49,9 @@ class ExpertLoad:
 def by_expert(
     hidden_states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, layer: Callable[[int, Tensor], Tensor]
 ) -> Tensor:
-    """Return the sum over a token's experts e of weight * layer(e, hidden). Shapes: hidden [T, H], experts and weights
-    [T, k] -> [T, H]. Terms are added in the router's order, so a row's bits are its own where those of `layer` are.
+    """Return the sum over a token's experts e of weight * layer(e, hidden), added in the router's order.
+
+    Shapes: hidden [T, H], experts and weights [T, k] -> [T, H].
 
     >>> hidden, experts = torch.ones(2, 1), torch.tensor([[0, 2], [2, 1]])
     >>> weights = torch.tensor([[0.5, 0.5], [1.0, 0.0]])
@@ -69,7 +69,7 @@ def by_expert(
 
 
 class PackedExperts(nn.Module):
-    """Hugging Face experts module with packed weights per expert; `inner` is the module without its weights."""
+    """Hugging Face experts with packed weights; `inner` is the module without its weights."""
 
     def __init__(self, experts: Any, *, dtype: torch.dtype, arithmetic: str, activation: str | None) -> None:
         super().__init__()

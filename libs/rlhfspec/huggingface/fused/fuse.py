@@ -1,8 +1,7 @@
 """Exchange of an unmodified Hugging Face model's modules for ours, on kernels.
 
-A module is exchanged only if its class is known exactly, or if ours agrees on inputs of every size (`_agree`). Other
-modules whose bits depend on neighbouring rows run inside a `Guard`, or the model is refused.
-"""
+A module is exchanged if its class is known exactly, or if ours agrees on inputs of every size (`_agree`). Others whose
+bits depend on neighbouring rows run inside a `Guard`, or the model is refused."""
 
 from __future__ import annotations
 
@@ -115,6 +114,7 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 @torch.inference_mode()
 def fuse(model: nn.Module, precision: Precision, *, arithmetic: str, max_context: int) -> FusedModel:
     """Exchange experts, gated MLPs, linear layers, norms, activations and rotary tables, outer modules first.
+
     Parameters must be rounded already (`casting`). Each layer is widened to float32 just before its exchange, and the
     exchanged modules are freed."""
     fused = FusedModel(model, precision, arithmetic, Guard(arithmetic=arithmetic))
@@ -144,8 +144,9 @@ def fuse(model: nn.Module, precision: Precision, *, arithmetic: str, max_context
 
 
 def guard_rows(model: Any, guard: Guard, parts: CausalLM, run: Callable[[], object], *, name: str) -> tuple[str, ...]:
-    """Find modules whose bits depend on other rows in `run`, make them run inside the guard, and return their paths.
-    Raises UnsupportedModel where the guard does not help; `name` is used in messages."""
+    """Make modules whose bits depend on other rows in `run` run inside the guard, and return their paths.
+
+    Raise UnsupportedModel where the guard does not help."""
     found = _audit(model, run)
     guarded = _outermost({path for path, _ in found})
     for path in guarded:
@@ -246,7 +247,7 @@ def _load_transposed(packed: PackedLinear, weight: Tensor, bias: Tensor | None) 
 
 
 def _add_loader(fused: FusedModel, matrices: list[str], biases: list[str], load: Callable[..., None]) -> None:
-    """Add a loader. Matrices are rounded when packed, biases here, so later weights are rounded like the first."""
+    """Add a loader that rounds biases; matrices are rounded when packed."""
     names = (*matrices, *(bias if bias in fused.shapes else "" for bias in biases))
 
     def rounded_load(*tensors: Tensor | None) -> None:
@@ -315,7 +316,7 @@ def _tensor_loader(fused: FusedModel, name: str) -> Callable[[Tensor], None]:
 
 
 def _attached(model: nn.Module, name: str) -> bool:
-    """Return whether the module is still in the model; False for the model itself, or if an ancestor was exchanged."""
+    """Return whether the module is still in the model; False for the model itself."""
     if not name:
         return False
     *path, leaf = name.split(".")

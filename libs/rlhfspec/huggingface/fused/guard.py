@@ -1,6 +1,7 @@
-"""Guard for model code that calls torch directly, so that a row's bits do not depend on its neighbours. Matrix products
-with a weight (or a slice of one) run on our kernels. Elementwise functions, whose vectorised and scalar code round
-differently, run on whole vectors only. `audit.py` says which modules need the guard."""
+"""Guard for model code that calls torch directly, so that a row's bits do not depend on its neighbours.
+
+Products with a weight run on our kernels. Elementwise functions, whose vectorised and scalar code round differently,
+run on whole vectors only."""
 
 from __future__ import annotations
 
@@ -23,8 +24,7 @@ _VECTOR = 64  # elements; no vector unit is wider
 
 
 class WeightProducts(TorchFunctionMode):
-    """Function mode that runs `product` for every product of rows with a weight or a slice of one. It covers linear, @,
-    mm, bmm and addmm. `know` registers the weights."""
+    """Function mode that runs `product` for every product of rows with a known weight or a slice of one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,17 +102,7 @@ class WeightProducts(TorchFunctionMode):
 
 
 class Guard(WeightProducts):
-    """Weight products on our kernels, so that a row's bits are its own. Packed weights are kept until `forget`.
-
-    Example:
-        >>> weight, rows = torch.nn.Parameter(torch.randn(40, 300)), torch.randn(7, 300)
-        >>> guard = Guard(arithmetic="auto")
-        >>> guard.know([("weight", weight)], Precision(torch.float32))
-        >>> with torch.inference_mode(), guard:
-        ...     together, alone = rows @ weight.T, rows[3:4] @ weight.T
-        >>> torch.equal(together[3:4], alone)
-        True
-    """
+    """Weight products on our kernels, so that a row's bits are its own; packed weights are kept until `forget`."""
 
     def __init__(self, *, arithmetic: str) -> None:
         super().__init__()
@@ -136,7 +126,7 @@ class Guard(WeightProducts):
         return packed(rows)  # type: ignore[no-any-return]
 
     def other_product(self, one: Tensor, other: Tensor) -> Any:
-        """Multiply many small matrices, one a row: each element alone, its few terms added in order."""
+        """Multiply many small matrices, each element alone, its few terms added in order."""
         if min(one.ndim, other.ndim) < 3 or one.shape[-1] > _FEW or one.shape[:-2] != other.shape[:-2]:
             return NotImplemented
         return (one[..., :, :, None] * other[..., None, :, :]).sum(-2)

@@ -1,5 +1,6 @@
-"""Choice of the one-call decoder, for models of exactly known classes; all others run layer by layer. Scale and windows
-come from `anatomy.py`. Compare the bits of every probe before using the decoder."""
+"""Choice of the one-call decoder for models of exactly known classes; all others run layer by layer.
+
+Compare the bits of every probe before using the decoder."""
 
 from __future__ import annotations
 

@@ -12,17 +12,9 @@ _Tables = tuple[Tensor, ...]  # each [positions, D]
 
 
 class RotaryTable(nn.Module):
-    """Replacement for a rotary embedding whose output depends only on the position (checked by `anatomy.py`). An
-    embedding that returns something other than cos and sin of every token keeps running as it is.
+    """Replacement for a rotary embedding whose output depends only on the position (checked by `anatomy.py`).
 
-    Example:
-        >>> from rlhfspec.tiny import random_model
-        >>> rotary = random_model("llama", seed=0).model.rotary_emb
-        >>> x, positions = torch.zeros(1, 2, 48), torch.tensor([[7, 3]])
-        >>> cos, sin = RotaryTable(rotary, 16)(x, positions)
-        >>> torch.equal(cos, rotary(x, positions)[0])
-        True
-    """
+    An embedding that returns something other than cos and sin of every token keeps running as it is."""
 
     def __init__(self, original: nn.Module, max_context: int) -> None:
         super().__init__()

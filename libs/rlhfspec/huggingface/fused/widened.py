@@ -1,14 +1,4 @@
-"""Float32 forward of a model kept in bfloat16, with one layer widened at a time to save memory.
-
-Example:
-    >>> from rlhfspec.huggingface.fused.casting import Precision, cast
-    >>> from rlhfspec.tiny import random_model
-    >>> model = random_model("llama", seed=0)
-    >>> cast(model, Precision(torch.bfloat16))
-    >>> with one_layer_wide(model):
-    ...     model(torch.tensor([[5, 6]])).logits.dtype, model.model.layers[0].mlp.up_proj.weight.dtype
-    (torch.float32, torch.bfloat16)
-"""
+"""Float32 forward of a model kept in bfloat16, with one layer widened at a time to save memory."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The proof at load that the engine runs the same model as Hugging Face."""
+"""Proof at load that the engine runs the same model as Hugging Face."""

@@ -1,6 +1,7 @@
-"""Proof at load that the engine runs the same model as Hugging Face, and that a row's bits are its own. Each probe runs
-alone, and its logits must match Hugging Face's. Then all run together (prompt chunks, single tokens, tree branches, NaN
-in unused memory), and no bit may change."""
+"""Proof at load that the engine runs the same model as Hugging Face, and that a row's bits are its own.
+
+Each probe runs alone, and its logits must match Hugging Face's. Then all run together (prompt chunks, single tokens,
+tree branches, NaN in unused memory), and no bit may change."""
 
 from __future__ import annotations
 
@@ -34,8 +35,6 @@ OWN_BITS, BITS_BY_COMPANY = "every row's own", "may depend on the rows beside it
 
 
 class Runnable(Protocol):
-    """Model over a paged cache, to be proved."""
-
     kv: Tensor  # [blocks, layers, 2, block size, heads, dim]
     parts: CausalLM
     fused: FusedModel
@@ -56,8 +55,6 @@ def report_of(model: Any) -> ModelReport:
 
 @dataclass(frozen=True, slots=True)
 class RunnerProof:
-    """Subject and requirements of a proof."""
-
     runner: Runnable
     anatomy: Anatomy
     reference: Reference
@@ -146,7 +143,7 @@ class ProbePlace:
         return [self._row(place) for place in range(self.half)]
 
     def ending(self, vocab_size: int, num_slots: int) -> list[ProbeToken]:
-        """Return one decoded token and a branch with the rest, each beside a dead end while `num_slots` allow it."""
+        """Return a decoded token and a branch with the rest, each beside a dead end while `num_slots` allow it."""
         rows, root = [self._row(self.half)], self.probe.past + self.half + 1
         branch: tuple[int, ...] = ()
         for place in range(self.half + 1, len(self.probe.tokens)):

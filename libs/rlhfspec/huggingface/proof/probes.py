@@ -1,4 +1,5 @@
-"""Probes: a few tokens at every position where a model may change its behaviour (windows, chunks, RoPE scaling, end).
+"""Probes: tokens at every position where a model may change its behaviour (windows, chunks, RoPE scaling, end).
+
 Random keys and values replace the past; a forward without a cache gets one row with tokens all over the context."""
 
 from __future__ import annotations
@@ -45,11 +46,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Scattered(Probe):
-    """Row without a past whose positions have gaps; visibility follows the tokens' order.
-
-    >>> print(Scattered(past=0, tokens=(5, 6, 7, 8), at=(0, 1, 90, 91)))
-    4 tokens up to position 91
-    """
+    """Row without a past whose positions have gaps; visibility follows the tokens' order."""
 
     at: tuple[int, ...]
 
@@ -120,7 +117,7 @@ def _numbers(content: Any, wanted: str) -> Iterator[int]:
 
 
 def random_past(spec: AttentionSpec, past: int) -> tuple[Tensor, Tensor]:
-    """Return keys [1, Hkv, past, Dk] and values [1, Hkv, past, Dv] of an attention, exact in bfloat16 too."""
+    """Return keys [1, Hkv, past, Dk] and values [1, Hkv, past, Dv], exact in bfloat16 too."""
     generator = torch.Generator().manual_seed(1 + spec.index)
     shape = (1, spec.num_kv_heads, past)
     keys, values = (torch.randn(*shape, dim, generator=generator) for dim in (spec.key_dim, spec.value_dim))

@@ -1,6 +1,6 @@
-"""Reference answers to probes: plain Hugging Face in eager mode, before any module is exchanged. A second run perturbs
-every product by rounding noise and rounds outputs like activations; the change of its logits gives the tolerance for
-this model."""
+"""Reference answers to probes: plain Hugging Face in eager mode, before any module is exchanged.
+
+A second run perturbs every product by rounding noise; the change of its logits gives the tolerance for this model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FACTOR = 4
 
 
 class Rounding(WeightProducts):
-    """Rounding of weights, cached KV and activations, so that a reference rounds where the proved model does."""
+    """Rounding of weights, cached KV and activations where the proved model rounds them."""
 
     def __init__(
         self, model: Any, precision: Precision, *, arithmetic: str, activations: torch.dtype = torch.float32
@@ -75,8 +75,9 @@ _CHOOSING = (torch.topk, Tensor.topk, torch.max, Tensor.max)
 
 
 class ExpertChoices(TorchFunctionMode):
-    """Function mode that records which experts a forward chooses, from `topk` and `max`. Rounding may flip a choice
-    between nearly equal experts, after which results differ."""
+    """Function mode that records which experts a forward chooses, from `topk` and `max`.
+
+    Rounding may flip a choice between nearly equal experts, after which results differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,8 +91,9 @@ class ExpertChoices(TorchFunctionMode):
 
 
 class FollowedChoices(TorchFunctionMode):
-    """Function mode that takes another forward's experts wherever its own choice is nearly as good. In bfloat16
-    rounding flips so many choices that few rows could be compared otherwise."""
+    """Function mode that takes another forward's experts wherever its own choice is nearly as good.
+
+    In bfloat16 rounding flips so many choices that few rows could be compared otherwise."""
 
     def __init__(self, choices: Sequence[Tensor]) -> None:
         super().__init__()
@@ -149,8 +151,7 @@ class Reference:
         return [torch.cat(each) for each in zip(*(answer.experts for answer in self.answers), strict=True)]
 
     def check(self, found: Sequence[ProbeResult], tolerance: float, *, whose: str) -> float:
-        """Return the largest difference relative to the largest logit; raise UnsupportedModel if rounding cannot
-        explain it. whose: name of the answers."""
+        """Return the largest difference relative to the largest logit; raise if rounding cannot explain it."""
         difference, probe = compare(found, self.answers, self.probes)
         if difference > max(tolerance, _FACTOR * self.noise):
             problem = f"{whose} logits differ from Hugging Face's by {difference:.1e} of their size on {probe}"
@@ -160,7 +161,7 @@ class Reference:
 
 @torch.inference_mode()
 def ask(model: Any, anatomy: Anatomy, probes: Sequence[Probe], *, name: str, rounding: Rounding) -> Reference:
-    """Run the probes; `name` is used in messages. Raise UnsupportedModel."""
+    """Run the probes; raise UnsupportedModel if the model cannot."""
     with one_layer_wide(model, rounding):
         answers = tuple(_answer(model, anatomy, probe, name, rounding, nullcontext()) for probe in probes)
         rounding.noise = torch.Generator().manual_seed(0)
@@ -235,7 +236,7 @@ def same_bits(left: Sequence[ProbeResult], right: Sequence[ProbeResult]) -> bool
 
 
 class _Eager:
-    """The model's eager attention over keys of which the first are random, rounded as the engine keeps them."""
+    """The model's eager attention over keys of which the first are random."""
 
     def __init__(self, specs: tuple[AttentionSpec, ...], probe: Probe, rounding: Rounding) -> None:
         self.coming = iter(specs)

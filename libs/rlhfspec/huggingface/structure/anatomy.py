@@ -1,14 +1,7 @@
 """Anatomy of a causal LM: the trunk from tokens to hidden states, its attentions, and the head behind.
 
 The engine batches all sequences into one row, so `examine` refuses a model if a module mixes tokens outside
-`AttentionInterface`, or takes positions from anything but `position_ids`.
-
-Example:
-    >>> from rlhfspec.tiny import random_model
-    >>> anatomy = examine(random_model("mistral-window", seed=0), name="model", max_context=64)
-    >>> anatomy.trunk, [spec.window for spec in anatomy.attentions]
-    ('model', [7, 7])
-"""
+`AttentionInterface`, or takes positions from anything but `position_ids`."""
 
 from __future__ import annotations
 
@@ -41,7 +34,7 @@ _SHUFFLED = (7, 2, 9, 3, 11)  # places of the tokens that run again in another o
 
 @torch.inference_mode()
 def examine(model: Any, *, name: str, max_context: int) -> Anatomy:
-    """Find the anatomy and store it on the model; `name` is used in messages. Raise UnsupportedModel."""
+    """Find the anatomy and store it on the model; raise UnsupportedModel. name: for messages."""
     tracer = _Tracer(model, name)
     with one_layer_wide(model):
         near = tracer.run(within_positions(model, _NEAR_TOKENS))  # though the context may be shorter
@@ -81,7 +74,7 @@ class _Tracer:
             raise UnsupportedModel(self.name, type(self.model).__name__, problem) from error
 
     def check_tokens_stay_apart(self, run: ForwardTrace) -> None:
-        """Run some tokens in another order; raise unless only the order of rows changes."""
+        """Run tokens in another order; raise unless only the order of rows changes."""
         places = torch.tensor([place for place in _SHUFFLED if place < run.num_tokens])
         shuffled = self._at(self.tokens[places], run.past + places)
         culprit = first_that_differs(run, shuffled, places)
@@ -98,7 +91,7 @@ class _Tracer:
         raise UnsupportedModel(self.name, kind, f"{culprit or 'the model'} {problem}")
 
     def check_lengths_do_not_matter(self, near: ForwardTrace, max_context: int) -> None:
-        """Check that RoPE's angles do not change in a longer sequence, as dynamic and long RoPE's may."""
+        """Refuse RoPE whose angles change in a longer sequence, as those of dynamic and long RoPE may."""
         for path, module, args, kwargs in near.rotary:
             few = _at_positions(module, args, kwargs, near.num_tokens)
             many = _at_positions(module, args, kwargs, max_context)
@@ -136,7 +129,7 @@ class _Tracer:
         )
 
     def _pattern(self, index: int, near: TracedAttention, far: TracedAttention) -> tuple[int | None, int | None]:
-        """Return the window or the chunk that explains what is visible at the beginning and far behind it."""
+        """Return the window or the chunk that explains the visible keys."""
         rows = near.rows + far.rows
         last_start = rows[-1][1]
         if not any(start for _, start in rows):
@@ -169,7 +162,7 @@ class _Tracer:
 
 
 def _at_positions(module: nn.Module, args: Any, kwargs: Any, count: int) -> Tensors:
-    """Return a rotary embedding's output for positions 0 to count - 1; its recorded arguments show where they go."""
+    """Return a rotary embedding's output for positions 0 to count - 1."""
 
     def moved(value: Any) -> Any:
         is_positions = isinstance(value, torch.Tensor) and not value.is_floating_point() and value.ndim in (1, 2)

@@ -1,4 +1,4 @@
-"""Specification of each attention, observed from its arguments and eager mask at run time, not from configuration."""
+"""Specification of each attention, observed from its arguments and eager mask, not from configuration."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ _IGNORED_KEYWORDS = {  # passed by transformers to every attention function; non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """One attention of a forward, as it ran."""
-
     index: int  # place in the forward, and layer in the KV cache
     path: str = field(default="", repr=False, compare=False)  # of the module; does not affect behaviour
     num_heads: int
@@ -39,12 +37,6 @@ class AttentionSpec:
     chunk: int | None  # a token sees only its own chunk of this many positions
 
     def __str__(self) -> str:
-        """Describe the attention for messages.
-
-        >>> str(AttentionSpec(index=3, num_heads=8, num_kv_heads=2, key_dim=64, value_dim=64, scale=0.125, softcap=0.0,
-        ...                   has_sinks=True, window=128, chunk=None))
-        '8 heads of 64 over 2, scale 0.125, sinks, window 128'
-        """
         size = str(self.key_dim) if self.key_dim == self.value_dim else f"{self.key_dim} (values {self.value_dim})"
         parts = [f"{self.num_heads} heads of {size} over {self.num_kv_heads}", f"scale {self.scale:.6g}"]
         parts += [f"soft cap {self.softcap:g}"] if self.softcap else []
@@ -91,8 +83,9 @@ def refuse_unknown(module: Any, keywords: dict[str, Any], *, name: str = "model"
 
 @contextmanager
 def attending(model: Any, name: str, function: Any = None, *, masks: bool = False) -> Iterator[None]:
-    """Make the model's attentions call `function` inside ("eager": their own), with eager experts. masks: pass the mask
-    that Hugging Face makes for eager attention, else None."""
+    """Make the model's attentions call `function` ("eager": their own), with eager experts.
+
+    masks: pass the mask that Hugging Face makes for eager attention, else None."""
     if function is not None:
         AttentionInterface.register(name, function)
     if masks:

@@ -1,4 +1,4 @@
-"""A causal LM in two parts, as the engine and the trainers run it: the trunk, and the code behind it."""
+"""A causal LM in two parts, as engine and trainers run it: the trunk, and the code behind it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ATTRIBUTE = "rlhfspec_anatomy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anatomy:
-    """Result of `anatomy.examine`, kept on the model for all that run it."""
+    """Result of `anatomy.examine`, kept on the model."""
 
     trunk: str  # path of the module
     trunk_output: type  # what the trunk returns
@@ -70,18 +70,7 @@ def keep_anatomy(model: Any, anatomy: Anatomy) -> None:
 
 
 class CausalLM:
-    """A model in two parts, trunk and head, both in the model's own code.
-
-    Example:
-        >>> from rlhfspec.huggingface.structure.anatomy import examine
-        >>> from rlhfspec.tiny import random_model
-        >>> model = random_model("gemma2", seed=0)      # caps its logits behind the head
-        >>> _ = examine(model, name="model", max_context=64)
-        >>> parts, tokens = CausalLM(model), torch.tensor([[5, 6, 7]])
-        >>> hidden = parts.hidden(tokens, torch.tensor([[0, 1, 2]]))
-        >>> torch.allclose(parts.logits(hidden[0]), model(tokens).logits[0], atol=1e-6)
-        True
-    """
+    """A model in two parts, trunk and head, both in the model's own code."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -108,7 +97,6 @@ class CausalLM:
         return output.logits[0].float()  # type: ignore[no-any-return]
 
     def guard_head(self, guard: AbstractContextManager[object]) -> None:
-        """Make the code behind the trunk run inside `guard`."""
         self._head_guard = guard
 
 
@@ -131,7 +119,7 @@ class _Given(nn.Module):
 
 
 def _with_submodule(model: nn.Module, path: str, replacement: nn.Module) -> nn.Module:
-    """Return a copy of the model with one module exchanged and all else shared; the original is unchanged."""
+    """Return a copy of the model with one module exchanged and all else shared."""
     name, _, rest = path.partition(".")
     view = copy.copy(model)
     view._modules = dict(model._modules)
@@ -147,7 +135,6 @@ def text_config(model: Any) -> Any:
 
 
 def max_positions(model: Any) -> int | None:
-    """Return the number of positions the model was made for, or None if unknown."""
     return positions_in(model.config)
 
 

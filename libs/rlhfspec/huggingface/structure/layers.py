@@ -1,11 +1,4 @@
-"""Search for a model's layers among its modules.
-
-Example:
-    >>> layer = lambda: nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2) for _ in range(8)])})
-    >>> mixture = nn.Sequential(nn.Embedding(64, 2), nn.ModuleList([layer(), layer()]))
-    >>> layers_of(mixture) == list(mixture[1])
-    True
-"""
+"""Search for a model's layers among its modules."""
 
 from __future__ import annotations
 

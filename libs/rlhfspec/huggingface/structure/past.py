@@ -1,5 +1,4 @@
-"""A simulated past: the model believes that many positions precede a few tokens, at no memory cost. Hugging Face then
-builds masks and positions as far inside a long sequence."""
+"""A simulated past: the model believes that many positions precede a few tokens, at no memory cost."""
 
 from __future__ import annotations
 

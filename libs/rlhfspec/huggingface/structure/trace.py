@@ -1,4 +1,4 @@
-"""Trace of one forward for `anatomy.py`: the arguments of each attention, inputs and outputs of each module."""
+"""Trace of one forward: the arguments of each attention, inputs and outputs of each module."""
 
 from __future__ import annotations
 
@@ -137,6 +137,7 @@ def _visible(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 def first_that_differs(one: ForwardTrace, other: ForwardTrace, places: torch.Tensor, first: int = 0) -> str | None:
     """Return the first module with equal inputs and different outputs, where `other` ran `one`'s tokens at `places`.
+
     Tokens before `first` are ignored. A module without tokens in its inputs (an expert) is judged with its parent."""
     calls: dict[str, list[tuple[Tensors, Tensors]]] = {}
     for path, inputs, outputs in other.modules:
