@@ -1,12 +1,4 @@
-"""A learner of several ranks: rank 0 runs the job, the others follow its commands.
-
-learn         train a step on the rollouts that come with it
-policy_state  gather the policy's weights on rank 0; critic_state the critic's
-load_state    resume from a state; each rank reads its part of files
-write         write each rank's part of the state into a folder
-verify        check a checkpoint's files, each rank its own
-send          send each rank's share of the policy to generators
-"""
+"""A learner of several ranks: rank 0 runs the job, the others follow its commands."""
 
 from __future__ import annotations
 
@@ -73,7 +65,7 @@ class Leader:
         return _written(self._learner, self._ranks, folder)
 
     def send(self, send: Send, told: Told) -> list[list[str]]:
-        """Have each rank send its share of the policy; return digests by rank. Raise RuntimeError if one failed."""
+        """Have each rank send its share of the policy; return digests by rank, or raise RuntimeError."""
         self._ranks.command(Command.SEND, told=told.fields())
         return _sent(self._learner, self._ranks, send, told)
 
@@ -88,7 +80,7 @@ class Leader:
         self._learner.load_state(state)
 
     def verify(self, folder: Path) -> None:
-        """Have each rank check its share of a checkpoint. StorageError names the first rank that found a fault."""
+        """Have each rank check its share of a checkpoint; raise the first rank's StorageError."""
         self._ranks.command(Command.VERIFY, folder=str(folder))
         _verified(self._ranks, folder)
 
@@ -101,8 +93,9 @@ class Leader:
 
 
 def follow(learner: Learner, ranks: Ranks, send: Send | None = None) -> None:
-    """Run rank 0's commands until it says stop; raise StageStalled when none comes for too long. A rank's failure with
-    a folder or network is raised on rank 0."""
+    """Run rank 0's commands until it says stop; raise StageStalled when none comes for too long.
+
+    A rank's failure with a folder or network is raised on rank 0."""
 
     def write(folder: str) -> None:
         with suppress(StorageError):

@@ -22,12 +22,9 @@ def export_hf(
     tokenizer: Any = None,
     generation_config: Any = None,
 ) -> Path:
-    """Write configuration, safetensors weights and tokenizer, replacing an earlier export as a whole. state_dict: under
-    the names of `config`'s model, with low-rank updates merged.
+    """Write configuration, safetensors weights and tokenizer, replacing an earlier export as a whole.
 
-    Example:
-        >>> export_hf(out / "export", learner.policy_state(), config, tokenizer=tokenizer)    # doctest: +SKIP
-    """
+    state_dict: under the names of `config`'s model, with low-rank updates merged."""
     writing = folder.with_name(f".writing-{folder.name}")
     shutil.rmtree(writing, ignore_errors=True)
     try:

@@ -26,7 +26,7 @@ Writes = Callable[[Path], Sequence[Written]]  # each rank writes its files into 
 
 
 def write_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> None:
-    """Write a checkpoint down to the disk, a file per part with tensors; a part of several ranks is a `Writes`."""
+    """Write a checkpoint down to the disk; a part of several ranks is a `Writes`."""
     document: dict[str, Any] = {}
     files: dict[str, Any] = {}
     for part, value in state.items():
@@ -41,7 +41,7 @@ def write_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> None:
 
 
 def open_checkpoint(folder: Path, *, is_verified: bool = False) -> Any:
-    """Return the state with each tensor as a `StoredTensor`, after checking every digest unless `is_verified`."""
+    """Return the state with each tensor as a `StoredTensor`, after checking digests unless `is_verified`."""
     if not is_verified:
         verify(folder)
     names = [name for name in manifest_of(folder)["files"] if name.endswith(".safetensors")]
@@ -66,7 +66,7 @@ def read_checkpoint(folder: Path) -> Any:
 
 
 def verify(folder: Path, ranks: Ranks | None = None) -> None:
-    """Raise StorageError if a file is missing or differs from its digest; ranks divide the files among them."""
+    """Raise StorageError if a file is missing or differs from its digest; ranks divide the files."""
     ranks, files = ranks or Ranks(), manifest_of(folder)["files"]
     for name in sorted(files)[ranks.rank :: ranks.num_ranks]:  # shares come first, by rank
         path, expected = folder / name, files[name]

@@ -1,4 +1,4 @@
-"""The drafter's learnt weights in one file, kept outside the checkpoints since no token depends on it."""
+"""The drafter's learnt weights in one file, outside the checkpoints since no token depends on it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,7 @@ _VERSION, _DIGEST = "version", "digest"  # names of notes
 
 
 def write_learnt(folder: Path, version: int, tensors: Mapping[str, torch.Tensor], *, by: str) -> None:
-    """Write the file and put it in place with one rename; `by` names the writer, and the last of several wins.
-
-    >>> import tempfile
-    >>> folder = Path(tempfile.mkdtemp()) / "drafter"
-    >>> write_learnt(folder, 512, {"norm": torch.ones(2)}, by="generator-0")
-    >>> read_learnt(folder)
-    (512, {'norm': tensor([1., 1.])})
-    """
+    """Replace the file with one rename; `by` names the writer, and the last of several wins."""
     folder.mkdir(parents=True, exist_ok=True)
     writing = folder / f".writing-{by}"
     write_tensors(writing, tensors, notes={_VERSION: str(version), _DIGEST: digest(tensors)})

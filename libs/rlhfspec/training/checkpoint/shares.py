@@ -3,8 +3,7 @@
     learner.safetensors                  of a single rank, with the replicated values
     learner-00001-of-00004.safetensors   the shares of rank 1 of 4
 
-Nothing is gathered: each rank writes its shares and notes their place in the whole. Readers get a `StoredTensor`.
-"""
+Nothing is gathered: each rank writes its shares and notes their place in the whole."""
 
 from __future__ import annotations
 
@@ -31,21 +30,14 @@ _SHARES = "shares"  # the note: a JSON object, name -> start in the whole, and t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """One rank's record of a written part: the document that names its tensors, and its files with digests."""
+    """One rank's record of a part: the document that names its tensors, and its files with digests."""
 
     document: Any
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def write_part(folder: Path, part: str, state: Any, *, ranks: Ranks | None = None, leads: bool = True) -> Written:
-    """Write this rank's share of a part, down to the disk. leads: also writes the replicated values.
-
-    Example:
-        >>> import tempfile
-        >>> written = write_part(Path(tempfile.mkdtemp()), "policy", {"weight": torch.ones(2)})
-        >>> written.document, list(written.files)
-        ({'weight': {'$tensor': 'policy.weight'}}, ['policy.safetensors'])
-    """
+    """Write this rank's share of a part, down to the disk. leads: also writes the replicated values."""
     if not part.isidentifier():
         raise InvalidRequest("state", part, "parts of a checkpoint name its files: letters, digits, underscores")
     ranks = ranks or Ranks()
@@ -75,11 +67,6 @@ def write_part(folder: Path, part: str, state: Any, *, ranks: Ranks | None = Non
 
 
 def merged(documents: Sequence[Any]) -> Any:
-    """Merge the ranks' parts of one dictionary.
-
-    >>> merged([{"version": 1, "policy": {}}, {"version": 1, "critic": {}}])
-    {'version': 1, 'policy': {}, 'critic': {}}
-    """
     whole: dict[str, Any] = {}
     for document in documents:
         for name, value in document.items():
@@ -88,7 +75,7 @@ def merged(documents: Sequence[Any]) -> Any:
 
 
 def stored_tensors(paths: Sequence[Path]) -> dict[str, torch.Tensor | StoredTensor]:
-    """Return all tensors of the files by name; scalars are read at once. Raise StorageError if a share is missing."""
+    """Return all tensors of the files by name. Raise StorageError if a share is missing."""
     result: dict[str, torch.Tensor | StoredTensor] = {}
     for path in paths:
         try:

@@ -1,5 +1,6 @@
-"""Checkpoints of one run. A crash never damages earlier ones, and the newest intact one is found again. A checkpoint is
-written and synced under a name that begins with a dot, then renamed to `step-00000012`."""
+"""Checkpoints of one run. A crash never damages earlier ones, and the newest intact one is found again.
+
+A checkpoint is written and synced under a name that begins with a dot, then renamed to `step-00000012`."""
 
 from __future__ import annotations
 
@@ -28,20 +29,10 @@ LOCK = ".lock"
 
 
 class CheckpointStore:
-    """Store of checkpoints; it holds the folder's lock until it is closed or the process ends.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> with CheckpointStore(folder, keep=2) as store:
-        ...     for step in (1, 2, 3):
-        ...         _ = store.save(step, {"trainer": {"step": step, "betas": (0.9, 0.99)}})
-        ...     store.steps(), store.latest(), store.load(3)
-        ([2, 3], 3, {'trainer': {'step': 3, 'betas': (0.9, 0.99)}})
-    """
+    """Store of checkpoints; it holds the folder's lock until it is closed or the process ends."""
 
     def __init__(self, folder: Path, *, keep: int, verify: Callable[[Path], None] = verify) -> None:
-        """Lock the folder. verify: check that `latest` uses, so that ranks can divide the files (`folders.verify`)."""
+        """Lock the folder. verify: check that `latest` uses, so that ranks can divide the files."""
         assert keep >= 1
         self._folder = folder.absolute()
         self._keep = keep
@@ -57,8 +48,10 @@ class CheckpointStore:
             raise StorageError(folder, f"cannot keep checkpoints here: {error}") from error
 
     def save(self, step: int, state: Mapping[str, Any], *, best: int | None = None) -> Path:
-        """Save a checkpoint, then delete the oldest ones. `state`: parts by name, each a nested state or a
-        `folders.Writes`. best: the step of the best evaluation, which is kept however old it is."""
+        """Save a checkpoint, then delete the oldest ones.
+
+        state: parts by name, each a nested state or a `Writes`. best: step whose checkpoint is kept however old it
+        is."""
         writing = self._folder / f".writing-{_PREFIX}{step:08d}"
         try:
             _remove(writing)
@@ -102,7 +95,7 @@ class CheckpointStore:
         return read_checkpoint(self._path(step))
 
     def open(self, step: int) -> Any:
-        """Return the state with each tensor a `StoredTensor`. A step that `latest` verified is not checked again."""
+        """Return the state with each tensor a `StoredTensor`; a step that `latest` verified is not checked again."""
         verified, self._verified = self._verified, None
         return open_checkpoint(self._path(step), is_verified=step == verified)
 
@@ -158,7 +151,7 @@ class CheckpointStore:
                 self._discard(step)
 
     def _looks_complete(self, step: int) -> bool:
-        """Return whether all files exist with their sizes; digests would be too slow at every save."""
+        """Return whether all files have their sizes; digests would be too slow at every save."""
         try:
             files = manifest_of(self._path(step))["files"]
             return all((self._path(step) / n).stat().st_size == expected["num_bytes"] for n, expected in files.items())

@@ -1,9 +1,8 @@
 """Columns of a row as JSON for rewards: dates as ISO text, decimals as text, without bytes and images.
 
-Example:
-    >>> from datetime import date
-    >>> columns_of({"prompt": "1+1=", "day": date(2030, 1, 2), "image": b"PNG"}, Dataset(path="d.parquet"))
-    {'day': '2030-01-02'}
+>>> from datetime import date
+>>> columns_of({"prompt": "1+1=", "day": date(2030, 1, 2), "image": b"PNG"}, Dataset(path="d.parquet"))
+{'day': '2030-01-02'}
 """
 
 from __future__ import annotations

@@ -1,18 +1,7 @@
 """Order in which steps take rows: a pure function of (seed, step), so a resumed run needs only its step.
 
 With P = `prompts_per_step`, step s takes positions [(s - 1) * P, s * P) of the concatenated epochs' permutations. Each
-demand (round r) of dynamic sampling owns P places from r * P on, and first takes rows that the step does not have.
-Permutations sort raw words of a Philox generator, which never change between numpy's versions.
-
-Example:
-    >>> order = Order(num_rows=10, prompts_per_step=4, seed=11)
-    >>> sorted(order.indices(1) + order.indices(2) + order.indices(3)[:2])  # one epoch
-    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
-    >>> set(order.indices(1)) & set(order.indices(1, round=1, count=3))
-    set()
-    >>> list(order.places(round=1, count=3))
-    [4, 5, 6]
-"""
+demand (round r) of dynamic sampling owns P places from r * P on, and first takes rows that the step does not have."""
 
 from __future__ import annotations
 
@@ -39,7 +28,8 @@ def num_steps(num_rows: int, prompts_per_step: int, epochs: int | None) -> int |
 
 
 def permutation(seed: int, purpose: str, size: int) -> IndexArray:
-    """Sort the raw words of a Philox generator that is keyed by a hash of (seed, purpose)."""
+    """Sort the raw words of a Philox generator keyed by (seed, purpose), which never change between numpy's
+    versions."""
     digest = hashlib.blake2b(f"{seed}:{purpose}".encode(), digest_size=16).digest()
     words = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(size)
     return np.argsort(words, kind="stable").astype(np.int64)
@@ -67,11 +57,10 @@ class Order:
 
     @property
     def last_step(self) -> int | None:
-        """Return the last step that the epochs fill; None when the data never ends."""
         return num_steps(self.num_rows, self.prompts_per_step, self.epochs)
 
     def indices(self, step: int, round: int = 0, count: int | None = None) -> list[int]:
-        """Return the rows of a step (round 0) or of one of its demands; at most `prompts_per_step`, all by default."""
+        """Return the rows of a step (round 0) or of one of its demands; at most `prompts_per_step`, the default."""
         count = self.prompts_per_step if count is None else count
         if step < 1 or round < 0 or not 0 <= count <= self.prompts_per_step:
             raise InvalidRequest("step, round, count", (step, round, count), f"at most {self.prompts_per_step} a round")

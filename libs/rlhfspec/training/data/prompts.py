@@ -1,18 +1,4 @@
-"""Prompts made of rows: text from a column or chat messages, token ids, and columns for rewards.
-
-Example:
-    >>> from rlhfspec.training.data.rows import Rows
-    >>> from rlhfspec.tiny.tokenizer import encode
-    >>> class Bytes:
-    ...     def __call__(self, texts, add_special_tokens=True):
-    ...         return {"input_ids": [encode(text) for text in texts]}
-    >>> rows = Rows(source="sums", records=[{"prompt": "1+1=", "answer": 2}, {"prompt": "9" * 99, "answer": 9}])
-    >>> prompts = Prompts(rows, Bytes(), Dataset(path="sums.jsonl", maxPromptTokens=64), seed=0, prompts_per_step=1)
-    >>> prompts.take(step=1)
-    [(0, PromptRow(text='1+1=', token_ids=(49, 43, 49, 61), columns_json='{"answer": 2}'))]
-    >>> prompts.num_too_long
-    1
-"""
+"""Prompts made of rows: text from a column or chat messages, token ids, and columns for rewards."""
 
 from __future__ import annotations
 
@@ -41,8 +27,7 @@ class PromptRow:
 
 
 class Prompts:
-    """A dataset's prompts for a job's steps; malformed rows are refused at construction. num_too_long: rows left out by
-    `maxPromptTokens`. longest: tokens of the longest prompt kept."""
+    """A dataset's prompts for a job's steps; malformed rows are refused at construction."""
 
     def __init__(self, rows: Rows, tokenizer: Tokenizer, dataset: Dataset, seed: int, prompts_per_step: int) -> None:
         check_rows(rows, dataset)
@@ -75,7 +60,7 @@ class Prompts:
         return self.order.indices(step, round, count)
 
     def take(self, step: int, round: int = 0, count: int | None = None) -> list[tuple[int, PromptRow]]:
-        """Return the prompts of a step, or of one of its demands, each with its place in the step (`Prompt.prompt`)."""
+        """Return the prompts of a step or of one of its demands, each with its place in the step."""
         chosen = self.indices(step, round, count)
         return [(place, self[index]) for place, index in zip(self.order.places(round, count), chosen, strict=True)]
 
@@ -153,8 +138,9 @@ def load_tokenizer(model: Model) -> Any:
 
 
 def _check_ids(tokenizer: Any, model: str, field: str, path: str) -> None:
-    """Refuse a tokenizer if words or special tokens that prompts use have no row in the embedding. Other special tokens
-    need none, as several models leave out those for images."""
+    """Refuse a tokenizer if words or special tokens that prompts use have no row in the embedding.
+
+    Other special tokens need none, as several models leave out those for images."""
     config = config_of(model)
     num_rows = None if config is None else getattr(config.get_text_config(decoder=True), "vocab_size", None)
     if num_rows is None:
@@ -168,14 +154,7 @@ def _check_ids(tokenizer: Any, model: str, field: str, path: str) -> None:
 
 
 def check_rows(rows: Rows, dataset: Dataset) -> None:
-    """Raise JobError unless every row is usable, naming line, column and value of each that is not.
-
-    >>> try:
-    ...     check_rows(Rows(source="d.jsonl", records=[{"promt": "1+1="}], lines=[1]), Dataset(path="d.jsonl"))
-    ... except JobError as error:
-    ...     print(error)
-    d.jsonl: line 1: spec.dataset.promptColumn: no column prompt; this row has promt; did you mean promt? (got 'prompt')
-    """
+    """Raise JobError unless every row is usable, naming line, column and value of each that is not."""
     problems = []
     for index, row in enumerate(rows.records):
         problems += [

@@ -1,13 +1,4 @@
-"""Loading of rows from a text file (`text_files`), Parquet, a `datasets` folder or a hub id; held-out rows.
-
-Example:
-    >>> import tempfile
-    >>> file = Path(tempfile.mkdtemp()) / "sums.jsonl"
-    >>> _ = file.write_text('{"prompt": "1+1=", "answer": "2"}\\n')
-    >>> rows = load_rows(Dataset(path=str(file)))
-    >>> rows.records[0]["answer"], rows.where(0)
-    ('2', 'line 1')
-"""
+"""Loading of rows from a text file, Parquet, a `datasets` folder or a hub id; held-out rows."""
 
 from __future__ import annotations
 
@@ -138,15 +129,7 @@ def held_out_of(rows: Rows, spec: Spec, base_folder: Path) -> tuple[Rows, Rows]:
 
 
 def split(rows: Rows, count: int, seed: int) -> tuple[Rows, Rows]:
-    """Take `count` rows out, drawn by the seed; both parts stay in the order of the data.
-
-    >>> rows = Rows(source="sums", records=[{"prompt": f"{number}+1="} for number in range(9)])
-    >>> training, held_out = split(rows, 3, seed=11)
-    >>> len(training), len(held_out)
-    (6, 3)
-    >>> {row["prompt"] for row in training.records} & {row["prompt"] for row in held_out.records}
-    set()
-    """
+    """Take `count` rows out, drawn by the seed; both parts stay in the order of the data."""
     taken = set(permutation(seed, "held-out", len(rows))[:count].tolist())
     kept = [index for index in range(len(rows)) if index not in taken]
     return _some(rows, kept), _some(rows, sorted(taken))

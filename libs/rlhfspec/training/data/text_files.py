@@ -1,12 +1,4 @@
-"""Rows of text files: JSON lines, a JSON list, CSV with a header; each also compressed (`.gz`).
-
-Example:
-    >>> import tempfile
-    >>> file = Path(tempfile.mkdtemp()) / "sums.csv"
-    >>> _ = file.write_text('prompt,answer\\n1+1=,2\\n"one, two",3\\n')
-    >>> read_text_rows(file)
-    ([{'prompt': '1+1=', 'answer': '2'}, {'prompt': 'one, two', 'answer': '3'}], [2, 3])
-"""
+"""Rows of text files: JSON lines, a JSON list, CSV with a header; each also compressed (`.gz`)."""
 
 from __future__ import annotations
 

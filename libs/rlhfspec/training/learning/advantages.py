@@ -1,13 +1,4 @@
-"""From rewards to advantages. Numbers of samples are `[n]`, of tokens `[T]`, sample after sample.
-
-Example:
-    >>> import torch
-    >>> rewards, groups = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
-    >>> leave_one_out_advantages(rewards, groups).tolist()
-    [1.0, -1.0, 0.0, 0.0]
-    >>> informative_groups(rewards, groups).tolist()
-    [True, True, False, False]
-"""
+"""From rewards to advantages. Numbers of samples are `[n]`, of tokens `[T]`, sample after sample."""
 
 from __future__ import annotations
 
@@ -31,11 +22,7 @@ def token_rewards(rewards: Tensor, lengths: Tensor, kl: Tensor | None, kl_coeffi
 
 
 def overlong_penalties(lengths: Tensor, *, max_tokens: int, buffer: int, penalty: float) -> Tensor:
-    """Return DAPO's length penalty [n]: 0 up to max_tokens - buffer, then linear down to -penalty at max_tokens.
-
-    >>> overlong_penalties(torch.tensor([4, 8, 10]), max_tokens=10, buffer=4, penalty=1.0).tolist()
-    [0.0, -0.5, -1.0]
-    """
+    """Return DAPO's length penalty [n]: 0 up to max_tokens - buffer, then linear down to -penalty at max_tokens."""
     below = (max_tokens - buffer - lengths).clamp(max=0).double()
     return below / buffer * penalty
 
@@ -43,8 +30,9 @@ def overlong_penalties(lengths: Tensor, *, max_tokens: int, buffer: int, penalty
 def group_advantages(
     rewards: Tensor, group_index: Tensor, *, normalize_by_std: bool, epsilon: float = GROUP_EPSILON
 ) -> Tensor:
-    """Return GRPO's (r - mean(group)) / (std(group) + epsilon), or without the division Dr.GRPO's: [n]. The deviation
-    is the sample's (n - 1). A group of one, or with equal rewards, has advantage exactly 0."""
+    """Return GRPO's (r - mean(group)) / (std(group) + epsilon), or without the division Dr.GRPO's: [n].
+
+    The deviation is the sample's (n - 1). A group of one, or with equal rewards, has advantage exactly 0."""
     sizes, means = _group_means(rewards, group_index)
     centred = (rewards - means[group_index]).masked_fill(~informative_groups(rewards, group_index), 0)
     if not normalize_by_std:
@@ -63,7 +51,7 @@ def leave_one_out_advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
 
 
 def informative_groups(rewards: Tensor, group_index: Tensor) -> Tensor:
-    """Return [n] bool: the sample's group has differing rewards. The other samples have advantage 0 in their group."""
+    """Return [n] bool: the sample's group has differing rewards."""
     num_groups = int(group_index.max()) + 1 if len(group_index) else 0
     highest = rewards.new_full((num_groups,), -torch.inf).scatter_reduce(0, group_index, rewards, "amax")
     lowest = rewards.new_full((num_groups,), torch.inf).scatter_reduce(0, group_index, rewards, "amin")
@@ -71,7 +59,7 @@ def informative_groups(rewards: Tensor, group_index: Tensor) -> Tensor:
 
 
 def discounted_sums(numbers: Tensor, lengths: Tensor, discount: float) -> Tensor:
-    """Return s[t] = x[t] + discount * s[t + 1] within each sample: [T] -> [T], as in REINFORCE++ and GAE.
+    """Return s[t] = x[t] + discount * s[t + 1] within each sample: [T] -> [T].
 
     >>> discounted_sums(torch.tensor([1.0, 1.0, 4.0]), torch.tensor([2, 1]), 0.5)
     tensor([1.5000, 1.0000, 4.0000])
@@ -85,9 +73,10 @@ def discounted_sums(numbers: Tensor, lengths: Tensor, discount: float) -> Tensor
 
 
 def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns [T] by generalized advantage estimation (Schulman 2016). delta[t] = r[t] + gamma
-    V[t + 1] - V[t], A[t] = sum over k of (gamma lambda)^k delta[t + k], return = A + V. Behind the last token the value
-    is 0, also of a response that was cut."""
+    """Return advantages and returns [T] by generalized advantage estimation (Schulman 2016).
+
+    delta[t] = r[t] + gamma V[t + 1] - V[t], A[t] = sum over k of (gamma lambda)^k delta[t + k], return = A + V. Behind
+    the last token the value is 0, also of a response that was cut."""
     next_values = values.roll(-1)
     next_values[lengths.cumsum(0) - 1] = 0
     advantages = discounted_sums(rewards + gamma * next_values - values, lengths, gamma * gae_lambda)

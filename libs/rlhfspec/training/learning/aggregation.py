@@ -1,12 +1,4 @@
-"""Token weights, fixed over the whole mini-batch before it is split: the loss is sum(weights * token_loss).
-
-Example:
-    >>> import torch
-    >>> token_weights(torch.tensor([1, 3]), "sequence-mean-token-mean", constant=8)
-    tensor([0.5000, 0.1667, 0.1667, 0.1667], dtype=torch.float64)
-    >>> token_weights(torch.tensor([1, 3]), "token-mean", constant=8)
-    tensor([0.2500, 0.2500, 0.2500, 0.2500], dtype=torch.float64)
-"""
+"""Token weights, fixed over the whole mini-batch before it is split: the loss is sum(weights * token_loss)."""
 
 from __future__ import annotations
 
@@ -19,8 +11,10 @@ LossAggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-su
 
 
 def token_weights(lengths: Tensor, aggregation: LossAggregation, constant: int) -> Tensor:
-    """Return the weights [T] float64 of a mini-batch's tokens from its `lengths` [n]. token-mean: 1 / T.
-    sequence-mean-token-mean: 1 / (n |y|). sequence-sum-constant: 1 / (n constant), with constant maxTokens."""
+    """Return the weights [T] float64 of a mini-batch's tokens from its `lengths` [n].
+
+    token-mean: 1 / T. sequence-mean-token-mean: 1 / (n |y|). sequence-sum-constant: 1 / (n constant), with constant
+    maxTokens."""
     num_samples, num_tokens = len(lengths), int(lengths.sum())
     if aggregation == "token-mean":
         return torch.full((num_tokens,), 1.0 / num_tokens, dtype=torch.float64)
@@ -35,11 +29,7 @@ def per_token(per_sample: Tensor, lengths: Tensor) -> Tensor:
 
 
 def sample_sums(per_token_numbers: Tensor, lengths: Tensor) -> Tensor:
-    """Add up each sample's tokens: [T] -> [n].
-
-    >>> sample_sums(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 2]))
-    tensor([1., 6.])
-    """
+    """Add up each sample's tokens: [T] -> [n]."""
     sums: Tensor = torch.segment_reduce(per_token_numbers, "sum", lengths=lengths)
     return sums
 

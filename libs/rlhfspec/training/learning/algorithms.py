@@ -1,18 +1,12 @@
 """A job's algorithm applied to a step: targets before the first update, losses of each micro-batch.
 
-Example:
-    >>> from rlhfspec.job import Algorithm
-    >>> scoring_stages(Algorithm(name="grpo")), scoring_stages(Algorithm(name="ppo"))
-    (('reward', 'reference'), ('reward', 'reference', 'critic'))
-
-A step, for the trainer:
     targets, metrics = prepare(algorithm, rollouts, policy_log_probs=..., max_tokens=256)
     mini = targets.mini_batch(algorithm, samples, max_tokens=256)
-    for micro in packings of mini:                       # whole samples
-        part = mini.select(micro)
-        terms = policy_terms(algorithm, log_probs, old_log_probs, part, entropy)
+    for micro in packings of mini:
+        terms = policy_terms(algorithm, log_probs, old_log_probs, mini.select(micro), entropy)
         terms.loss.backward()                            # and add up terms.losses, terms.sums
-"""
+
+Micro-batches hold whole samples."""
 
 from __future__ import annotations
 
@@ -45,8 +39,6 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """Targets of some samples' T tokens."""
-
     lengths: Tensor  # [n] int64
     weights: Tensor  # [T] of each token's loss, fixed by the mini-batch
     advantages: Tensor  # [T]
@@ -104,8 +96,9 @@ def needs_policy_log_probs(algorithm: Algorithm) -> bool:
 def prepare(
     algorithm: Algorithm, rollouts: Rollouts, *, policy_log_probs: Tensor | None, max_tokens: int
 ) -> tuple[Targets, Metrics]:
-    """Return the step's targets, as one mini-batch, and its metrics before training. `policy_log_probs` [T] are the
-    trainer's before the first update, at the sampling temperature."""
+    """Return the step's targets, as one mini-batch, and its metrics before training.
+
+    `policy_log_probs` [T] are the trainer's before the first update, at the sampling temperature."""
     assert rollouts.num_samples > 0, "a step without samples"
     _check_scores(algorithm, rollouts)
     rewards, metrics = shaped_rewards(algorithm, rollouts, max_tokens=max_tokens)
@@ -142,8 +135,8 @@ def shaped_rewards(algorithm: Algorithm, rollouts: Rollouts, *, max_tokens: int)
 
 
 def metrics_before_updates(algorithm: Algorithm, rollouts: Rollouts, log_probs: Tensor, entropy: Tensor) -> Metrics:
-    """Return metrics of the sampling policy; `log_probs` and `entropy` [T] are the trainer's before the first update.
-    The KL to the reference is given by the job's estimator and by k3, which is never negative."""
+    """Return metrics of the sampling policy; `log_probs` and `entropy` [T] are the trainer's before the first
+    update."""
     metrics = {"entropy": float(entropy.double().mean())}
     if rollouts.reference_log_probs is not None:
         policy, reference = log_probs.double(), rollouts.reference_log_probs.double()
@@ -156,9 +149,10 @@ def metrics_before_updates(algorithm: Algorithm, rollouts: Rollouts, log_probs: 
 def policy_terms(
     algorithm: Algorithm, log_probs: Tensor, old_log_probs: Tensor, targets: Targets, entropy: Tensor | None
 ) -> TokenTerms:
-    """Return the policy's loss over a micro-batch of whole samples. `log_probs` [t] carry the gradient; `old_log_probs`
-    [t] are the trainer's before the step's first update; `entropy` [t] is needed where `entropy_coefficient` is above
-    0."""
+    """Return the policy's loss over a micro-batch of whole samples.
+
+    `log_probs` [t] carry the gradient; `old_log_probs` [t] are the trainer's before the step's first update; `entropy`
+    [t] is needed where `entropy_coefficient` is above 0."""
     ratio = _ratio(algorithm, log_probs, old_log_probs, targets.lengths)
     clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     policy = clipped_policy_loss(ratio, targets.advantages, **clip)

@@ -6,14 +6,7 @@
         clip, optimizer step, schedule step
 
 Old log-probs come from the trainer's own forward before the first update. Policy and critic update in turn, or on a
-rank each (`training.fuse`), with the same bits, which depend on the number of threads.
-
-Example:
-    >>> learner = Learner.from_spec(spec)                     # doctest: +SKIP
-    >>> report = learner.learn(Rollouts.of(samples, scores))  # doctest: +SKIP
-    >>> report.version, report.metrics["policy_loss"]         # doctest: +SKIP
-    (1, -0.0132)
-"""
+rank each (`training.fuse`), with the same bits, which depend on the number of threads."""
 
 from __future__ import annotations
 
@@ -90,7 +83,7 @@ class Learner:
         device: str = "cpu",
         stored: bool = False,
     ) -> None:
-        """Train models of `load_policy` and `load_critic` in place, with their `stored`. Other ranks' may be None."""
+        """Train models of `load_policy` and `load_critic` in place; models of other ranks may be None."""
         self.version = 0
         self._spec = spec = settled(spec, device)
         self._num_threads = num_threads or torch.get_num_threads()
@@ -163,7 +156,7 @@ class Learner:
 
     @property
     def policy(self) -> Any:
-        """Return the policy model; where each rank trains one of two models, rank 0 has it."""
+        """Return the policy; where each rank trains one of two models, rank 0 has it."""
         return self._policy
 
     # -- a step ---------------------------------------------------------------------------------------------
@@ -320,7 +313,8 @@ class Learner:
     # -- weights and state ----------------------------------------------------------------------------------
 
     def policy_state(self) -> dict[str, Tensor]:
-        """Return the policy under plain Hugging Face names, LoRA merged; {} on a rank that trains the critic alone.
+        """Return the policy under Hugging Face names, LoRA merged; {} on a rank that trains the critic alone.
+
         Shares memory: copy it to keep it past `learn`."""
         if "policy" not in self._networks:
             return {}
@@ -344,8 +338,7 @@ class Learner:
         return self._all.broadcast(own, source=_MODELS.index("critic")) if is_apart else own
 
     def state(self) -> State:
-        """Return everything of this rank that the next step depends on, as nested dictionaries. Shares memory. Where
-        ranks share a model these are its own shares, and the replicated values."""
+        """Return everything of this rank that the next step depends on, its own shares only. Shares memory."""
         state: State = {"version": self.version}
         for model, network in self._networks.items():
             state |= {model: network.own_weights(), f"{model}_optimizer": network.optimizer_state()}

@@ -1,11 +1,4 @@
-"""Losses at single tokens, before aggregation: probability ratios, KL, clipped losses. Lower is better.
-
-Example:
-    >>> import torch
-    >>> ratio, advantages = torch.tensor([1.5, 1.5, 0.5]), torch.tensor([1.0, -1.0, -1.0])
-    >>> clipped_policy_loss(ratio, advantages, clip_low=0.2, clip_high=0.28)
-    tensor([-1.2800,  1.5000,  0.8000])
-"""
+"""Losses at single tokens, before aggregation: probability ratios, KL, clipped losses. Lower is better."""
 
 from __future__ import annotations
 
@@ -28,12 +21,7 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEst
         k2 = d^2 / 2              biased, low variance; its gradient is the KL's own, unbiased
         k3 = exp(-d) - 1 + d      unbiased, low variance, never negative; its gradient is biased, right for small d
 
-    As a loss, k1 is only noise: its gradient has mean zero. Use it in the reward.
-
-    >>> policy, reference = torch.tensor([-1.0]), torch.tensor([-1.5])
-    >>> [round(kl_estimate(policy, reference, name).item(), 4) for name in ("k1", "k2", "k3")]
-    [0.5, 0.125, 0.1065]
-    """
+    As a loss, k1 is only noise: its gradient has mean zero. Use it in the reward."""
     difference = log_probs - reference_log_probs
     if estimator == "k1":
         return difference
@@ -44,12 +32,9 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEst
 
 
 def truncated_importance_weights(log_probs: Tensor, generator_log_probs: Tensor, cap: float) -> Tensor:
-    """Return min(trainer / generator, cap) at each token, without gradient: [t], [t] -> [t]. It corrects for staleness.
-    `log_probs` are the trainer's before the first update (Ionides 2008, "Truncated importance sampling").
+    """Return min(trainer / generator, cap) at each token, without gradient: [t], [t] -> [t].
 
-    >>> truncated_importance_weights(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -4.0]), cap=2.0)
-    tensor([1., 2.])
-    """
+    `log_probs` are the trainer's before the first update (Ionides 2008, "Truncated importance sampling")."""
     log_ratio = torch.clamp(log_probs.detach() - generator_log_probs, max=_LOG_RATIO_BOUND)
     return torch.exp(log_ratio).clamp(max=cap)
 
@@ -60,8 +45,9 @@ def token_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 
 
 def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, lengths: Tensor) -> Tensor:
-    """Return GSPO's (policy / old policy of the whole response) ** (1 / |y|), repeated for its tokens: [t] -> [t]. A
-    token's gradient goes through its own log-prob only (the paper's GSPO-token). Responses must be whole."""
+    """Return GSPO's (policy / old policy of the whole response) ** (1 / |y|), repeated for its tokens: [t] -> [t].
+
+    A token's gradient goes through its own log-prob only (the paper's GSPO-token). Responses must be whole."""
     detached = (log_probs - old_log_probs).detach()
     mean = sample_sums(detached, lengths) / lengths  # [n]
     bounded = torch.clamp(mean, -_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).to(log_probs.dtype)
@@ -85,9 +71,5 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
 
 
 def clip_values(values: Tensor, old_values: Tensor, clip: float) -> Tensor:
-    """Clamp values to within `clip` of the old ones.
-
-    >>> clip_values(torch.tensor([1.0, -3.0]), torch.tensor([0.0, 0.0]), 0.5)
-    tensor([ 0.5000, -0.5000])
-    """
+    """Clamp values to within `clip` of the old ones."""
     return torch.clamp(values, old_values - clip, old_values + clip)

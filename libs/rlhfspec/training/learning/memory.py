@@ -70,11 +70,7 @@ class ActivationRoom:
 
 
 def fits_into(free: int, trained: int) -> int:
-    """Return the bytes available for activations.
-
-    >>> fits_into(free=50 * GIB, trained=10 * GIB) / GIB
-    17.0
-    """
+    """Return the bytes available for activations."""
     return int(0.9 * (free - 3 * trained)) - GIB
 
 

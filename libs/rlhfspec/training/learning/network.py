@@ -1,13 +1,4 @@
-"""A trained module (policy or critic) with its optimizer, its schedule, and a state that outlives the process.
-
-Example:
-    >>> module = torch.nn.Linear(2, 1)
-    >>> settings = job.Training(optimizer=job.Optimizer(name="SGD", learningRate=0.5))
-    >>> network = Network(module, settings.optimizer, settings, field="training.optimizer")
-    >>> module(torch.ones(1, 2)).sum().backward()
-    >>> network.update(network.grad_norm()).learning_rate, network.num_updates
-    (0.5, 1)
-"""
+"""A trained module (policy or critic) with its optimizer, its schedule, and a state that outlives the process."""
 
 from __future__ import annotations
 
@@ -106,7 +97,7 @@ class Network:
                 own[name].copy_(_like(own[name], tensor, self._shares.get(name)))
 
     def optimizer_state(self) -> State:
-        """Return this rank's state as nested dictionaries; parameters are named by position. Shares memory."""
+        """Return this rank's state; parameters are named by position. Shares memory."""
         state = self._optimizer.state_dict()
         of_parameters = {
             str(place): {name: self._kept(place, value) for name, value in of.items()}
@@ -159,8 +150,9 @@ def _part(tensor: Tensor, share: Share | None) -> Tensor | PartOf:
 
 
 def _whole(values: Mapping[str, Any], group: Ranks | None = None) -> dict[str, Any]:
-    """Gather sharded tensors on rank 0's host, one by one; other ranks get the rest. Every rank must call this. group:
-    the ranks that cut layers with this one."""
+    """Gather sharded tensors on rank 0's host; other ranks get the rest. Every rank must call this.
+
+    group: the ranks that cut layers with this one."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         tensor, share = (value.tensor, value.share) if isinstance(value, PartOf) else (value, None)

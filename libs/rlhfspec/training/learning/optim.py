@@ -1,17 +1,4 @@
-"""Optimizers and schedules from a job: any class of torch, or `module:Class` of the user's.
-
-Example:
-    >>> parameter = torch.nn.Parameter(torch.zeros(2))
-    >>> settings = job.Optimizer(name="SGD", learningRate=0.5, arguments={"momentum": 0.9})
-    >>> optimizer = make_optimizer([parameter], settings, field="training.optimizer")
-    >>> schedule = make_schedule(optimizer, job.Schedule(name="linear", warmupSteps=1), num_updates=3)
-    >>> rates = []
-    >>> for _ in range(3):
-    ...     rates.append(schedule.get_last_lr()[0])
-    ...     optimizer.step(); schedule.step()
-    >>> rates
-    [0.25, 0.5, 0.25]
-"""
+"""Optimizers and schedules from a job: any class of torch, or `module:Class` of the user's."""
 
 from __future__ import annotations
 

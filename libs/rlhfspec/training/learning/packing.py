@@ -1,17 +1,9 @@
 """Assignment of whole sequences to micro-batches, by their lengths alone.
 
-Example:
-    >>> pack([5, 9, 2, 3, 8], tokens_per_micro_batch=10)
-    [[0, 3], [1], [2, 4]]
-    >>> pack([500, 1], tokens_per_micro_batch=10)  # whole, however long
-    [[0], [1]]
-
-Where neighbours answer one prompt, it is run once for all of them that are together:
-    >>> four, two = (5, 6, 7, 8), (9, 9)
-    >>> pack_groups([four, four, four, two], [2, 2, 2, 3], tokens_per_micro_batch=10)
-    [[0, 1, 2], [3]]
-    >>> pack_groups([four, four, four, two], [2, 2, 2, 3], tokens_per_micro_batch=9)  # cut between answers
-    [[0, 1], [2], [3]]
+>>> pack([5, 9, 2, 3, 8], tokens_per_micro_batch=10)
+[[0, 3], [1], [2, 4]]
+>>> pack_groups([(5, 6, 7, 8)] * 3, [2, 2, 2], tokens_per_micro_batch=9)  # a prompt runs once for its neighbours
+[[0, 1], [2]]
 """
 
 from __future__ import annotations
@@ -22,9 +14,9 @@ from collections.abc import Iterator, Sequence
 
 
 def pack(lengths: Sequence[int], tokens_per_micro_batch: int, *, multiple_of: int = 1) -> list[list[int]]:
-    """Pack sequences into micro-batches of indices, each within the budget unless it holds one longer sequence. The
-    longest sequence left joins the emptiest micro-batch; if it does not fit, one more micro-batch is tried. Their
-    number is a multiple of `multiple_of` (ranks). Indices and micro-batches are in id order."""
+    """Pack sequences into micro-batches of indices, each within the budget unless it holds one longer sequence.
+
+    Their number is a multiple of `multiple_of` (ranks). Indices and micro-batches are in id order."""
     budget = tokens_per_micro_batch
     fewest = max(1, -(-sum(min(length, budget) for length in lengths) // budget))
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
@@ -41,8 +33,9 @@ def pack_groups(
     *,
     multiple_of: int = 1,
 ) -> list[list[int]]:
-    """Pack as `pack` does, where neighbours with the same prompt share it. answers: tokens of each that are run. Groups
-    stay whole unless one exceeds the budget, or a cut lets the busiest rank run fewer tokens."""
+    """Pack as `pack` does, where neighbours with the same prompt share it. answers: tokens of each that are run.
+
+    Groups stay whole unless one exceeds the budget, or a cut lets the busiest rank run fewer tokens."""
     found: tuple[int, list[list[int]]] | None = None
     for num_parts in range(1, multiple_of + 1):
         runs = list(_runs(prompts, answers, tokens_per_micro_batch, num_parts))

@@ -1,20 +1,7 @@
 """A step's samples and scores as flat tensors, sorted by id, so that order of arrival has no effect.
 
 `generator_log_probs` are those of the distribution sampled from (temperature, top-k, top-p): the denominator of
-importance weights. `log_probs` are the plain model's at temperature 1, to compare with the trainer's forward.
-
-Example:
-    >>> from rlhfspec.messages.records import Sample, Score
-    >>> sample = Sample(
-    ...     id="sums/1/0/0", job="sums", step=1, prompt=0, replica=0, prompt_text="2+2=", prompt_token_ids=(5, 6),
-    ...     columns_json="{}", text="4", token_ids=(7, 1), log_probs=(-0.5, -0.1), tempered_log_probs=(-0.5, -0.1),
-    ...     weights_versions=(0, 0), finish_reason="stop",
-    ... )
-    >>> score = Score(id="sums/1/0/0/reward", sample_id="sums/1/0/0", job="sums", step=1, stage="reward", values=(1.0,))
-    >>> rollouts = Rollouts.of([sample], [score])
-    >>> rollouts.num_samples, rollouts.num_tokens, rollouts.rewards.tolist()
-    (1, 2, [1.0])
-"""
+importance weights. `log_probs` are the plain model's at temperature 1."""
 
 from __future__ import annotations
 
@@ -64,8 +51,7 @@ class Rollouts:
 
     @staticmethod
     def of(samples: Sequence[Sample], scores: Sequence[Score]) -> Rollouts:
-        """Join samples with their scores. Raise RolloutError unless every sample has a reward and, if any sample has a
-        reference or critic score, that one too."""
+        """Join samples with their scores. Raise RolloutError where a sample lacks a score that others have."""
         ordered = sorted(samples, key=lambda sample: sample.sort_key)
         for sample in ordered:
             _check_sample(sample)

@@ -18,8 +18,8 @@ def shard(
     module: nn.Module, trunk: Any, device: torch.device, ranks: Ranks, *, computes_in: torch.dtype, widens: bool
 ) -> None:
     """Shard a module from the host in place, block by block, so that the device holds one whole block at a time.
-    computes_in: on a device a block is gathered in this type, and gradients are reduced in float32. widens: bfloat16
-    weights become float32 on the device."""
+
+    computes_in: type in which a block is gathered on a device. widens: bfloat16 weights become float32 there."""
     if ranks.sharing.num_ranks == 1:
         return
     mesh = _mesh(ranks, device)
@@ -53,13 +53,7 @@ def _take(part: nn.Module, device: torch.device, widens: bool) -> None:
 
 
 def _of_other_types(part: nn.Module) -> list[nn.Module]:
-    """Return modules to shard separately, inner ones first, as one gather takes tensors of one type only.
-
-    Example:
-        >>> router, up, down = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2).bfloat16()
-        >>> _of_other_types(nn.ModuleList([up, router, down])) == [router]
-        True
-    """
+    """Return modules to shard separately, inner ones first, as one gather takes tensors of one type only."""
     found: list[nn.Module] = []
 
     def left_in(module: nn.Module) -> torch.dtype | None:

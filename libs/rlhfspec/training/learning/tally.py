@@ -1,12 +1,4 @@
-"""Results of a step's forwards: values before the first update, sums for metrics, and the first non-finite number.
-
-Example:
-    >>> tally = Tally(num_tokens=3)
-    >>> numbers = torch.tensor([-1.0, -2.0])
-    >>> tally.keep(torch.tensor([0, 2]), TokenLogProbs(log_probs=numbers, untempered=numbers, entropy=-numbers))
-    >>> tally.old(torch.tensor([2]))
-    tensor([-2.])
-"""
+"""Results of a step's forwards: values before the first update, sums for metrics, and the first non-finite number."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""The critic: a language model's trunk with a head, zero at first, that values the state before each token.
-
-Example:
-    >>> from rlhfspec.training.modeling.loading import prepared
-    >>> from rlhfspec.training.modeling.packed import pack_sequences
-    >>> from rlhfspec.tiny import random_model
-    >>> critic = Critic(prepared(random_model("llama", seed=0)))
-    >>> critic(pack_sequences([(5, 6)], [(7, 8, 9)])).tolist()
-    [0.0, 0.0, 0.0]
-"""
+"""The critic: a language model's trunk with a head, zero at first, that values the state before each token."""
 
 from __future__ import annotations
 

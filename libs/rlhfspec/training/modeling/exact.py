@@ -1,16 +1,7 @@
 """Exactly on-policy (`training.exactOnPolicy`): the trainer's forward on the engine's kernels.
 
 The kernels' log-probs are, bit for bit, a function of the sequence and the weights, so the first ratio of a step is
-exactly 1. `ExactForward` needs the CPU kernels and the memory of the weights once more (docs/exact-on-policy.md).
-
-Example:
-    >>> from rlhfspec.training.modeling.loading import prepared
-    >>> from rlhfspec.training.modeling.packed import pack_sequences
-    >>> from rlhfspec.tiny import random_model
-    >>> forward = ExactForward(prepared(random_model("llama", seed=0)), temperature=1.0, max_context=64)
-    >>> forward(pack_sequences([(5, 6)], [(7, 8, 9)])).log_probs.shape
-    torch.Size([3])
-"""
+exactly 1. `ExactForward` needs the CPU kernels and the memory of the weights once more."""
 
 from __future__ import annotations
 
@@ -64,16 +55,7 @@ _BLOCK_SIZE = 16  # of the scratch keys and values; bits do not depend on it
 
 
 def check_exact(spec: job.Spec) -> None:
-    """Raise InvalidRequest for settings that exactOnPolicy cannot be combined with.
-
-    >>> from types import SimpleNamespace
-    >>> lora = job.Lora(dropout=0.1)
-    >>> model = job.Model(path="m", lora=lora)
-    >>> check_exact(SimpleNamespace(training=job.Training(exactOnPolicy=True), model=model))  # type: ignore[arg-type]
-    Traceback (most recent call last):
-    ...
-    rlhfspec.errors.InvalidRequest: model.lora.dropout: must be 0 with training.exactOnPolicy (got 0.1)
-    """
+    """Raise InvalidRequest for settings that exactOnPolicy cannot be combined with."""
     if not spec.training.exact_on_policy:
         return
     dropout = 0.0 if spec.model.lora is None else spec.model.lora.dropout
@@ -90,8 +72,9 @@ def check_exact(spec: job.Spec) -> None:
 
 
 class ExactForward(TorchForward):
-    """The policy's forward with the engine's bits; dtype, arithmetic and attention_split must be the engine's own. The
-    model must be prepared for packed rows, float32, on the CPU. Never deep-copy it afterwards."""
+    """The policy's forward with the engine's bits; dtype, arithmetic and attention_split must be the engine's own.
+
+    The model must be prepared for packed rows, float32, on the CPU. Never deep-copy it afterwards."""
 
     def __init__(
         self, model: Any, temperature: float, *, max_context: int, dtype: str = "float32", arithmetic: str = "auto",
@@ -235,7 +218,7 @@ class _AttentionRow:
 
     @classmethod
     def of(cls, parts: tuple[RowPart, ...], attentions: tuple[AttentionSpec, ...]) -> _AttentionRow:
-        """Lay out the row: the KV of part i lies at its tokens' places; an answer's slots begin with its prompt's."""
+        """Lay out the row: KV lies at its tokens' places; an answer's slots begin with its prompt's."""
         lengths = [part.length for part in parts]
         slots = np.arange(sum(lengths), dtype=np.int32)
         own = np.split(slots, np.cumsum(lengths)[:-1])

@@ -1,12 +1,4 @@
-"""Autograd functions: forward is the engine's kernel, bit for bit; backward differentiates its torch twin.
-
-Example:
-    >>> layer = torch.nn.Linear(3, 2)
-    >>> packed = PackedLinear.from_linear(layer, dtype=torch.float32)
-    >>> exact_linear(torch.ones(1, 3), layer.weight, layer.bias, packed).sum().backward()
-    >>> layer.weight.grad.tolist()
-    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
-"""
+"""Autograd functions: forward is the engine's kernel, bit for bit; backward differentiates its torch twin."""
 
 from __future__ import annotations
 
@@ -46,7 +38,7 @@ def exact(kernel: Callable[..., Tensor], twin: Callable[..., Tensor], *tensors: 
 
 
 def exact_log_probs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """Return log_softmax(logits / temperature)[target] with the sampler's bits. logits [t, V], targets [t] -> [t]."""
+    """Return log_softmax(logits / temperature)[target] with the sampler's bits: [t, V], [t] -> [t]."""
     return _apply(_LogProbs, logits, targets, temperature)
 
 

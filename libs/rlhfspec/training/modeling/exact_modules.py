@@ -56,7 +56,6 @@ class ExactModules:
                 guard_forward(module, self.guard)
 
     def repack(self) -> None:
-        """Copy the parameters' present values into the packed weights."""
         state = self.model.state_dict()
         if self._scaling is not None:
             state = merged_state(state, self._scaling)

@@ -1,10 +1,4 @@
-"""Loading of a job's models, refused unless packed rows give what plain Hugging Face gives for each sequence.
-
-Example:
-    >>> from rlhfspec.tiny import random_model
-    >>> prepared(random_model("qwen2", seed=0)).config._attn_implementation
-    'rlhfspec_packed'
-"""
+"""Loading of a job's models, refused unless packed rows give what plain Hugging Face gives for each sequence."""
 
 from __future__ import annotations
 
@@ -38,8 +32,9 @@ def load_policy(
     model: job.Model, *, seed: int = 0, max_context: int = _DEFAULT_CONTEXT, stored: bool = False,
     ranks: Ranks | None = None,
 ) -> Any:  # fmt: skip
-    """Load the initial policy; adapters of a LoRA block are drawn from the seed, and only they take gradients. The base
-    weights under adapters are widened. stored, ranks: as in `load_causal_lm`."""
+    """Load the initial policy; LoRA adapters are drawn from the seed, and only they take gradients.
+
+    stored, ranks: as in `load_causal_lm`."""
     policy = load_causal_lm(
         model.path, field="spec.model.path", dtype=model.dtype, max_context=max_context,
         stored=stored and model.lora is None, ranks=ranks,
@@ -64,8 +59,9 @@ def load_causal_lm(
     path: str | Path, *, field: str, dtype: str, max_context: int = _DEFAULT_CONTEXT, only_trunk: bool = False,
     stored: bool = False, ranks: Ranks | None = None,
 ) -> Any:  # fmt: skip
-    """Load the model at `path`, a folder or a hub id; `field` names it in messages. stored: as in `prepared`. ranks:
-    every rank must call this. The first verifies the model; the others read only their part."""
+    """Load the model at `path`, a folder or a hub id; `field` names it in messages. stored: as in `prepared`.
+
+    Every rank of `ranks` must call this. The first verifies the model; the others read only their part."""
     model = load_stored(path, field=field, only_trunk=only_trunk)
     options: dict[str, Any] = {"dtype": dtype, "max_context": max_context, "name": field, "stored": stored}
     if ranks is None or ranks.num_ranks == 1:
@@ -93,6 +89,7 @@ def prepared(
     stored: bool = False,
 ) -> Any:  # fmt: skip
     """Prepare a causal LM in memory for packed rows, in place, verified against plain Hugging Face in float32.
+
     max_context: tokens of the longest sequence. stored: bfloat16 weights that will run in float32 are widened only when
     their layer reaches its device."""
     began = time.perf_counter()
@@ -125,11 +122,6 @@ def prepared(
 
 
 def _types(dtype: str) -> tuple[str, torch.dtype]:
-    """Return a job's dtype as a name and as a torch.dtype; "auto" is float32.
-
-    >>> _types("auto")
-    ('float32', torch.float32)
-    """
     name = "float32" if dtype == "auto" else dtype
     return name, getattr(torch, name)
 

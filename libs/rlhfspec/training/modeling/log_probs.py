@@ -1,13 +1,4 @@
-"""Log-probs of response tokens under log_softmax(logits / temperature); `PolicyForward` is the interface.
-
-Example:
-    >>> from rlhfspec.training.modeling.packed import pack_sequences
-    >>> from rlhfspec.training.modeling.loading import prepared
-    >>> from rlhfspec.tiny import random_model
-    >>> forward = TorchForward(prepared(random_model("llama", seed=0)), temperature=0.7)
-    >>> forward(pack_sequences([(5, 6)], [(7, 8, 9)])).log_probs.shape
-    torch.Size([3])
-"""
+"""Log-probs of response tokens under log_softmax(logits / temperature); `PolicyForward` is the interface."""
 
 from __future__ import annotations
 
@@ -34,7 +25,7 @@ class TokenLogProbs:
 
 
 class PolicyForward(Protocol):
-    """Forward of the trained model that computes the policy's log-probs; its parameters receive the gradients."""
+    """Forward of the trained model; its parameters receive the gradients."""
 
     def __call__(self, batch: PackedRow, *, entropy_gradient: bool = False) -> TokenLogProbs: ...
 
@@ -85,10 +76,6 @@ def of_targets(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def entropy_of(logits: torch.Tensor) -> torch.Tensor:
-    """Return the entropy of softmax(logits): [t, vocab] -> [t].
-
-    >>> round(entropy_of(torch.zeros(1, 8)).exp().item(), 4)
-    8.0
-    """
+    """Return the entropy of softmax(logits): [t, vocab] -> [t]."""
     log_probs = logits.log_softmax(dim=-1)
     return -(log_probs.exp() * log_probs).sum(dim=-1)

@@ -64,16 +64,7 @@ def set_dropout(model: torch.nn.Module, on: bool) -> None:
 
 
 def merged_state(state_dict: Mapping[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:
-    """Return all weights under plain names, base + scaling * B A; the model is unchanged.
-
-    >>> from rlhfspec.training.modeling.loading import prepared
-    >>> from rlhfspec.tiny import random_model
-    >>> model = prepared(random_model("llama", seed=0))
-    >>> plain = list(model.state_dict())
-    >>> add_lora(model, job.Lora(rank=2), seed=0)
-    >>> list(merged_state(model.state_dict(), scaling=8.0)) == plain
-    True
-    """
+    """Return all weights under plain names, base + scaling * B A; the model is unchanged."""
     merged: dict[str, torch.Tensor] = {}
     for name, tensor in state_dict.items():
         if is_adapter(name):

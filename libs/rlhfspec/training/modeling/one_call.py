@@ -1,5 +1,6 @@
-"""Attention of a packed row in one call: torch's `varlen_attn` (FlashAttention), on a GPU in 16 bits. The slow twin in
-`packed` makes one call a sequence. It runs everywhere else, and where a small row's results differ."""
+"""Attention of a packed row in one call: torch's `varlen_attn` (FlashAttention), on a GPU in 16 bits.
+
+The slow twin in `packed` runs everywhere else, and where a small row's results differ."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def layout_of(parts: tuple[RowPart, ...], device: torch.device) -> _Layout:
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, twin: Twin) -> bool:
-    """Return whether one call can compute this: query [1, H, T, D], key/value [1, Hkv, T, D], no soft cap or sinks."""
+    """Return whether one call can compute this: query [1, H, T, D], key/value [1, Hkv, T, D]."""
     dtype, dim = computed_in(query), query.shape[3]
     if dim != key.shape[3] or why_not(query.device, dtype, dim, value.shape[3], chunk=spec.chunk):
         return False

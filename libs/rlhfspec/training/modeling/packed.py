@@ -9,18 +9,6 @@ Neighbours with the same prompt may share it; each answer attends to the prompt 
     tokens     p p p p p | r r r | r r | r r r       one prompt, three answers
     positions  0 1 2 3 4 | 5 6 7 | 5 6 | 5 6 7
     predicting         ^ | ^ ^ ^ | ^ ^ | ^ ^ ^       the prompt's last row predicts the first token of every answer
-
-Example:
-    >>> batch = pack_sequences([(5, 6, 7), (8,)], [(1, 2), (3, 4, 9)])
-    >>> batch.token_ids.tolist(), batch.position_ids.tolist()
-    ([[5, 6, 7, 1, 8, 3, 4]], [[0, 1, 2, 3, 0, 1, 2]])
-    >>> batch.lengths, batch.predicting.tolist(), batch.targets.tolist()
-    ((4, 3), [2, 3, 4, 5, 6], [1, 2, 3, 4, 9])
-    >>> batch = pack_sequences([(5, 6, 7), (5, 6, 7)], [(1, 2), (3, 4, 9)], share_prompts=True)
-    >>> batch.token_ids.tolist(), batch.position_ids.tolist()
-    ([[5, 6, 7, 1, 3, 4]], [[0, 1, 2, 3, 3, 4]])
-    >>> batch.lengths, batch.predicting.tolist(), batch.targets.tolist()
-    ((3, 1, 2), [2, 3, 2, 4, 5], [1, 2, 3, 4, 9])
 """
 
 from __future__ import annotations
@@ -73,8 +61,7 @@ class PackedRow:
 def pack_sequences(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], *, share_prompts: bool = False
 ) -> PackedRow:
-    """Pack prompts and responses of one or more tokens each, in the order given. share_prompts: neighbours with the
-    same prompt store it once."""
+    """Pack prompts and responses in the order given. share_prompts: neighbours with the same prompt store it once."""
     row = _RowWriter()
     for prompt, answers in _groups(zip(map(tuple, prompts), responses, strict=True), share_prompts):
         row.add_group(prompt, answers)

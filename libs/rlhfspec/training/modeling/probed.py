@@ -1,14 +1,4 @@
-"""The probes of a load in one packed row, for the forwards without a cache: `TorchForward` and `ExactForward`.
-
-Example:
-    >>> from rlhfspec.huggingface.structure.anatomy import examine
-    >>> from rlhfspec.tiny import random_model
-    >>> model = random_model("llama", seed=0)
-    >>> _ = examine(model, name="model", max_context=512)
-    >>> row = every_row(probes_of(model, 512))
-    >>> row.lengths, row.position_ids[0, -3:].tolist()
-    ((33, 5, 32), [509, 510, 511])
-"""
+"""The probes of a load in one packed row, for the forwards without a cache."""
 
 from __future__ import annotations
 
@@ -39,7 +29,7 @@ def probes_of(model: Any, max_context: int) -> tuple[Probe, ...]:
 
 
 def every_row(probes: Sequence[Probe]) -> PackedRow:
-    """Pack the probes into one row that keeps the output of every token; the last response token is never run."""
+    """Pack the probes into one row that keeps the output of every token."""
     row = pack_sequences([probe.tokens[:1] for probe in probes], [(*probe.tokens[1:], 0) for probe in probes])
     return replace(row, position_ids=torch.tensor([list(chain.from_iterable(probe.positions for probe in probes))]))
 

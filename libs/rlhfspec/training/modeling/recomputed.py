@@ -1,12 +1,4 @@
-"""Activation checkpointing: a layer keeps only its input; the backward pass repeats its forward, bit for bit.
-
-Example:
-    >>> from rlhfspec.training.modeling.loading import prepared
-    >>> from rlhfspec.tiny import random_model
-    >>> trunk = prepared(random_model("llama", seed=0)).model
-    >>> activation_bytes(trunk, 4096) > 4096 * 1000
-    True
-"""
+"""Activation checkpointing: a layer keeps only its input; the backward pass repeats its forward, bit for bit."""
 
 from __future__ import annotations
 
@@ -26,7 +18,6 @@ _SHORT, _LONG = 32, 64  # tokens of the rows that are tried
 
 
 def recompute(trunk: nn.Module) -> None:
-    """Make the trunk's layers keep only their input."""
     for layer in layers_of(trunk):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=same_row)
 

@@ -1,19 +1,4 @@
-"""Tensors in files, whole or as shares of several ranks, read only as far as needed.
-
-Example:
-    >>> import tempfile
-    >>> from rlhfspec.training.modeling.tensor_files import write_tensors
-    >>> folder = Path(tempfile.mkdtemp())
-    >>> for rank, rows in enumerate(torch.arange(6.0).reshape(3, 2).split([2, 1])):
-    ...     write_tensors(folder / str(rank), {"weight": rows})
-    >>> pieces = tuple(
-    ...     Piece(path=folder / str(rank), start=(2 * rank, 0), shape=(2 - rank, 2)) for rank in (0, 1)
-    ... )
-    >>> weight = StoredTensor(name="weight", shape=(3, 2), pieces=pieces)
-    >>> weight.cut((1, 0), (2, 2))
-    tensor([[2., 3.],
-            [4., 5.]])
-"""
+"""Tensors in files, whole or as shares of several ranks, read only as far as needed."""
 
 from __future__ import annotations
 
@@ -57,11 +42,6 @@ class PartOf:
 
 
 def whole_shape(shape: Place, share: Share | None) -> torch.Size:
-    """Return the shape of the whole tensor.
-
-    >>> whole_shape((2, 3), Share(dim=1, start=3, stop=6, size=9))
-    torch.Size([2, 9])
-    """
     if share is None:
         return torch.Size(shape)
     return torch.Size([*shape[: share.dim], share.size, *shape[share.dim + 1 :]])

@@ -1,4 +1,4 @@
-"""Named tensors in one safetensors file, written in chunks. Tensors that share memory are stored once."""
+"""Named tensors in one safetensors file. Tensors that share memory are stored once."""
 
 from __future__ import annotations
 
@@ -26,17 +26,9 @@ def write_tensors(
     notes: Mapping[str, str] | None = None,
     wrote: Callable[[list[str], int, int], None] | None = None,
 ) -> None:
-    """Write tensors and text notes, down to the disk; `path` must not be read before this returns. wrote: called after
-    each tensor with its names, start byte and end byte.
+    """Write tensors and text notes, down to the disk; `path` must not be read before this returns.
 
-    Example:
-        >>> import tempfile
-        >>> path, weight = Path(tempfile.mkdtemp()) / "w.safetensors", torch.ones(2)
-        >>> write_tensors(path, {"head": weight, "embedding": weight})
-        >>> read = read_tensors(path)
-        >>> read["head"] is read["embedding"], read["head"]
-        (True, tensor([1., 1.]))
-    """
+    wrote: called after each tensor with its names, start byte and end byte."""
     stored, same_as = _unshared(tensors)
     header = _header(stored, {**(notes or {}), SAME_AS: json.dumps(same_as)})
     try:
@@ -82,7 +74,6 @@ def _write_bytes(file: BinaryIO, tensor: torch.Tensor) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors as written, on the CPU."""
     return read_noted(path)[0]
 
 

@@ -6,8 +6,7 @@
     head        parts are gathered to all logits      <- each takes its part of the gradient
     q_norm      each rank norms its own heads         <- the weight's gradient is all-reduced
 
-So activations between layers, the loss, and gradients of replicated weights have the same bits on all of these ranks.
-"""
+Activations between layers, the loss, and gradients of replicated weights have the same bits on all ranks."""
 
 from __future__ import annotations
 
@@ -38,8 +37,9 @@ _ATTRIBUTE = "rlhfspec_shares"  # on a module: which part of its weights this ra
 
 
 def cut(model: Any, group: Ranks | None, *, field: str) -> None:
-    """Keep this rank's part of a model that every rank of the group has whole, in place. Raises InvalidRequest for a
-    model without a plan, or whose heads or widths the number of ranks does not divide."""
+    """Keep this rank's part of a model that every rank of the group has whole, in place.
+
+    Raise InvalidRequest for a model without a plan, or whose heads or widths the number of ranks does not divide."""
     if group is None:
         return
     kind = type(model).__name__

@@ -110,7 +110,7 @@ def _gathered(spec: job.Spec, shape: ModelShape, size: int) -> int:
 
 
 def activations(spec: job.Spec, shape: ModelShape, num_tokens: int, *, again: bool) -> int:
-    """Return the peak activation bytes of a backward pass. Sharded layers are gathered in bfloat16, without casts."""
+    """Return the peak activation bytes of a backward pass."""
     is_cast = _is_mixed(spec) and spec.roles.trainer.ranks > spec.roles.trainer.tensor_parallel
     mixed, size = _is_mixed(spec) and not is_cast, 2 if is_cast else BYTES[spec.model.dtype]
     computes = 2 if mixed else size
@@ -127,7 +127,7 @@ def activations(spec: job.Spec, shape: ModelShape, num_tokens: int, *, again: bo
 
 
 def layer_bytes_a_token(shape: ModelShape, size: int, *, mixed: bool) -> int:
-    """Return a layer's activation bytes per token for the backward pass. mixed: bfloat16 products, float32 weights."""
+    """Return a layer's activation bytes per token. mixed: bfloat16 products, float32 weights."""
     a_norm = 8 if mixed or size == 4 else 6  # the input in float32, and the normed input
     inputs = 5 * size if mixed else 2 * size  # of products: in autocast each of them has a copy
     norms = (shape.num_norms * a_norm + inputs) * shape.hidden + (4 + size) * shape.normed_width
@@ -139,8 +139,9 @@ def layer_bytes_a_token(shape: ModelShape, size: int, *, mixed: bool) -> int:
 
 
 def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, count: int) -> Needs:
-    """Return the needs of a generator: KV fills its part of the GPU, up to what all its sequences can use. Tensor
-    parallel processes share the policy's weights and KV heads; only the first holds the drafter."""
+    """Return the needs of a generator: KV fills its part of the GPU, up to what all its sequences can use.
+
+    Tensor parallel processes share the policy's weights and KV heads; only the first holds the drafter."""
     processes = spec.num_processes("generator")
     size, generation = BYTES[spec.generation.dtype], spec.generation
     models = [(shapes["path"], processes), *([(shapes["drafter"], 1)] if "drafter" in shapes else [])]

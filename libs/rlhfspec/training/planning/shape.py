@@ -1,12 +1,4 @@
-"""A model's sizes from its configuration, found by building the model on torch's meta device.
-
-Example:
-    >>> from transformers import LlamaConfig
-    >>> shape = shape_of(LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=300,
-    ...                              num_attention_heads=4, num_key_value_heads=2), name="tiny")
-    >>> shape.num_parameters, shape.num_layers, shape.block_parameters, shape.kv_width
-    (100160, 2, 30848, 64)
-"""
+"""A model's sizes from its configuration, found by building the model on torch's meta device."""
 
 from __future__ import annotations
 
@@ -50,7 +42,7 @@ class ModelShape:
         return self.vocab_size * self.hidden
 
     def part(self, count: int) -> ModelShape:
-        """Return the shape of one rank's part where `count` ranks cut each layer (`modeling.tensor_parallel`)."""
+        """Return the shape of one rank's part where `count` ranks cut each layer."""
         cut = ("num_parameters", "block_parameters", "normed_width", "inner", "num_heads", "query_width", "kv_width")
         parts = {name: getattr(self, name) // count for name in (*cut, "vocab_size")}
         return replace(self, **parts)
@@ -72,7 +64,6 @@ def shape_at(path: str, *, field: str) -> ModelShape:
 
 
 def shape_of(config: Any, *, name: str) -> ModelShape:
-    """Return the shape of a configuration's model; `name` is used in messages."""
     from transformers import AutoModelForCausalLM
 
     maker: Any = AutoModelForCausalLM

@@ -1,17 +1,4 @@
-"""LRU cache of whole prompts in a scorer's KV blocks, so that a prompt's answers run it once.
-
-Example:
-    >>> kept = KeptPrompts(num_blocks=3, block_size=16)
-    >>> first, second = np.arange(20, dtype=np.int32), np.arange(9, dtype=np.int32)
-    >>> kept.keep(first, kept.take(20))
-    >>> kept.keep(second, kept.take(9))
-    >>> kept.find(first)
-    [0, 1]
-    >>> kept.take(5)  # of the second, that was used before
-    [2]
-    >>> kept.find(second) is None
-    True
-"""
+"""LRU cache of whole prompts in a scorer's KV blocks, so that a prompt's answers run it once."""
 
 from __future__ import annotations
 
@@ -65,6 +52,5 @@ class KeptPrompts:
         self._free += reversed(blocks)
 
     def slots(self, blocks: list[int]) -> IntArray:
-        """Return the slots of all tokens that fit the blocks, in order."""
         offsets = np.arange(self.block_size, dtype=np.int32)
         return (np.asarray(blocks, np.int32)[:, None] * self.block_size + offsets).ravel()

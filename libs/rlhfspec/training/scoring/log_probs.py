@@ -1,15 +1,8 @@
 """Log-probs of a response under a fixed model, each a pure function of the sample: the reference's part in KL.
 
-Sequences run on the engine's kernels, so an exactly on-policy trainer at version 0 gets the same bits. On a device
-waiting sequences run together. Where bits depend on the batch (mixtures of experts), they run one by one, and prompt
-and answer always apart, so that a cached prompt and a new one give the same bits.
-
-Example:
-    >>> from rlhfspec.tiny import random_model
-    >>> scorer = LogProbScorer(random_model("llama", seed=0), temperature=1.0, max_context=64)
-    >>> len(scorer.log_probs((5, 6, 7), (8, 9)))
-    2
-"""
+Sequences run on the engine's kernels, so an exactly on-policy trainer at version 0 gets the same bits. Where bits
+depend on the batch, sequences run one by one; prompt and answer always run apart, so that a cached prompt and a new one
+give the same bits."""
 
 from __future__ import annotations
 
@@ -42,8 +35,9 @@ _LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32
 
 
 class LogProbScorer:
-    """Scorer under one model that never changes. Calls from several threads are serialised. model: modified in place,
-    so pass a copy. temperature: of the trained policy. dtype, arithmetic: the generating engine's (EngineConfig).
+    """Scorer under one model that never changes. Calls from several threads are serialised.
+
+    model: modified in place. temperature: of the trained policy. dtype, arithmetic: the generating engine's.
     max_context: tokens of prompt and response. keep_prompts: for prompts with several answers."""
 
     def __init__(
@@ -70,7 +64,7 @@ class LogProbScorer:
         return one_of(self.log_probs_of([(prompt_token_ids, token_ids)]))
 
     def log_probs_of(self, pairs: Sequence[Pair]) -> list[Scored]:
-        """Return the log-probs of several pairs, ideally `at_once` of them; an error is that pair's own result."""
+        """Return the log-probs of several pairs, ideally `at_once`; an error is that pair's own result."""
         return self._rows.numbers_of(pairs, self._read, "reference log-prob")
 
     def _read(self, logits: torch.Tensor, token_ids: IntArray) -> torch.Tensor:
@@ -132,8 +126,9 @@ class SequenceRows:
     def numbers_of(
         self, pairs: Sequence[Pair], read: Callable[[torch.Tensor, IntArray], torch.Tensor], what: str
     ) -> list[Scored]:
-        """Return read(output rows [n, width], the tokens [n] that they predict) -> [n] for each response. A response
-        with a non-finite number gives NumericalError, in which `what` names the numbers."""
+        """Return read(output rows [n, width], the tokens [n] that they predict) -> [n] for each response.
+
+        A response with a non-finite number gives NumericalError, in which `what` names the numbers."""
         results: list[Scored] = [[] for _ in pairs]
         asked = []
         for place, pair in enumerate(pairs):
@@ -211,8 +206,9 @@ class SequenceRows:
         self._slot_table[row, position : position + len(slots)] = slots
 
     def _checked(self, prompt: Sequence[int], response: Sequence[int]) -> tuple[IntArray, IntArray, int]:
-        """Return the tokens to run, each token's target, and the first place to read: the prompt's last token. The
-        response's last token predicts nothing; before the first place targets are -1."""
+        """Return the tokens to run, each token's target, and the first place to read: the prompt's last token.
+
+        The response's last token predicts nothing; before the first place targets are -1."""
         if not prompt or not response:
             raise InvalidRequest("token_ids", [list(prompt), list(response)], "prompt and response must not be empty")
         size = len(prompt) + len(response)
@@ -273,7 +269,6 @@ class _Piece:
 
 
 def one_of(scored: list[Scored]) -> list[float]:
-    """Return the only result, or raise its error."""
     [numbers] = scored
     if not isinstance(numbers, list):
         raise numbers

@@ -1,12 +1,4 @@
-"""The critic's values of a response, on the engine's kernels, with the guarantees of `log_probs`.
-
-Example:
-    >>> from rlhfspec.training.modeling.loading import prepared
-    >>> from rlhfspec.tiny import random_model
-    >>> critic = Critic(prepared(random_model("llama", seed=0)))
-    >>> ValueScorer(critic, max_context=64).values((5, 6, 7), (8, 9))
-    [0.0, 0.0]
-"""
+"""The critic's values of a response, on the engine's kernels, with the guarantees of `log_probs`."""
 
 from __future__ import annotations
 
@@ -26,7 +18,7 @@ from rlhfspec.training.scoring.log_probs import Pair, Scored, SequenceRows, one_
 
 
 class ValueScorer:
-    """Scorer under the critic's current weights, of which it keeps a copy; calls of several threads are serialised."""
+    """Scorer under a copy of the critic's current weights; calls of several threads are serialised."""
 
     def __init__(
         self,
@@ -52,7 +44,7 @@ class ValueScorer:
         return one_of(self.values_of([(prompt_token_ids, token_ids)]))
 
     def values_of(self, pairs: Sequence[Pair]) -> list[Scored]:
-        """Return the values of several pairs, ideally `at_once` of them; an error is that pair's own result."""
+        """Return the values of several pairs, ideally `at_once`; an error is that pair's own result."""
         return self._rows.numbers_of(pairs, lambda output, _: output[:, 0], "critic value")
 
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> None:
@@ -70,8 +62,9 @@ def values_reference(critic: Critic, prompt_token_ids: Sequence[int], token_ids:
 
 
 class ScoredCritic(nn.Module):
-    """Copy of the critic called as a causal LM: its logits are the value. The head is random, as the proof at load
-    would miss errors behind a head of zeros."""
+    """Copy of the critic called as a causal LM: its logits are the value.
+
+    The head is random, as the proof at load would miss errors behind a head of zeros."""
 
     def __init__(self, critic: Critic) -> None:
         super().__init__()

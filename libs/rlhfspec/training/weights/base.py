@@ -33,22 +33,20 @@ class WeightStore(Protocol):
     """Store of the newest `keep` versions of each role in a run. Thread-safe."""
 
     def put(self, job: str, role: Role, version: int, state_dict: StateDict) -> Weights:
-        """Copy a version's tensors, keep it, and return the record to publish. Later versions stay, since a trainer
-        that returned to a checkpoint puts older ones again."""
+        """Copy a version's tensors, keep it, and return the record to publish.
+
+        Later versions stay, since a trainer that returned to a checkpoint puts older ones again."""
         ...
 
     def get(self, record: Weights) -> dict[str, torch.Tensor]:
-        """Return the tensors as they were put. Never change them: load them into a module. Raises WeightsVersionError
-        for a version that is not kept, StorageError if it does not match the record's digest."""
+        """Return the tensors as they were put. Never change them: load them into a module.
+
+        Raise WeightsVersionError for a version that is not kept, StorageError if it does not match the record's
+        digest."""
         ...
 
 
 def weights_record(job: str, role: Role, version: int, *, uri: str, digest: str) -> Weights:
-    """Return a record with a standard id.
-
-    >>> weights_record("sums", "policy", 3, uri="memory:sums/policy/3", digest="ab").id
-    'sums/weights/policy/3'
-    """
     return Weights(id=f"{job}/weights/{role}/{version}", job=job, version=version, role=role, uri=uri, digest=digest)
 
 
@@ -68,8 +66,9 @@ def refuse_other(place: object, found: str, record: Weights) -> None:
 
 
 def newest_kept(store: WeightStore, records: Iterable[Weights]) -> tuple[Weights, dict[str, torch.Tensor]] | None:
-    """Return the newest of these versions with its tensors, or None if there is none or a newer one has replaced it. A
-    busy reader thus skips versions, as the newer record is on its way."""
+    """Return the newest of these versions with its tensors, or None if there is none or a newer one has replaced it.
+
+    A busy reader thus skips versions, as the newer record is on its way."""
     newest = max(records, key=lambda record: record.version, default=None)
     if newest is None:
         return None

@@ -2,8 +2,7 @@
 
 Readers map the file, which stays whole for them after it is unlinked. They use no tensor before the noted digest
 (sha256) matches the record and all bytes match the noted checksum (xxh3_128), or all bytes match the record's digest.
-Checksums can be forged, so writers in the folder are trusted.
-"""
+Checksums can be forged, so writers in the folder are trusted."""
 
 from __future__ import annotations
 
@@ -38,15 +37,7 @@ WRITING = ".writing"  # an unfinished version, or one of a killed process
 
 
 class FileWeightStore:
-    """Store of weights in `folder`, one folder per run.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> record = FileWeightStore(folder, keep=2).put("sums", "critic", 4, {"weight": torch.ones(2)})
-        >>> Path(record.uri.removeprefix(_SCHEME)).name, FileWeightStore(folder, keep=2).get(record)
-        ('sums-critic-4.safetensors', {'weight': tensor([1., 1.])})
-    """
+    """Store of weights in `folder`, one folder per run."""
 
     def __init__(self, folder: Path, *, keep: int) -> None:
         assert keep >= 1

@@ -1,20 +1,4 @@
-"""Weights between machines: receivers fetch versions over gRPC from the trainer's memory, or else from a peer.
-
-Example:
-    >>> from concurrent.futures import ThreadPoolExecutor
-    >>> import grpc
-    >>> trainer = GrpcWeightStore(keep=2)
-    >>> server = grpc.server(ThreadPoolExecutor(8))
-    >>> address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    >>> trainer.add_to(server)
-    >>> server.start()
-    >>> record = trainer.put("sums", "policy", 1, {"weight": torch.ones(2)})
-    >>> generator = GrpcWeightStore(keep=2, trainer_address=lambda: address)
-    >>> record.uri, generator.get(record)
-    ('grpc:policy/1', {'weight': tensor([1., 1.])})
-    >>> generator.close(), trainer.close(), server.stop(None).wait()
-    (None, None, True)
-"""
+"""Weights between machines: receivers fetch versions over gRPC from the trainer's memory, or else from a peer."""
 
 from __future__ import annotations
 
@@ -43,10 +27,8 @@ class GrpcWeightStore:
     """Store of weights served over gRPC; without `trainer_address` it is the trainer's own.
 
     `trainer_address`: current host:port, or None while unknown. `peer_addresses`: other processes that may have
-    versions. `credentials`: for TLS (`channel_credentials`). `server_name`: name in all certificates, if not the
-    address. `readers`: roles in certificates that may fetch, None for all. `max_bytes`: of one version; the machine's
-    memory by default.
-    """
+    versions. `credentials`: for TLS. `server_name`: name in all certificates, if not the address. `readers`: roles in
+    certificates that may fetch, None for all. `max_bytes`: of one version; the machine's memory by default."""
 
     def __init__(
         self,
@@ -78,7 +60,6 @@ class GrpcWeightStore:
         )
 
     def add_to(self, server: grpc.Server) -> None:
-        """Serve the kept versions from the process's gRPC server."""
         self._server.add_to(server)
 
     @property
@@ -88,7 +69,6 @@ class GrpcWeightStore:
 
     @property
     def refused(self) -> Counter[str]:
-        """Return the number of refused requests, by reason."""
         return self._server.refused
 
     def close(self) -> None:

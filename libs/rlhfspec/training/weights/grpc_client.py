@@ -25,8 +25,9 @@ OPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchOutcome:
-    """Result of one attempt. `packed`: only for `whole`. `wrong`: bytes or header do not match the record. `other`: a
-    version of another digest. `have`: newest version of a process that lacks this one."""
+    """Result of one attempt. `packed`: only for `whole`. `wrong`: bytes or header do not match the record.
+
+    `other`: a version of another digest. `have`: newest version of a process that lacks this one."""
 
     kind: Literal["whole", "missing", "busy", "failed", "wrong", "other"]
     problem: str = ""
@@ -50,8 +51,7 @@ def channel_to(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcWeightClient:
-    """Client of one process. `server_name`: name in the server's certificate, if not the address. A stream ends after
-    `stall_seconds` of silence, and when `closed` is set."""
+    """Client of one process. A stream ends after `stall_seconds` of silence, and when `closed` is set."""
 
     credentials: grpc.ChannelCredentials | None
     server_name: str | None

@@ -18,8 +18,9 @@ BUSY = 10  # factor of the patience with a busy trainer
 
 
 class Fetch:
-    """One fetch. `peer_addresses`: processes asked for versions that the trainer lacks, as after a resume. No attempt
-    begins later than `wait_seconds` after the first, or `BUSY` times that if the trainer is busy."""
+    """One fetch. `peer_addresses`: processes asked for versions that the trainer lacks, as after a resume.
+
+    No attempt begins later than `wait_seconds` after the first, or `BUSY` times that if the trainer is busy."""
 
     def __init__(
         self,

@@ -35,13 +35,7 @@ _M = TypeVar("_M", bound=WeightsMessage)
 
 
 def parse(kind: type[_M], content: bytes, most: int = MAX_MESSAGE_BYTES) -> _M:
-    """Parse a message, or raise MalformedRecord.
-
-    >>> parse(WeightsAnswer, b'{"kind": "missing", "have": "all"}')
-    Traceback (most recent call last):
-        ...
-    rlhfspec.errors.MalformedRecord: malformed record: have: Input should be a valid integer
-    """
+    """Parse a message, or raise MalformedRecord."""
     if len(content) > most:
         raise MalformedRecord(f"{len(content)} bytes, more than {most}")
     try:

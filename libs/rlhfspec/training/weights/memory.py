@@ -20,16 +20,7 @@ from rlhfspec.training.weights.base import (
 
 
 class MemoryWeightStore:
-    """Store of weights in this process's memory.
-
-    Example:
-        >>> store = MemoryWeightStore(keep=2)
-        >>> weight = torch.zeros(2)
-        >>> record = store.put("sums", "policy", 1, {"weight": weight})
-        >>> _ = weight.add_(1.0)
-        >>> record.uri, store.get(record)["weight"]
-        ('memory:sums/policy/1', tensor([0., 0.]))
-    """
+    """Store of weights in this process's memory."""
 
     def __init__(self, *, keep: int) -> None:
         assert keep >= 1

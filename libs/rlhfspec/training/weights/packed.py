@@ -1,11 +1,4 @@
-"""One version's tensors packed into one buffer in name order, and the header that describes them.
-
-Example:
-    >>> weight = torch.ones(2)
-    >>> packed = pack("sums", "policy", 1, {"head": weight, "embedding": weight}, Buffers())
-    >>> packed.header.tensors, packed.header.same_as, packed.tensors()["head"]
-    ([('embedding', 'float32', [2])], {'head': 'embedding'}, tensor([1., 1.]))
-"""
+"""One version's tensors packed into one buffer in name order, and the header that describes them."""
 
 from __future__ import annotations
 
@@ -42,13 +35,7 @@ DTYPES = {
 
 
 class WeightsHeader(BaseModel):
-    """Header before the bytes of a version. Tied tensors are stored once; `same_as` has the other names.
-
-    >>> WeightsHeader.parse(b"{", max_bytes=1)
-    Traceback (most recent call last):
-        ...
-    rlhfspec.errors.MalformedRecord: malformed record: header of weights: Invalid JSON: EOF while parsing an object ...
-    """
+    """Header before the bytes of a version. Tied tensors are stored once; `same_as` has the other names."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -229,19 +216,7 @@ _MINE = 3  # references to unused memory: the list's, the loop's, and getrefcoun
 
 
 class Buffers:
-    """Pool of buffers; each is reused once no tensor views it, including those returned by `get`.
-
-    Example:
-        >>> buffers = Buffers()
-        >>> first = buffers.take(8)
-        >>> look, address = first[:4], first.data_ptr()
-        >>> del first
-        >>> buffers.take(8).data_ptr() == address
-        False
-        >>> del look
-        >>> buffers.take(8).data_ptr() == address
-        True
-    """
+    """Pool of buffers; each is reused once no tensor views it, including those returned by `get`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -66,12 +66,7 @@ class Attempts:
 
 
 def delay_seconds(source: str, sample_id: str, attempt: int) -> float:
-    """Return a delay that doubles with every attempt, spread by sample so that failed calls retry apart.
-
-    Example:
-        >>> [round(delay_seconds("judge", "sums/1/0/0", attempt), 2) for attempt in (1, 2, 3)]
-        [0.59, 1.04, 2.54]
-    """
+    """Return a delay that doubles with every attempt, spread by sample so that failed calls retry apart."""
     drawn = hashlib.blake2b(f"{source}:{sample_id}:{attempt}".encode(), digest_size=8).digest()
     spread = int.from_bytes(drawn, "little") / 2**64  # in [0, 1)
     return min(MAX_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** (attempt - 1) * (1 + spread / 2))

@@ -31,8 +31,9 @@ Around = Callable[[], AbstractContextManager[object]]  # entered around each cal
 
 
 class Rewarder(Protocol):
-    """Reward source. The caller sets deadline, retries and concurrency. A reward must depend on the sample alone, or on
-    its prompt group when `grouped`, never on timing or batching."""
+    """Reward source. The caller sets deadline, retries and concurrency.
+
+    A reward must depend on the sample alone, or on its prompt group when `grouped`, never on timing or batching."""
 
     @property
     def grouped(self) -> bool:
@@ -51,16 +52,7 @@ class Rewarder(Protocol):
 
 
 def number(value: Any, of: str) -> float:
-    """Return a finite float from a bool or a scalar of Python, numpy or torch; raise CallFailed otherwise.
-
-    Example:
-        >>> number(True, "the reward"), number(3, "the reward")
-        (1.0, 3.0)
-        >>> number(float("nan"), "the reward")
-        Traceback (most recent call last):
-        ...
-        rlhfspec.training.scoring.rewards.base.CallFailed: the reward is nan, not a finite number
-    """
+    """Return a finite float from a bool or a scalar of Python, numpy or torch; raise CallFailed otherwise."""
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         value = value.item()
     if not isinstance(value, numbers.Real):
@@ -116,14 +108,7 @@ Combination = Literal["sum", "min", "product"]
 
 
 def combine(how: Combination, weights: Sequence[float], components: Sequence[float]) -> float:
-    """Combine the weighted components, in the order of the job.
-
-    Example:
-        >>> combine("sum", [1.0, 0.5], [1.0, -2.0]), combine("min", [1.0, 0.5], [1.0, -2.0])
-        (0.0, -1.0)
-        >>> combine("product", [1.0, 0.5], [1.0, -2.0])
-        -1.0
-    """
+    """Combine the weighted components, in the order of the job."""
     weighted = [weight * component for weight, component in zip(weights, components, strict=True)]
     if how == "min":
         return min(weighted)

@@ -1,8 +1,7 @@
 """A Hugging Face sequence classifier that shares prompts (CPU) and batches (device), if a check at load passes.
 
 On the CPU a prompt runs once, always apart from its answers, so that a cached one gives the same bits. On a device
-waiting sequences run together, padded on the right. Otherwise every sample runs alone.
-"""
+waiting sequences run together, padded on the right. Otherwise every sample runs alone."""
 
 from __future__ import annotations
 
@@ -125,12 +124,9 @@ class Classifier:
 
 
 class Batches:
-    """Batcher of sequences from several threads, in the order of their calls. run: sequences -> [sequences, ...], of at
-    most `most_tokens` with the padding, or of one sequence.
+    """Batcher of sequences from several threads, in the order of their calls.
 
-    >>> Batches(lambda sequences: torch.tensor([[sum(each)] for each in sequences])).ask([1, 2])
-    tensor([3])
-    """
+    run: sequences -> [sequences, ...], of at most `most_tokens` with the padding, or of one sequence."""
 
     def __init__(self, run: Callable[[list[list[int]]], torch.Tensor], most_tokens: int = BATCH_TOKENS) -> None:
         self._run = run

@@ -17,14 +17,7 @@ Function = Callable[..., Any]
 
 
 class FunctionRewards:
-    """Source that calls `function` with the keyword arguments its signature asks for (docs/rewards.md).
-
-    Example:
-        >>> def exact(completion: str, answer: str) -> float:
-        ...     return float(completion.strip() == answer)
-        >>> FunctionRewards(exact, batched=False, field="function").wanted_columns
-        ['answer']
-    """
+    """Source that calls `function` with the keyword arguments its signature asks for (docs/rewards.md)."""
 
     def __init__(self, function: Function, *, batched: bool, field: str) -> None:
         self.grouped = batched
@@ -48,6 +41,7 @@ class FunctionRewards:
 
     def check_columns(self, columns: Mapping[str, str]) -> None:
         """Raise InvalidRequest unless the sample or a column of every row gives each argument without a default.
+
         columns: by name, the first place where it is missing, or empty."""
         for name in self.wanted_columns:
             if columns.get(name):

@@ -93,11 +93,6 @@ def _request(sample: Sample) -> bytes:
 
 
 def _reward(content: bytes) -> float:
-    """Return the reward in a response, or raise CallFailed.
-
-    >>> _reward(b'{"reward": 0.5, "why": "close"}')
-    0.5
-    """
     try:
         reply = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -23,14 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def load_function(reference: str, base_folder: Path, *, field: str) -> Callable[..., Any]:
-    """Return the function, or raise InvalidRequest with the nearest name.
-
-    Example:
-        >>> load_function("math:sqtr", Path("."), field="function")
-        Traceback (most recent call last):
-        ...
-        rlhfspec.errors.InvalidRequest: function: module 'math' has no 'sqtr'; did you mean sqrt? (got 'math:sqtr')
-    """
+    """Return the function, or raise InvalidRequest with the nearest name."""
     module_name, colon, name = reference.partition(":")
     if not (colon and name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
         raise InvalidRequest(field, reference, "must be module:function")
@@ -95,7 +88,7 @@ def _import_file(name: str, path: Path) -> ModuleType:
 
 @contextmanager
 def _found_first(folder: Path) -> Iterator[None]:
-    """Put the job file's folder first on the path during an import, so that modules there may import each other."""
+    """Put the job file's folder first on the path, so that modules there may import each other."""
     importlib.invalidate_caches()
     sys.path.insert(0, str(folder))
     try:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 
 class ModelRewards:
-    """Rewards of one label. On the CPU each sequence runs alone, so that its bits do not depend on the batch. On a
-    device, waiting sequences are batched. keep_prompts: answers to one prompt run it once, where the class can."""
+    """Rewards of one label. On the CPU each sequence runs alone, so that its bits do not depend on the batch.
+
+    keep_prompts: answers to one prompt run it once, where the class can."""
 
     grouped = False
 
@@ -130,10 +131,6 @@ class ModelRewards:
 
 
 def _num_alike(token_ids: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of equal leading tokens; a tokenizer may join words where prompt and answer meet.
-
-    >>> _num_alike([5, 6, 7, 8], [5, 6, 9])
-    2
-    """
+    """Return the number of equal leading tokens; a tokenizer may join words where prompt and answer meet."""
     pairs = zip(token_ids, other, strict=False)
     return next((place for place, (one, two) in enumerate(pairs) if one != two), min(len(token_ids), len(other)))

@@ -30,19 +30,7 @@ class RewardSources:
     """Scorer of samples with every source of the job at once. One object may serve several workers of one event loop.
 
     A failing source ends the job (`RewardError`) or gives a score with `error`, as its `onError` says; it never counts
-    as zero. keep_prompts: a model runs each prompt once for its answers.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> _ = (folder / "judges.py").write_text("def exact(completion, answer): return completion == answer")
-        >>> rewards = Rewards.model_validate({"sources": [{"type": "function", "function": "judges:exact"}]})
-        >>> sources = RewardSources(rewards, folder)
-        >>> sources.names, sources.grouping
-        (['exact'], 'sample')
-        >>> asyncio.run(sources.score_many([sample]))[0].values    # doctest: +SKIP
-        (1.0,)
-    """
+    as zero. keep_prompts: a model runs each prompt once for its answers."""
 
     def __init__(
         self,
@@ -92,9 +80,10 @@ class RewardSources:
         during: During = lambda what: nullcontext(),
         in_trouble: Callable[[str], None] = lambda what: None,
     ) -> list[Score]:
-        """Score all samples of one prompt, or any samples when `grouping` is "sample". Scores are in id order. Samples
-        whose generation failed get a score with the generator's error. `during`: entered around every call of a source,
-        with the (first) sample and source. `in_trouble`: called with the failing sources when they change."""
+        """Score all samples of one prompt, or any samples when `grouping` is "sample"; scores are in id order.
+
+        Samples whose generation failed get a score with the generator's error. `during`: entered around every call of a
+        source, with the (first) sample and source. `in_trouble`: called with the failing sources when they change."""
         ordered = sorted(samples, key=lambda sample: sample.sort_key)
         assert self.grouping == "sample" or len({sample.group_id for sample in ordered}) <= 1, "one group at a time"
         usable = [sample for sample in ordered if sample.finish_reason != "error"]

@@ -26,14 +26,7 @@ _idle_lock = threading.Lock()
 
 
 def in_daemon_thread(function: Callable[[], object]) -> Future[CallResult]:
-    """Run the function at once in a daemon thread, which no other call uses until it returns.
-
-    Example:
-        >>> in_daemon_thread(lambda: 6 * 7).result(timeout=10.0)
-        CallResult(value=42, error=None)
-        >>> in_daemon_thread(lambda: int("x")).result(timeout=10.0).error
-        ValueError("invalid literal for int() with base 10: 'x'")
-    """
+    """Run the function at once in a daemon thread, which no other call uses until it returns."""
     future: Future[CallResult] = Future()
     future.set_running_or_notify_cancel()  # the caller cannot cancel it, so the thread may set its result
     with _idle_lock:

@@ -1,5 +1,6 @@
-"""Process groups of one trainer rank and all receiving generators, apart from the ranks' own groups. A member that
-misses a deadline ends the group for all."""
+"""Process groups of one trainer rank and all receiving generators, apart from the ranks' own groups.
+
+A member that misses a deadline ends the group for all."""
 
 from __future__ import annotations
 

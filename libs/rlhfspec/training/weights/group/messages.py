@@ -1,5 +1,5 @@
-"""Messages of weight groups, sent by `/rlhfspec.WeightsGroup/GroupAsk`. A generator asks for an order, carries it out,
-and reports the result with its next question."""
+"""Messages of weight groups. A generator asks for an order, carries it out, and reports the result when it asks
+again."""
 
 from __future__ import annotations
 
@@ -43,14 +43,7 @@ class GroupSaid(WeightsMessage):
 
 
 class GroupAsk(WeightsMessage):
-    """Question of a generator. `member`: address of the asking process. `said`: result of its last order.
-
-    >>> from rlhfspec.training.weights.grpc_messages import parse
-    >>> parse(GroupAsk, b'{"member": "unix:/tmp/x", "wish": {"wants": true}}')
-    Traceback (most recent call last):
-        ...
-    rlhfspec.errors.MalformedRecord: malformed record: member: Value error, is no host:port
-    """
+    """Question of a generator. `member`: address of the asking process. `said`: result of its last order."""
 
     member: Address
     wish: Wish
@@ -58,8 +51,9 @@ class GroupAsk(WeightsMessage):
 
 
 class GroupBegin(WeightsMessage):
-    """Order to receive a version. An unchanged `epoch` means that groups are kept. `rank`: the receiver's in the group
-    of each trainer rank (rank 0 there). `header`: of the version, in JSON."""
+    """Order to receive a version. An unchanged `epoch` means that groups are kept.
+
+    `rank`: the receiver's in the group of each trainer rank (rank 0 there). `header`: of the version, in JSON."""
 
     job: str = Field(max_length=253)
     role: Role

@@ -1,12 +1,4 @@
-"""Plan of the buckets of a version, from its header and the number of ranks that share the weights.
-
-Example:
-    >>> header = described("sums", "policy", 1, {"a": torch.zeros(4, 8), "b": torch.zeros(3)}, lambda _: torch.bfloat16)
-    >>> header.num_bytes, [bucket.num_bytes for bucket in buckets(header, 0, 1)]
-    (70, [70])
-    >>> [[(piece.name, piece.first, piece.last) for piece in buckets(header, rank, 2)[0].pieces] for rank in (0, 1)]
-    [[('a', 0, 16), ('b', 0, 2)], [('a', 16, 32), ('b', 2, 3)]]
-"""
+"""Plan of the buckets of a version, from its header and the number of ranks that share the weights."""
 
 from __future__ import annotations
 
@@ -124,11 +116,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def bucket_digest(content: Tensor, what: str) -> str:
-    """Return the digest of a bucket's bytes and name: xxh3_128 on a host, a sum of mixed words on a device.
-
-    >>> bucket_digest(torch.zeros(2, dtype=torch.uint8), "sums/policy/1/0/0")
-    'ed48dfba94750adbf3e8b708398ad3cc'
-    """
+    """Return the digest of a bucket's bytes and name: xxh3_128 on a host, a sum of mixed words on a device."""
     if content.device.type == "cpu":
         found = xxhash.xxh3_128(what.encode())
         found.update(content.numpy().data)

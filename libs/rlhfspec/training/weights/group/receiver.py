@@ -41,8 +41,9 @@ log = logging.getLogger(__name__)
 
 
 class GroupReceiver:
-    """Receiver of weights by group. `wish`: sent with each question if `ways` wants the group. `address`: where others
-    reach this process. `trainer_address`: of the trainer's gRPC server, or None while unknown."""
+    """Receiver of weights by group. `wish`: sent with each question if `ways` wants the group.
+
+    `address`: where others reach this process. `trainer_address`: of the trainer's gRPC server, None while unknown."""
 
     def __init__(
         self,

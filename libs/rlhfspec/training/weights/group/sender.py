@@ -1,5 +1,6 @@
-"""The trainer's side of weight groups: tracks the members, and sends versions before they are announced. After a
-failure generators fetch from the store, and the next version gets a new group of all that still ask."""
+"""The trainer's side of weight groups: tracks the members, and sends versions before they are announced.
+
+After a failure generators fetch from the store, and the next version gets a new group of all that still ask."""
 
 from __future__ import annotations
 
@@ -43,11 +44,7 @@ log = logging.getLogger(__name__)
 
 
 def hold_up_seconds(num_bytes: int) -> float:
-    """Return the longest time that a version waits for its group.
-
-    >>> hold_up_seconds(0), hold_up_seconds(16 * 10**9)
-    (40.0, 200.0)
-    """
+    """Return the longest time that a version waits for its group."""
     return _CALL_SECONDS + _sending_seconds(num_bytes) + BUCKET_SECONDS + _CALL_SECONDS + COMMIT_SECONDS
 
 

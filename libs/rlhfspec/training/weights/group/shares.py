@@ -25,7 +25,6 @@ class Told:
     deadline_seconds: float  # until the last bucket must be under way
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields as JSON values, for `of`."""
         return {**asdict(self), "header": self.header.model_dump_json()}
 
     @classmethod
@@ -41,8 +40,9 @@ class Shares:
         self._channels = Channels()
 
     def send(self, told: Told, weights: Mapping[str, Tensor], rank: int = 0, **own: str) -> list[str]:
-        """Send this rank's share and return the digests of its buckets. `own`: this rank's host and device. Raises
-        RuntimeError, and closes the group, if a receiver does not take part in time."""
+        """Send this rank's share and return the digests of its buckets. `own`: this rank's host and device.
+
+        Raise RuntimeError, and close the group, if a receiver does not take part in time."""
         place = replace(told.place, sender=rank, **own)  # type: ignore[arg-type]
         self._channels.keep_only(place.epoch)
         try:

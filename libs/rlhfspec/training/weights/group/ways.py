@@ -1,13 +1,4 @@
-"""Choice of a receiver between group and store: the faster of its last measurements.
-
-Example:
-    >>> ways = Ways("auto")
-    >>> ways.took("store", 0.2)
-    >>> ways.wants_group, ways.took("group", 0.5), ways.wants_group, ways.took("group", 0.4), ways.wants_group
-    (True, None, True, None, False)
-    >>> [ways.took("store", 0.2) for _ in range(AGAIN - 1)].count(None), ways.wants_group
-    (63, True)
-"""
+"""Choice of a receiver between group and store: the faster of its last measurements."""
 
 from __future__ import annotations
 
