@@ -1,4 +1,4 @@
-"""The generation engine: `from rlhfspec.engine import Engine, SamplingParams` is all that generation needs."""
+"""The generation engine. `Engine` is imported lazily, because it needs torch."""
 
 from __future__ import annotations
 

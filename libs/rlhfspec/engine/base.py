@@ -1,6 +1,4 @@
-"""Contract of a generation engine: its records and promises. Torch-free. Every engine implements `EngineProtocol`.
-`MovableByTokens` and `MovableWithKV` are promises about moves, and `Abilities` tells which ones an engine keeps.
-`rlhfspec.engine.core.Engine` keeps all; `rlhfspec.engine.oracle` is the slow reference."""
+"""Contract of a generation engine: its records and promises. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,12 +22,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to generate.
-
-    Example:
-        >>> Request(id="job/0/7/1", prompt_token_ids=(72, 105), params=SamplingParams(max_tokens=8), seed=11).group
-        ''
-    """
+    """One sequence to generate."""
 
     id: str
     prompt_token_ids: tuple[int, ...]
@@ -47,7 +40,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStats:
-    """Statistics of how one sequence was generated. They never influence its tokens."""
+    """Statistics of one sequence, which never influence its tokens."""
 
     num_verifications: int = 0  # target forwards that produced at least one token
     num_drafted: int = 0  # nodes verified
@@ -78,9 +71,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """Tokens that one sequence gained in a step, and how it ended if it did. A sequence's gains in order are the tokens
-    of its `Completion`. Tokens sampled after its end (stop token, stop string, length) are cut. Tokens of a stop string
-    are reported; only `Completion.text` leaves the string out."""
+    """Tokens that one sequence gained in a step, without those after its end (stop token, stop string, length). Tokens
+    of a stop string are included; only `Completion.text` leaves the string out."""
 
     id: str
     token_ids: IntArray
@@ -90,13 +82,7 @@ class Gain:
 
     @classmethod
     def of_completion(cls, done: Completion, *, since: int = 0) -> Gain:
-        """Return the gain of a finished sequence, without the first `since` tokens of its response.
-
-        >>> done = Completion(id="a", prompt_token_ids=(1,), token_ids=(5, 6), log_probs=(-1.0, -2.0),
-        ...     tempered_log_probs=(-1.0, -2.0), weights_versions=(0, 0), finish_reason="length")
-        >>> Gain.of_completion(done, since=1).token_ids.tolist()
-        [6]
-        """
+        """Return the gain of a finished sequence, without the first `since` tokens of its response."""
         return cls(
             id=done.id,
             token_ids=np.array(done.token_ids[since:], np.int32),
@@ -108,9 +94,8 @@ class Gain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStep:
-    """Result of one `step()`; numbers are sums over its forward passes. `gains` holds every sequence that gained a
-    token or ended, in commit order. Each token is reported once, by the engine that sampled it, despite preemptions and
-    moves."""
+    """Result of one `step()`. `gains` holds every sequence that gained a token or ended, in commit order. Each token is
+    reported once, by the engine that sampled it."""
 
     gains: Iterable[Gain]  # may be iterated repeatedly; built lazily
     finished: tuple[Completion, ...]
@@ -159,16 +144,12 @@ class LearningReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learnt:
-    """Weights that a drafter has learnt. `version`: the number of tokens learnt from, counting every use."""
-
     version: int
     tensors: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceView:
-    """One waiting or running sequence, as the rebalancer sees it."""
-
     id: str
     num_generated: int
     num_held: int  # prompt and response tokens; KV grows with them
@@ -199,7 +180,7 @@ class Watermark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVRange:
-    """KV of committed positions, which never change: `kv[i]` [n, bytes a position] begins at `start.positions[i]`."""
+    """KV of committed positions: `kv[i]` [n, bytes a position] begins at `start.positions[i]`."""
 
     request_id: str
     start: Watermark
@@ -218,8 +199,8 @@ class KVRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceState:
-    """Everything that another engine needs to continue a sequence: the rest of its KV, and its tokens and counters.
-    Without `rest`, the importer recomputes the KV, with the same result."""
+    """State that another engine needs to continue a sequence. Without `rest` it recomputes the KV, with the same
+    result."""
 
     manifest: Manifest
     rest: KVRange | None
@@ -235,8 +216,7 @@ class SequenceState:
 
 
 class EngineProtocol(Protocol):
-    """The contract of every engine. By the law, only `submit` and `load_weights` can change which tokens come out. The
-    defaults of `abilities` and `close` suit an engine without further abilities or processes."""
+    """Contract of every engine. By the law, only `submit` and `load_weights` can change which tokens come out."""
 
     @property
     def abilities(self) -> Abilities:
@@ -255,8 +235,7 @@ class EngineProtocol(Protocol):
     def has_work(self) -> bool: ...
 
     def step(self) -> EngineStep:
-        """Run one forward pass for all sequences that can run, or a few short ones. Never raise for the
-        fault of one sequence."""
+        """Run one forward pass for all sequences that can run. Never raise for the fault of one sequence."""
         ...
 
     def cancel(self, request_id: str) -> bool:
@@ -281,9 +260,8 @@ class EngineProtocol(Protocol):
 
 
 class MovableByTokens(EngineProtocol, Protocol):
-    """Engine whose sequences can continue in another engine of its kind, which recomputes their KV.
-
-    A move takes place between steps, from engine `here` to engine `there`:
+    """Engine whose sequences can continue in another engine of its kind, which recomputes their KV. A move takes place
+    between steps:
 
         there.import_sequence(here.export_sequence(name))
         here.cancel(name)                                  # or, after any failure: there.cancel, here.reattach
@@ -305,22 +283,18 @@ class MovableByTokens(EngineProtocol, Protocol):
         """Continue a sequence at the next step, with its age. A refused state changes nothing."""
         ...
 
-    def reattach(self, request_id: str) -> None:
-        """Continue a sequence that was exported."""
-        ...
+    def reattach(self, request_id: str) -> None: ...
 
 
 class MovableWithKV(MovableByTokens, Protocol):
-    """Engine whose sequences can also move with their KV, most of it sent while they still decode.
+    """Engine whose sequences can also move with their KV, most of it sent while they still decode:
 
-    A move takes place between steps, from engine `here` to engine `there`:
-
-        mark = there.reserve(here.manifest(name))          # refuses here, before any KV is sent
-        while (kv := here.export_range(name, mark)).num_positions > few:  # `here` keeps decoding in between
-            there.import_range(kv)
-            mark = kv.end
-        there.import_sequence(here.export_sequence(name, mark))
-        here.cancel(name)                                  # or, after any failure: there.cancel, here.reattach
+    mark = there.reserve(here.manifest(name))          # refuses here, before any KV is sent
+    while (kv := here.export_range(name, mark)).num_positions > few:  # `here` keeps decoding in between
+        there.import_range(kv)
+        mark = kv.end
+    there.import_sequence(here.export_sequence(name, mark))
+    here.cancel(name)                                  # or, after any failure: there.cancel, here.reattach
     """
 
     def reserve(self, manifest: Manifest) -> Watermark:
@@ -331,9 +305,9 @@ class MovableWithKV(MovableByTokens, Protocol):
     def export_range(
         self, request_id: str, start: Watermark, *, max_bytes: int = MOST_RANGE_BYTES, out: Bytes | None = None
     ) -> KVRange:
-        """Copy committed KV after `start`, at most `max_bytes` but at least one position, while the sequence decodes.
-        `out` is a flat buffer for max(`max_bytes`, one position); the parts become consecutive views of it. Raise
-        SequenceStateError("epoch") if the sequence lost its memory since `start`."""
+        """Copy committed KV after `start`, at most `max_bytes` but at least one position. The parts become consecutive
+        views of the flat buffer `out`. Raise SequenceStateError("epoch") if the sequence lost its memory since
+        `start`."""
         ...
 
     def import_range(self, kv: KVRange) -> None:
@@ -345,14 +319,13 @@ class MovableWithKV(MovableByTokens, Protocol):
         ...
 
     def import_sequence(self, arrived: SequenceState) -> None:
-        """Continue a sequence at the next step, with its age. A refused state changes nothing. Without a reservation or
-        room, or under newer weights, it is queued and recomputes its KV."""
+        """Continue a sequence at the next step. A refused state changes nothing. Without a reservation or room, or
+        under newer weights, it is queued and recomputes its KV."""
         ...
 
 
 class Learning(Protocol):
-    """Learning of an engine's drafter. It runs between steps, within its share of time and only while no finished
-    sequence waits to be returned. No token depends on it."""
+    """Learning of an engine's drafter between steps. No token depends on it."""
 
     @property
     def report(self) -> LearningReport: ...
@@ -361,13 +334,11 @@ class Learning(Protocol):
         """Take one optimizer step while the engine is idle. Return False if there was nothing to learn."""
         ...
 
-    def learnt(self) -> Learnt:
-        """Return a copy of the weights that the drafter drafts with."""
-        ...
+    def learnt(self) -> Learnt: ...
 
     def take(self, learnt: Learnt) -> bool:
-        """Adopt learnt weights, between steps, if they come from more tokens; return whether they do. Raise
-        InvalidRequest, with nothing changed, if they belong to another drafter."""
+        """Adopt learnt weights if they come from more tokens; return whether they do. Raise InvalidRequest, with
+        nothing changed, if they belong to another drafter."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The engine's settings: strict, each with unit, default and reason."""
+"""Settings of the engine."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _EXACT = ("auto", "on", "off")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """
+    """Settings of the engine, checked at construction.
+
     dtype: how weights are stored. float32, bfloat16, or float64 (the slow reference mode, torch kernels only).
     device: "cpu", "cuda" or any other device that torch has.
-    arithmetic: "auto", "fma", "amx", "dpbf16" or "torch": how CPU linear layers add up (docs/kernels.md). Part of
-        what the tokens depend on, so pin it where machines of different kinds share one job.
+    arithmetic: "auto", "fma", "amx", "dpbf16" or "torch": how CPU linear layers add up (docs/kernels.md). Tokens depend
+        on it, so pin it where machines of different kinds share one job.
     exact: "auto", "on" or "off": on a device other than the CPU, whether a token's bits are its own in any company (on)
-        or forwards take the shape that is fastest (off, auto); on a CPU they always are (docs/law.md).
-    attention_split: positions that have a softmax of their own in attention, a multiple of 64 (docs/kernels.md). Part
-        of what the tokens depend on in contexts that are longer; sequences move between engines with the same one only.
+        or forwards take the fastest shape (off, auto); on a CPU they always are (docs/law.md).
+    attention_split: positions that have a softmax of their own in attention, a multiple of 64 (docs/kernels.md).
+        Tokens of longer contexts depend on it; sequences move only between engines with the same one.
     speculation: "off", "suffix", "model", "adaptive", a static strategy's name, or a Plan.
-    learning: the drafter learns from what is verified (docs/learning.md): "off", "auto" (while that pays), or the share
-        of step time that it may take, beside all idle time.
+    learning: whether the drafter learns (docs/learning.md): "off", "auto" (while that pays), or the share of step time
+        that it may take, beside all idle time.
     num_threads: CPU threads of the kernels; None takes torch's setting.
     max_sequences: rows decoded together. max_context: tokens of prompt and response of one sequence.
-    kv_cache_tokens: memory for KV in tokens; None: enough for every row at full context, on a GPU as much of that as
-        fits (`engine/forward/memory.py`).
+    kv_cache_tokens: memory for KV in tokens; None: enough for every row at full context, or what fits on a GPU.
     gpu_memory_fraction: part of a GPU's memory that this process may take, weights included.
     block_size: tokens a block, a power of two. prefill_chunk: prompt tokens run per step.
     prefix_sharing: samples of one prompt share its whole blocks.
@@ -90,7 +90,6 @@ class EngineConfig:
             raise InvalidRequest("gpu_memory_fraction", self.gpu_memory_fraction, "must be in (0, 1]")
 
     def holding(self, num_blocks: int) -> EngineConfig:
-        """Return the configuration with `num_blocks` blocks of KV."""
         return replace(self, kv_cache_tokens=num_blocks * self.block_size)
 
     @property

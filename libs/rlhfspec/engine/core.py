@@ -1,4 +1,4 @@
-"""The generation engine. `step()` reads like the algorithm: schedule, draft, select, verify, commit, learn."""
+"""The generation engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from rlhfspec.messages.records.models import ModelReport
 
 
 class Engine(Moves):
-    """Engine that generates tokens by the law on one model; its contract is `rlhfspec.engine.base.MovableWithKV`.
+    """Engine that generates tokens by the law on one model.
 
     >>> engine = Engine.from_pretrained("path/to/model", speculation="suffix")    # doctest: +SKIP
     >>> [done] = engine.generate(["2+2="], SamplingParams(max_tokens=8), seeds=[7])    # doctest: +SKIP
@@ -66,15 +66,13 @@ class Engine(Moves):
     def reports(self) -> dict[str, ModelReport]:
         return dict(zip(("model", "drafter"), (space.runner.report for space in self.state.spaces), strict=False))
 
-    # -- generating without records --------------------------------------------------------------------------
-
     def generate(
         self,
         prompts: SequenceOf[str] | SequenceOf[SequenceOf[int]],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         seeds: SequenceOf[int] | None = None,
     ) -> list[Completion]:
-        """Generate a completion for every prompt (text or token ids), and return them in the order of the prompts."""
+        """Generate a completion for every prompt (text or token ids), in the order of the prompts."""
         each = params if isinstance(params, SequenceOf) else [params or SamplingParams()] * len(prompts)
         seeds = list(range(len(prompts))) if seeds is None else seeds
         for name, values in (("params", each), ("seeds", seeds)):
@@ -110,8 +108,6 @@ class Engine(Moves):
         self._undelivered_gains.extend(gains)
         return [finished[request.id] for request in requests]
 
-    # -- the protocol ---------------------------------------------------------------------------------------
-
     @property
     def abilities(self) -> Abilities:
         learns = self.learning is not None and self.learning.is_on
@@ -125,11 +121,9 @@ class Engine(Moves):
 
     @property
     def has_work(self) -> bool:
-        """Return whether any sequence is waiting, running or not yet returned."""
         return bool(self.state.sequences or self._undelivered or self._undelivered_gains)
 
     def step(self) -> EngineStep:
-        """Run one forward pass of the target for all sequences that can run."""
         began = time.perf_counter()
         state, rows = self.state, self.state.rows
         self.scheduler.admit()
@@ -232,15 +226,12 @@ class Engine(Moves):
             expert_rows=self.state.target.runner.expert_load.rows(),
         )
 
-    # -- beyond the protocol --------------------------------------------------------------------------------
-
     def extend(
         self, request_id: str, token_ids: SequenceOf[int], *, seed: int, params: SamplingParams | None = None
     ) -> None:
-        """Continue a finished sequence that stays (`Request.stays`), with a chat turn or the output of a tool. The
-        result is that of a new request whose prompt is all tokens so far plus `token_ids`; only new tokens are run
-        unless the memory was needed. Response positions count from 0 again, so every turn needs its own `seed`, or its
-        noise would repeat. `params` defaults to those of the previous turn."""
+        """Continue a finished sequence that stays (`Request.stays`). The result is that of a new request whose prompt
+        is all tokens so far plus `token_ids`. Response positions count from 0 again, so every turn needs its own
+        `seed`, or its noise would repeat."""
         stayed = self.scheduler.staying.get(request_id)
         if stayed is None:
             raise InvalidRequest(
@@ -260,11 +251,9 @@ class Engine(Moves):
         return True
 
     def forget_kept(self) -> None:
-        """Drop the kept KV of earlier prompts, for measurements that repeat prompts."""
         self.state.pool.forget_kept()
 
     def set_speculation(self, speculation: str | DraftPlan) -> None:
-        """Set the speculation mode, at any time; the tokens stay the same."""
         self.speculation.choose(speculation)
 
     def validate(self, request: Request) -> None:
@@ -273,15 +262,11 @@ class Engine(Moves):
         self.scheduler.refuse_known(request.id)
 
     def close(self) -> None:
-        """Stop the other processes that hold a part of the model."""
         if (others := self.state.target.runner.others) is not None:
             others.stop()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless free and owned blocks are all blocks and tables, rows and sequences agree."""
         self.scheduler.check()
-
-    # -- the end of a step ----------------------------------------------------------------------------------
 
     def _finish(self, row: int, reason: FinishReason) -> Completion:
         sequence = self.state.by_row[row]

@@ -1,5 +1,5 @@
-"""The slow decoder that every fast path is compared with. It shares no code with the engine. It decodes one token at a
-time with plain Hugging Face, and implements docs/law.md a second time, in numpy."""
+"""Slow decoder that every fast path is compared with, in plain Hugging Face and numpy. It shares no code with the
+engine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ _MASK = 0xFFFF_FFFF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleTokens:
-    """Tokens of the slow decoder; `margins[t]` is the lead of the best perturbed score."""
-
     token_ids: list[int]
     log_probs: list[float]
     margins: list[float]
@@ -65,7 +63,6 @@ def perturbed_scores(logits: npt.NDArray[np.float32], params: SamplingParams, se
 
 
 def noise(seed: int, position: int, vocab_size: int) -> npt.NDArray[np.float64]:
-    """Return standard Gumbel noise for every token id at one response position."""
     blocks = np.arange(-(-vocab_size // 4), dtype=np.uint64)
     words = philox(blocks, position, seed & _MASK, (seed >> 32) & _MASK)  # [4, blocks]
     uniform = (words.T.ravel()[:vocab_size].astype(np.float64) + 0.5) / 2.0**32

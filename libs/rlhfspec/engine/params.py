@@ -1,13 +1,4 @@
-"""Sampling parameters of one sequence. Torch-free, so that every stage can read it.
-
-Example:
-    >>> SamplingParams(temperature=0.7, top_p=0.95, max_tokens=64).temperature
-    0.7
-    >>> SamplingParams(temperature=-1)
-    Traceback (most recent call last):
-    ...
-    rlhfspec.errors.InvalidRequest: temperature: must be a number from 0 to 3.4e+38 (got -1)
-"""
+"""Sampling parameters of one sequence. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,10 +15,15 @@ LARGEST = 3.4028234663852886e38  # of float32, in which the law reads temperatur
 class SamplingParams:
     """Sampling parameters: with weights, prompt and seed, all that tokens depend on (the law, docs/law.md).
 
-    temperature: 0 is greedy. top_k: 0 keeps every token. top_p: 1.0 keeps every token.
-    max_tokens: response length limit. stop_token_ids: kept as the last token, finish_reason "stop".
-    stop: strings; generation ends with the first token that completes one (needs a tokenizer).
-    ignore_eos: continue after the EOS token of the model.
+        temperature: 0 is greedy. top_k: 0 keeps every token. top_p: 1.0 keeps every token.
+        max_tokens: response length limit. stop_token_ids: kept as the last token, finish_reason "stop".
+        stop: strings; generation ends with the first token that completes one (needs a tokenizer).
+        ignore_eos: continue after the EOS token of the model.
+
+    >>> SamplingParams(temperature=-1)
+    Traceback (most recent call last):
+    ...
+    rlhfspec.errors.InvalidRequest: temperature: must be a number from 0 to 3.4e+38 (got -1)
     """
 
     temperature: float = 1.0
@@ -66,7 +62,6 @@ def plain(value: Any) -> Any:
 
 
 def is_int(value: Any) -> bool:
-    """Return whether the value is a whole number, also numpy's, but not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

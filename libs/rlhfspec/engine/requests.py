@@ -1,4 +1,4 @@
-"""Checks of requests; refusals name the wrong field. Torch-free."""
+"""Checks of requests. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_types(request: Request) -> None:
-    """Raise InvalidRequest, naming the field, for a request that no engine can run.
-
-    >>> from rlhfspec.engine.base import Request
-    >>> check_types(Request(id="a", prompt_token_ids=(1.5,), params=SamplingParams(), seed=0))  # type: ignore[arg-type]
-    Traceback (most recent call last):
-    ...
-    rlhfspec.errors.InvalidRequest: prompt_token_ids: must be a tuple of whole numbers, at least one (got (1.5,))
-    """
+    """Raise InvalidRequest, naming the field, for a request that no engine can run."""
     seed, version = request.seed, request.weights_version
     checks = (
         ("id", isinstance(request.id, str) and request.id != "", "must be a text"),
@@ -42,7 +35,7 @@ def check_request(
     request: Request, *, num_token_ids: int, most_tokens: int, has_tokenizer: bool, weights_version: int
 ) -> None:
     """Raise InvalidRequest, naming the field, if such an engine can never run the request. `most_tokens` limits prompt
-    and response of one sequence."""
+    and response together."""
     check_types(request)
     prompt, params = request.prompt_token_ids, request.params
     ids = (("prompt_token_ids", prompt), ("stop_token_ids", params.stop_token_ids))

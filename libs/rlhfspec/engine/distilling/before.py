@@ -1,5 +1,4 @@
-"""Train a drafter before a run: the policy answers prompts, and the drafter learns from what is verified. The result is
-a Hugging Face folder that `model.drafter` accepts."""
+"""Train a drafter before a run, from answers of the policy."""
 
 from __future__ import annotations
 
@@ -18,8 +17,6 @@ AT_ONCE = 16  # sequences learnt from at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """Limits of learning, whichever is reached first. tokens: learnt from, counting every use."""
-
     tokens: int
     seconds: float
 

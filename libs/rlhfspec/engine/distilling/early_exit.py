@@ -1,5 +1,5 @@
-"""A drafter made from the policy alone: its first layer, a learning layer that starts as its last one, and its head.
-All other weights are the policy's own and follow its updates. The engine treats the result like any other model."""
+"""A drafter made from the policy: its first layer, a learning layer that starts as its last one, and its head. All
+other weights follow the policy's updates."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ _LEAST_LAYERS = 3  # with two layers the drafter would be the policy itself
 
 
 def early_exit(policy: Any) -> Any:
-    """Return the early-exit drafter of a Hugging Face causal LM, which stays unchanged. Raise UnsupportedModel if it
-    has no list of layers."""
+    """Return the early-exit drafter of a Hugging Face causal LM. Raise UnsupportedModel if it has no list of layers."""
     name, layers = _layers(policy)
     parent_name, _, leaf = name.rpartition(".")
     parent = policy.get_submodule(parent_name)
@@ -53,7 +52,6 @@ def _layers(model: Any, least: int = _LEAST_LAYERS) -> tuple[str, nn.ModuleList]
 
 
 def _shorten(config: Any, count: int) -> None:
-    """Reduce a configuration of `count` layers to the first and the last."""
     for key, value in list(vars(config).items()):
         if isinstance(value, list | tuple) and len(value) == count and not key.startswith("_"):
             setattr(config, key, type(value)((value[0], value[-1])))

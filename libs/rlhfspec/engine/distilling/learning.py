@@ -1,5 +1,5 @@
-"""A drafter that learns during the run, from what the engine verifies anyway. By the law a drafter changes no token, so
-learning may be late, lossy and different on every generator."""
+"""Drafter that learns during the run from what the engine verifies. By the law it changes no token, so learning may be
+late, lossy and different on every generator."""
 
 from __future__ import annotations
 
@@ -50,10 +50,8 @@ def drafter_learning(state: EngineState) -> DraftLearning | None:
 
 
 class DraftLearning:
-    """Records verified tokens, learns from them and hands new weights to the drafter. The engine calls it as a
-    `RowWatcher` and after every step, when it also learns. Other code sees it as `rlhfspec.engine.base.Learning`.
-    `student` is a copy of the model that `runner` drafts with. With `is_on` False the drafter only follows the policy
-    it was made from."""
+    """Recorder of verified tokens that learns from them and hands new weights to the drafter. `student` is a copy of
+    the model that `runner` drafts with. With `is_on` False the drafter only follows the policy."""
 
     def __init__(
         self, student: Student, runner: ModelRunner, rows: RowTable, budget: LearningBudget, *, is_on: bool
@@ -74,8 +72,6 @@ class DraftLearning:
         self.version = 0  # tokens that these weights have learnt from, here or elsewhere
         self.budget = budget
 
-    # -- while the engine works -----------------------------------------------------------------------------
-
     def start(self, sequence: Sequence) -> None:
         if self.is_on:
             began = time.perf_counter()
@@ -90,7 +86,6 @@ class DraftLearning:
 
     @property
     def records(self) -> bool:
-        """Return whether labels of the next tokens may be wanted."""
         recorder = self._recorder
         return bool(recorder.within or (recorder.rows and self.budget.may_record(LONGEST_LESSON)))
 
@@ -122,10 +117,7 @@ class DraftLearning:
         return chosen
 
     def _may_begin(self, num_lessons: int) -> bool:
-        """Return whether labels of `num_lessons` lessons may be taken and fresh lessons are still needed."""
         return self.budget.may_record(num_lessons * LONGEST_LESSON) and not self._ring.is_full_of_fresh
-
-    # -- learning ---------------------------------------------------------------------------------------------
 
     def stepped(self, seconds: float, num_tokens: IntArray, drafter: str | None, *, has_finished: bool) -> None:
         """Note a step that gave each decoding sequence `num_tokens`. Learn if due, unless a finished sequence waits."""
@@ -195,7 +187,6 @@ class DraftLearning:
         return Learnt(version=self.version, tensors=self._student.learnt(at_first=not self._is_better))
 
     def take(self, learnt: Learnt) -> bool:
-        """Adopt `learnt` if it is from more tokens; return whether it is. Raise InvalidRequest if it is foreign."""
         if learnt.version <= self.version:
             return False
         self._student.take(learnt.tensors)
@@ -214,7 +205,6 @@ class DraftLearning:
         self._runner.load_weights(self._student.state_dict(at_first=not self._is_better))
 
     def _temperature(self, row: int) -> float:
-        """Return the temperature at which the drafter should agree; 1 for greedy rows."""
         return float(self._rows.temperatures[row]) or 1.0
 
     @property

@@ -29,8 +29,8 @@ class Lesson:
 
 
 class LessonRing:
-    """The newest lessons, up to `most_tokens` labelled tokens. Each is taken up to `passes` times, new ones first.
-    Lessons repeat only while the ring is at least half full, because repeating few lessons overfits.
+    """Ring of the newest lessons. Each is taken up to `passes` times, new ones first. Lessons repeat only while the
+    ring is at least half full, because repeating few lessons overfits.
 
     >>> ring = LessonRing(most_tokens=4, passes=2)
     >>> def lesson(n): return Lesson(tokens=np.zeros(n + 1, np.int32), label_ids=np.zeros((n, 2), np.int32),
@@ -97,7 +97,7 @@ class _Recording:
 
 
 class LessonRecorder:
-    """Collects labels by row while sequences decode, and adds lessons to the ring."""
+    """Collector of labels by row, which adds lessons to the ring."""
 
     def __init__(self, ring: LessonRing) -> None:
         self._ring = ring

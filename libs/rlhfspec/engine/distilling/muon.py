@@ -1,4 +1,4 @@
-"""The Muon optimizer, in float32 on a CPU. Its twin `torch.optim.Muon` iterates in bfloat16, which is slow there."""
+"""The Muon optimizer, in float32 on a CPU, where `torch.optim.Muon` in bfloat16 is slow."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ _GAIN_KEPT = 0.6  # weight of the old estimate at every evaluation
 
 class LearningBudget:
     """Budget of learning time. `share`: of step time that may be spent, beside all idle time; None: the rule decides.
-    Savings are estimated from acceptance: g accepted tokens per verification now would at the start have been at most g
-    * a0 / a1, with a0 and a1 the agreement at the start and now.
+    Savings are estimated from acceptance: g accepted tokens now would at the start have been at most g * a0 / a1, with
+    a0 and a1 the agreement at the start and now.
 
     >>> budget = LearningBudget(share=None)
     >>> budget.stepped(seconds=30.0, drafted_seconds=30.0, num_tokens=np.array([3, 2, 4]))
@@ -65,7 +65,6 @@ class LearningBudget:
         self._allowed += _TRIED * seconds
 
     def took(self) -> None:
-        """Note that the drafter has adopted what others learnt."""
         self._is_new = False
 
     def agreed(self, at_first: float, now: float) -> None:
@@ -75,7 +74,6 @@ class LearningBudget:
         self._ratio = ratio if first else _GAIN_KEPT * self._ratio + (1.0 - _GAIN_KEPT) * ratio
 
     def watched(self, *, seconds: float) -> None:
-        """Subtract the time of evaluating steps from the allowance."""
         self._allowed -= seconds
 
     def spent(self, *, seconds: float, num_tokens: int, idle: bool = False) -> None:
@@ -93,7 +91,6 @@ class LearningBudget:
             self._label_seconds = seconds / num_tokens
 
     def may_record(self, num_tokens: int) -> bool:
-        """Return whether labels of `num_tokens` tokens may be taken."""
         return self._share is not None or self._seconds + num_tokens * self._label_seconds <= self._allowed
 
     def may_learn(self, *, idle: bool) -> bool:
@@ -112,8 +109,6 @@ class LearningBudget:
 
 
 class _Rate:
-    """Tokens per verification, weighted towards recent ones."""
-
     def __init__(self) -> None:
         self._verifications = self._tokens = 0.0
 

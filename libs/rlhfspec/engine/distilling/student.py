@@ -1,4 +1,4 @@
-"""The learning copy of a drafter, with its optimizers. Its weights are handed to the copy that drafts."""
+"""Learning copy of a drafter, with its optimizers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ _KEPT = 0.99  # weight of the old average per optimizer step; less in the first 
 
 
 class Student:
-    """Plain copy of a drafter; `learn` takes one optimizer step towards the target's distribution (soft labels, KL).
-    The drafter uses an average of about the last hundred steps' weights, because the learning rate is large and never
-    decays. `model` is a Hugging Face causal LM owned by this object. `names`: the parameters that learn; None: all."""
+    """Copy of a drafter that learns the target's distribution (soft labels, KL). The drafter uses an average of recent
+    weights, because the learning rate is large and never decays. `names`: the parameters that learn; None: all."""
 
     def __init__(self, model: Any, names: Collection[str] | None, *, max_context: int) -> None:
         self.model = model
@@ -62,7 +61,7 @@ class Student:
 
     @torch.no_grad()
     def agreement(self, lessons: Sequence[Lesson], *, at_first: bool = False) -> float:
-        """Return the mean coverage of the target's distribution, sum of min(p, q); `at_first`: with first weights."""
+        """Return the mean coverage of the target's distribution, sum of min(p, q)."""
         drafts_with = self._drafts_with(at_first)
         self._swap(drafts_with)
         try:
@@ -76,7 +75,6 @@ class Student:
         return dict(self.model.state_dict()) | {name: drafts_with[first] for name, first in self._held_as.items()}
 
     def learnt(self, *, at_first: bool = False) -> dict[str, torch.Tensor]:
-        """Return a copy on the host of the averaged weights, or of those at the start."""
         return {name: tensor.to("cpu", copy=True) for name, tensor in self._drafts_with(at_first).items()}
 
     @torch.no_grad()

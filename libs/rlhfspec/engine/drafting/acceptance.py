@@ -1,7 +1,6 @@
-"""Prediction of how likely the target chooses a drafted token, learnt while generating. The main feature is the gap
-between perturbed scores, because target and drafter share their noise. Trials are counted in cells of (depth 1 / 2 /
-3+, rank 0 / 1 / 2 / 3+, gap bucket) with decay; thin cells lean on other depths and on a prior. Each sequence has a
-shift in log-odds. What the shift explains is kept out of the table, so that one bad sequence affects no other."""
+"""Prediction of how likely the target chooses a drafted token. The main feature is the gap between perturbed scores,
+because target and drafter share their noise. Trials are counted in cells of depth, rank and gap with decay. Each
+sequence has a shift in log-odds, which is kept out of the table so that one bad sequence affects no other."""
 
 from __future__ import annotations
 
@@ -32,15 +31,13 @@ _INTERPOLATION = np.array([np.interp(_FINE_GAPS, _CENTRES, row) for row in np.ey
 
 
 def _prior() -> Floats:
-    """Return [ranks, buckets] of an average drafter. Rank 0 grows with the gap; the others share the remainder."""
+    """Return [ranks, buckets] of an average drafter."""
     best = 0.99 - 0.52 * np.exp(-0.75 * _CENTRES)
     return np.array([best, *((1.0 - best) * share for share in (0.75, 0.45, 0.3))])
 
 
 @dataclass(frozen=True, slots=True)
 class Decile:
-    """Nodes of a drafter whose predicted acceptance lies in one tenth of 0..1, weighted towards recent ones."""
-
     drafter: str
     tenth: int  # 9: from .9 to 1
     count: float
@@ -127,8 +124,8 @@ class AcceptanceModel:
     def observe(
         self, drafter: str, rows: IntArray, depth: IntArray, rank: IntArray, gap: FloatArray, accepted: BoolArray
     ) -> None:
-        """Learn from nodes whose parent was accepted (only those were tested). All arguments [M]. A call costs some
-        hundred microseconds whatever M is, so selectors batch several steps."""
+        """Learn from nodes whose parent was accepted (only those were tested). All arguments [M]. A call costs the same
+        whatever M is, so selectors batch several steps."""
         if not len(rows):
             return
         book = self._book(drafter)
@@ -142,7 +139,6 @@ class AcceptanceModel:
         book.rebuild()
 
     def forget(self, row: int) -> None:
-        """Forget the row's sequence; the next one there starts from the drafters' means."""
         for book in self._books.values():
             book.forget(row)
 
@@ -152,14 +148,12 @@ class AcceptanceModel:
         return tuple((name, float(book.shift[row]), float(book.precision[row])) for name, book in books)
 
     def take_over(self, row: int, learnt: Iterable[tuple[str, float, float]]) -> None:
-        """Adopt what another engine learnt about the row's sequence."""
         for drafter, shift, precision in learnt:
             book = self._book(drafter)
             book.shift_of(np.array([row], np.int32))
             book.shift[row], book.precision[row] = shift, precision
 
     def reset(self) -> None:
-        """Shrink the tables towards the prior after the weights changed."""
         for book in self._books.values():
             book.forget_counts()
 

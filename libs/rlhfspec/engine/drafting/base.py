@@ -1,5 +1,5 @@
-"""Contracts between drafters, selector and engine. Numpy only; drafting never imports the engine. One step:  plan
-(selector) -> propose (drafter) -> budget (selector) -> verify (engine) -> observe (both)."""
+"""Contracts between drafters, selector and engine. Numpy only. One step: plan (selector) -> propose (drafter) -> budget
+(selector) -> verify (engine) -> observe (both)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rlhfspec.common.arrays import BoolArray, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan:
-    """What to draft in this step. `drafter=None` means plain decoding. depth: levels of the tree. width: nodes expanded
+    """Plan of one step's draft. drafter: None means plain decoding. depth: levels of the tree. width: nodes expanded
     per sequence and level (on average over the batch). branch: children kept of each expanded node. max_nodes: nodes
     verified per sequence on average, None = no cap. num_sequences: draft only for the first ones of the batch, None =
-    all; plans that differ only in this are equal."""
+    all."""
 
     drafter: str | None
     depth: int = 0
@@ -43,9 +43,8 @@ PLAIN = DraftPlan(drafter=None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBatch:
-    """The B sequences to draft for. A sequence keeps its table row as long as it lives in the engine. `tokens[row,
-    :length]` is prompt and response so far. The next token has response position `length - prompt_length`; noise is
-    drawn for (seed, response position, token id)."""
+    """The B sequences to draft for. `tokens[row, :length]` is prompt and response so far. The next token has response
+    position `length - prompt_length`."""
 
     rows: IntArray  # [B] row in the engine's tables
     lengths: IntArray  # [B] tokens so far
@@ -61,7 +60,6 @@ class DraftBatch:
         return len(self.rows)
 
     def first(self, num_sequences: int | None) -> DraftBatch:
-        """Return the batch of the first `num_sequences`, or of all if None."""
         if num_sequences is None:
             return self
         part = slice(num_sequences)
@@ -117,23 +115,19 @@ def empty_forest() -> Forest:
 
 
 class Acceptance(Protocol):
-    """Predicts whether the target chooses a drafted child, given that its parent was accepted."""
-
     def predict(self, drafter: str, rows: IntArray, depth: IntArray, rank: IntArray, gap: FloatArray) -> FloatArray:
-        """Return the conditional acceptance of each node, in (0, 1). All arguments [M]; rows = table rows."""
+        """Return the acceptance of each node, in (0, 1), given that its parent was accepted. All arguments [M]."""
         ...
 
 
 class LevelRule(Protocol):
-    """Rule that decides between levels of a draft whether one more is worth its time."""
-
     def go_on(self, *, frontier_acceptance: FloatArray, num_rows: int, level: int) -> bool:
         """Return whether to draft `level` (>= 2). `frontier_acceptance`: path acceptance of the nodes to expand."""
         ...
 
 
 class Drafter(Protocol):
-    """Proposes trees, which change only the speed, never the tokens (the law)."""
+    """Proposer of trees, which change only the speed, never the tokens (the law)."""
 
     name: str
 
@@ -160,8 +154,6 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchState:
-    """The batch as the selector sees it before drafting."""
-
     rows: IntArray  # [B] table rows of decoding sequences
     room: IntArray  # [B]
     num_prefill_rows: int  # rows of prompt chunks in the same forward
@@ -171,8 +163,6 @@ class BatchState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftChoice:
-    """The nodes to verify, with the expected outcome."""
-
     keep: IntArray  # [N] ascending node indices
     predicted_accepted: float  # expected accepted nodes in total
     predicted_verify_seconds: float
@@ -180,8 +170,6 @@ class DraftChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOutcome:
-    """Measured outcome of one step."""
-
     plan: DraftPlan
     state: BatchState
     forest: Forest  # the verified nodes
@@ -196,8 +184,6 @@ class DraftOutcome:
 
 
 class Selector(Protocol):
-    """Chooses the strategy anew at every step."""
-
     def plan(self, state: BatchState) -> DraftPlan: ...
 
     def rule(self, plan: DraftPlan, state: BatchState) -> LevelRule: ...

@@ -1,5 +1,5 @@
-"""Choose after drafting which nodes to verify, with one sort and no search. A child is never likelier than its parent,
-so every prefix of the nodes sorted by path acceptance is a valid forest."""
+"""Choose after drafting which nodes to verify, with one sort. A child is never likelier than its parent, so every
+prefix of the nodes sorted by path acceptance is a valid forest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEAST_WEIGHT, _MOST_WEIGHT = 0.25, 4.0  # for sequences with much less or more 
 
 def best_nodes(path_acceptance: FloatArray, num_nodes: int, ranked: FloatArray | None = None) -> IntArray:
     """Return the ascending indices of the best `num_nodes`; among equals the first, so that parents precede children.
-    `ranked`: the same values in descending order, if already sorted.
+    `ranked`: the same values in descending order.
 
     >>> best_nodes(np.array([0.9, 0.5, 0.5, 0.8], np.float32), 3).tolist()
     [0, 1, 3]
@@ -35,8 +35,7 @@ def best_nodes(path_acceptance: FloatArray, num_nodes: int, ranked: FloatArray |
 
 
 def worth_by_room(forest: Forest, room: IntArray) -> FloatArray:
-    """Weight each node's acceptance by its sequence's remaining room, which keeps batches large to the end. A sequence
-    has one weight, so a child is never worth more than its parent."""
+    """Weight each node's acceptance by its sequence's remaining room, which keeps batches large to the end."""
     mean = room.mean() if len(room) else 0.0
     if mean <= 0.0 or (room == room[0]).all():
         return forest.path_acceptance

@@ -1,13 +1,11 @@
-"""Index of what followed a context in growing texts, for contexts of the last 16, 8, 4 and 2 tokens. A look-up takes
-the longest known context, and the next shorter one shares the remaining probability. Contexts are kept by hash: a
-collision costs a bad guess, never a wrong token.
+"""Index of what followed a context in growing texts, for contexts of the last 16, 8, 4 and 2 tokens. The next shorter
+context shares the remaining probability. Contexts are kept by hash: a collision costs a bad guess, never a wrong token.
 
-Example:
-    >>> index = ContextIndex()
-    >>> index.add((1, 2, 3, 1, 2, 3, 1, 2), start=0)
-    >>> tokens, log_chances, log_rest = index.continuations((1, 2, 3, 1, 2))
-    >>> tokens, log_chances[0] > log_rest
-    ((3,), True)
+>>> index = ContextIndex()
+>>> index.add((1, 2, 3, 1, 2, 3, 1, 2), start=0)
+>>> tokens, log_chances, log_rest = index.continuations((1, 2, 3, 1, 2))
+>>> tokens, log_chances[0] > log_rest
+((3,), True)
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ _LEAST_REST = 1e-6
 
 
 def _alone(order: int) -> tuple[tuple[float, ...], float]:
-    """Return the log-chances when one token was seen once after a context of this length."""
     chance = 1.0 / (1.0 + _OPENNESS[order])
     return (math.log(chance),), math.log(1.0 - chance)
 
@@ -87,7 +84,6 @@ class ContextIndex:
         return _NOTHING
 
     def _blended(self, counts: dict[int, int], context: tuple[int, ...], place: int) -> Continuations:
-        """Blend the longest context's counts, if they are few, with those of the next shorter context."""
         openness = _OPENNESS[ORDERS[place]] * len(counts)
         total = sum(counts.values())
         weight = 1.0 / (total + openness)

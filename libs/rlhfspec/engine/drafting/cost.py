@@ -1,16 +1,10 @@
-"""Cost of a step: curves measured at start-up, each corrected by one factor that follows every step.
-
-A cost has a *kind* and grows with a number of rows:
+"""Cost of a step: curves measured at start-up, each corrected by one factor that follows every step. A cost has a
+*kind* and grows with a number of rows:
 
     target             one forward of the target over `rows` tokens (and the context that attention reads)
     draft-first:NAME   a proposal's first level: one row a sequence, and one for each token it has to catch up with
     draft:NAME         one further level that expands `rows` nodes
     host:NAME          what is left of a step with `rows` sequences (host:plain when nothing is drafted)
-
-Example:
-    >>> costs = CostModel.profile(lambda kind, rows, kv_tokens: 0.004 + 0.0001 * rows, drafters=("model",))
-    >>> [round(costs.table("target").seconds(rows), 4) for rows in (1, 20, 1024)]
-    [0.0041, 0.006, 0.1064]
 """
 
 from __future__ import annotations
@@ -46,7 +40,7 @@ def host_kind(drafter: str | None) -> str:
 
 class CostTable:
     """Seconds by rows: linear between knots, then as steep as they allow, times `factor`. `factor` follows the
-    logarithm of real / predicted, with large errors clipped so that outliers move it little."""
+    logarithm of real / predicted, with large errors clipped."""
 
     __slots__ = ("factor", "knots", "num_seen", "per_kv", "rows")
 
@@ -87,8 +81,8 @@ class CostTable:
 
 
 def from_below(rows: Sequence[int], seconds: Sequence[float]) -> list[float]:
-    """Return the largest convex curve below the measurements, at `rows` (ascending). True costs are convex and noise
-    only adds time, so this removes single outliers.
+    """Return the largest convex curve below the measurements. True costs are convex and noise only adds time, so this
+    removes single outliers.
 
     >>> from_below([1, 2, 4, 8], [1.0, 5.0, 2.5, 4.5])
     [1.0, 1.5, 2.5, 4.5]
@@ -106,8 +100,6 @@ def from_below(rows: Sequence[int], seconds: Sequence[float]) -> list[float]:
 
 
 class CostModel:
-    """Cost tables of one engine. A kind without a table starts from a guess and learns."""
-
     def __init__(self, tables: dict[str, CostTable] | None = None) -> None:
         self.tables = dict(tables or {})
         self._errors: dict[str, deque[float]] = {}  # by kind: the last relative errors
@@ -172,7 +164,6 @@ class CostModel:
         return table.seconds(num_sequences + num_unseen) - table.seconds(num_sequences)
 
     def observe(self, kind: str, rows: float, seconds: float, kv_tokens: float = 0.0) -> float:
-        """Correct the kind's table by one execution; return the prediction."""
         table = self.table(kind)
         predicted = table.seconds(rows, kv_tokens)
         table.correct(predicted, seconds)
@@ -180,7 +171,6 @@ class CostModel:
         return predicted
 
     def observe_draft(self, drafter: str, first_rows: int, level_rows: list[int], seconds: float) -> float:
-        """Correct a drafter's tables by one draft: the first level, then levels of `level_rows`."""
         kinds = draft_kind(drafter, first=True), draft_kind(drafter)
         tables = [self.table(kind) for kind in kinds[: 2 if level_rows else 1]]
         predicted = tables[0].seconds(first_rows)

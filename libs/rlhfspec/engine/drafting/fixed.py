@@ -1,13 +1,7 @@
 """Static strategies, for comparison with the adaptive one.
 
-Example:
-    >>> import numpy as np
-    >>> FixedSelector(DraftPlan(drafter="model", depth=4)).plan(
-    ...     BatchState(rows=np.arange(2), room=np.full(2, 9), num_prefill_rows=0, kv_tokens=0, unseen=np.zeros(2, int))
-    ... ).name
-    'model-d4-w1-b1'
-    >>> static_grid(("model",))["model-d6-w2-b3"].depth
-    6
+>>> static_grid(("model",))["model-d6-w2-b3"].depth
+6
 """
 
 from __future__ import annotations
@@ -41,8 +35,7 @@ def static_grid(drafters: Iterable[str]) -> dict[str, DraftPlan]:
 
 
 class FixedSelector:
-    """Selector of one plan that keeps every node, or the best `plan.max_nodes` per sequence over the whole batch. Given
-    `costs` and `acceptance` are calibrated by every step."""
+    """Selector of one plan that keeps every node, or the best `plan.max_nodes` per sequence over the whole batch."""
 
     def __init__(
         self, plan: DraftPlan, *, costs: CostModel | None = None, acceptance: AcceptanceModel | None = None
@@ -84,7 +77,6 @@ class FixedSelector:
             self._acceptance.reset()
 
     def start_totals(self) -> None:
-        """Count the shares that `explain` reports from here on."""
         self._journal.start_totals()
 
     def explain(self) -> Explanation:

@@ -17,8 +17,6 @@ _NUM_DECISIONS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Expected and measured outcome of one step."""
-
     plan: str
     is_trial: bool  # to learn, not because it looked best
     num_sequences: int

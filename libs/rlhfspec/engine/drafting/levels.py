@@ -1,4 +1,4 @@
-"""Rule between two levels of a draft: is one more level worth its time?"""
+"""Rule that decides between two levels of a draft whether one more is worth its time."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ class LevelTerms:
 class PayingLevel:
     """Level rule that adds a level only if its tokens pay for its draft and its rows in the verification.
 
-    Example:
-        >>> flat, level = CostTable([1, 100], [0.01, 0.01]), CostTable([1, 100], [0.001, 0.001])
-        >>> rule = PayingLevel(LevelTerms(flat, level, tokens_per_second=100.0, success=0.8, verified_rows=2))
-        >>> [rule.go_on(frontier_acceptance=np.array([a], np.float32), num_rows=1, level=2) for a in (0.9, 0.1)]
-        [True, False]
+    >>> flat, level = CostTable([1, 100], [0.01, 0.01]), CostTable([1, 100], [0.001, 0.001])
+    >>> rule = PayingLevel(LevelTerms(flat, level, tokens_per_second=100.0, success=0.8, verified_rows=2))
+    >>> [rule.go_on(frontier_acceptance=np.array([a], np.float32), num_rows=1, level=2) for a in (0.9, 0.1)]
+    [True, False]
     """
 
     def __init__(self, terms: LevelTerms) -> None:

@@ -1,7 +1,5 @@
 """Drafting with a smaller model of the same vocabulary. The draft uses the target's blocks with its own KV tensor and
-its own permutation of slots. `cached[row]` counts the positions whose draft KV is valid; every proposal first runs the
-missing ones. Under the law the drafter adds the target's own noise to its log-probabilities: its best candidates are
-likely winners."""
+its own permutation of slots. Under the law the drafter adds the target's own noise to its log-probabilities."""
 
 from __future__ import annotations
 
@@ -88,7 +86,7 @@ class DraftEngine(Protocol):
         self, batch: DraftBatch, plan: DraftPlan, roots: Roots, curves: tuple[Floats, Floats], terms: LevelTerms | None
     ) -> GrownTrees | None:
         """Run all levels in one native call, with the trees of `grow` below; return None if there is no such call.
-        `curves`: see AcceptanceModel.curves. `terms`: None = every level is run."""
+        `terms`: None = every level is run."""
         ...
 
     def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray) -> bool:
@@ -141,8 +139,7 @@ class ModelDrafter:
     def start(self, row: int, tokens: IntArray, group: str, history: tuple[tuple[int, ...], ...]) -> None:
         """Do nothing: the engine knows where the row's draft KV lies."""
 
-    def forget(self, row: int) -> None:
-        """Do nothing: no state is kept per row."""
+    def forget(self, row: int) -> None: ...
 
     def reset(self) -> None:
         self._last = None
@@ -227,8 +224,6 @@ def keep_drafted(
 
 
 class _Tree:
-    """Forest under construction: flat arrays per level, and the slots of expanded nodes."""
-
     def __init__(
         self, batch: DraftBatch, plan: DraftPlan, acceptance: Acceptance, slot_table: IntArray, capacity: IntArray
     ) -> None:

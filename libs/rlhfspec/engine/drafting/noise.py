@@ -1,11 +1,10 @@
-"""The law's noise (docs/law.md) for a few tokens, without numpy's overhead per call. Philox4x32-10 runs on 64-bit lanes
-of one large Python integer, so one multiplication serves all tokens.
+"""The law's noise (docs/law.md) for a few tokens. Philox4x32-10 runs on 64-bit lanes of one large Python integer, which
+avoids numpy's overhead per call.
 
-Example:
-    >>> [f"{word:08x}" for word in philox((0, 0, 0, 0), (0, 0))]
-    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
-    >>> gumbels([7, 7], [0, 3], [5, 200]) == [gumbel(7, 0, 5), gumbel(7, 3, 200)]
-    True
+>>> [f"{word:08x}" for word in philox((0, 0, 0, 0), (0, 0))]
+['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+>>> gumbels([7, 7], [0, 3], [5, 200]) == [gumbel(7, 0, 5), gumbel(7, 3, 200)]
+True
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _MOST_LANES = 128  # longer numbers leave the fastest cache
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Return the random words of one counter, as the paper defines them; slow twin of the lanes below."""
+    """Return the random words of one counter; slow twin of the lanes below."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(_ROUNDS):
         product0, product1 = _M0 * c0, _M1 * c2
@@ -35,7 +34,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def gumbel(seed: int, position: int, token: int) -> float:
-    """Return G(seed, t, v) of one token; slow twin of `gumbels`."""
+    """Return the noise of one token; slow twin of `gumbels`."""
     word = philox((token // 4, position, 0, 0), (seed & _WORD, seed >> 32))[token % 4]
     return -math.log(-math.log1p(-(word + 0.5) / 2**32))
 

@@ -1,5 +1,4 @@
-"""Buffer that collects outcomes of several steps, because a numpy call costs the same for one step as for eight. Early
-steps teach immediately. Of a large batch only every eighth step is collected."""
+"""Buffer that collects outcomes of several steps, because a numpy call costs the same for one step as for eight."""
 
 from __future__ import annotations
 
@@ -24,7 +23,6 @@ class OutcomeBuffer:
         self._num_lessons = 0
 
     def add(self, outcome: DraftOutcome) -> None:
-        """Collect a step; update the acceptance model when enough have been collected."""
         self._num_steps += 1
         is_large = len(outcome.state.rows) >= _LARGE_BATCH
         is_early = self._num_lessons < 8

@@ -1,5 +1,5 @@
-"""Expected tokens per second of every plan for a batch: what its last forests promised, over predicted costs. Each plan
-keeps a curve of expected accepted tokens over nodes per sequence. A factor per drafter corrects the promises."""
+"""Expected tokens per second of every plan for a batch: what its last forests promised, over predicted costs. A factor
+per drafter corrects the promises."""
 
 from __future__ import annotations
 
@@ -27,14 +27,11 @@ _SHORTEST_WAIT = 8  # steps between such trials
 
 
 def default_plans(drafters: Iterable[str]) -> tuple[DraftPlan, ...]:
-    """Return few, deep plans: the level rule stops early and the budget prunes. Candidates of an expanded node cost
-    nothing, so even a chain drafts two per node."""
+    """Return few, deep plans: the level rule stops early and the budget prunes."""
     return PLAIN, *(DraftPlan(drafter=name, **shape._asdict()) for name in drafters for shape in DRAFTERS[name].shapes)
 
 
 class _Prospect:
-    """Learnt state of one plan. A plan not seen since the weights changed gets a trial immediately."""
-
     def __init__(self, plan: DraftPlan) -> None:
         self.plan = plan
         # [depths, nodes] accepted tokens per sequence with drafts of at most that depth; initially of an average
@@ -66,8 +63,6 @@ class _Prospect:
 
 
 class DraftOutlook:
-    """Tokens per second of all plans for one batch."""
-
     def __init__(self, costs: CostModel, plans: Iterable[DraftPlan]) -> None:
         self._costs = costs
         self._prospects = [_Prospect(plan) for plan in plans if plan.drafter is not None]
@@ -140,11 +135,9 @@ class DraftOutlook:
             prospect.learn(forest, num_sequences)
 
     def promised(self, plan: DraftPlan, seconds: float) -> float:
-        """Return the tokens that the plan's last look promised for a step of this duration."""
         return seconds * self._of[plan].promise if plan in self._of else 0.0
 
     def learn_truth(self, plan: DraftPlan, num_tokens: int, promised: float) -> None:
-        """Learn from a step of the plan: its tokens against those promised."""
         if plan in self._of:
             prospect = self._of[plan]
             kept = max(_TRUTH_MEMORY / (_TRUTH_MEMORY + promised), 0.95) * _TRUTH_KEPT**prospect.pause

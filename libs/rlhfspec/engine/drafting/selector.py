@@ -1,15 +1,5 @@
 """Adaptive choice of the strategy at every step: before drafting, between levels and after drafting. It maximizes
-expected tokens (calibrated acceptance) over expected seconds (measured tables); see docs/selector.md.
-
-Example:
-    >>> from rlhfspec.engine.drafting.outlook import default_plans
-    >>> costs = CostModel.profile(lambda kind, rows, kv: 0.01 if kind == "target" else 0.001, drafters=("model",))
-    >>> selector = AdaptiveSelector(costs, AcceptanceModel(num_rows=4), default_plans(("model",)))
-    >>> rows, nothing = np.arange(4), np.zeros(4, int)
-    >>> state = BatchState(rows=rows, room=rows + 99, num_prefill_rows=0, kv_tokens=400, unseen=nothing)
-    >>> selector.plan(state).drafter  # verifying more rows costs nothing here
-    'model'
-"""
+expected tokens (calibrated acceptance) over expected seconds (measured tables); see docs/selector.md."""
 
 from __future__ import annotations
 
@@ -112,7 +102,6 @@ class AdaptiveSelector:
         self._looked_at = None
 
     def start_totals(self) -> None:
-        """Count the shares that `explain` reports from here on."""
         self._journal.start_totals()
 
     def explain(self) -> Explanation:

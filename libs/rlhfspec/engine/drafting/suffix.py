@@ -1,21 +1,5 @@
-"""Drafting without a model: continuations of the longest matching suffix seen before. It searches the sequence, its
-siblings in the prompt group and earlier rollouts of the prompt. Candidates are ranked by log-chance plus the noise that
-the target will add (the law), which also tells how safe a single candidate is.
-
-Example:
-    >>> from rlhfspec.engine.drafting.acceptance import AcceptanceModel
-    >>> table = np.zeros((1, 32), np.int32)
-    >>> table[0, :14] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5]
-    >>> drafter = SuffixDrafter()
-    >>> drafter.start(0, table[0, :14], "", ())
-    >>> of_one = lambda value, kind=np.int32: np.array([value], kind)
-    >>> batch = DraftBatch(
-    ...     rows=of_one(0), lengths=of_one(14), prompt_lengths=of_one(14), room=of_one(9), seeds=of_one(1, np.uint64),
-    ...     temperatures=of_one(0, np.float32), tokens=table,
-    ... )
-    >>> drafter.propose(batch, DraftPlan(drafter="suffix", depth=4), AcceptanceModel(), rule=None).token.tolist()
-    [6, 7, 8, 9]
-"""
+"""Drafting without a model: continuations of the longest matching suffix seen before, in the sequence, its siblings in
+the prompt group and earlier rollouts. Candidates are ranked by log-chance plus the noise that the target will add."""
 
 from __future__ import annotations
 
@@ -77,9 +61,8 @@ class _Wanted:
 
 
 class SuffixDrafter:
-    """Drafter (see `rlhfspec.engine.drafting.base`) that looks up suffixes. A level expands the `plan.width * B`
-    likeliest nodes of the level above and keeps `plan.branch` children of each. `max_contexts` bounds one group's
-    index, `max_idle_groups` the groups kept after their last member left."""
+    """Drafter that looks up suffixes. A level expands the `plan.width * B` likeliest nodes of the level above and keeps
+    `plan.branch` children of each."""
 
     name = "suffix"
 
@@ -197,8 +180,6 @@ class SuffixDrafter:
 
 
 class _Draft:
-    """Forest under construction, level by level over the whole batch."""
-
     def __init__(self, wanted: list[_Wanted], step: int, branch: int) -> None:
         self._wanted = wanted
         self._step = step
@@ -301,10 +282,6 @@ def _best(token: int, lead: float) -> _Child:
 
 
 def _common_prefix(left: IntArray, right: IntArray) -> int:
-    """
-    >>> _common_prefix(np.array([1, 2, 3]), np.array([1, 2, 4, 5]))
-    2
-    """
     size = min(len(left), len(right))
     differing = np.flatnonzero(left[:size] != right[:size])
     return int(differing[0]) if len(differing) else size

@@ -1,4 +1,4 @@
-"""Walk trees to find the drafted nodes that the target chose, one numpy pass per level; `tests/twins` has the twin."""
+"""Walk trees to find the drafted nodes that the target chose, one numpy pass per level."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from rlhfspec.engine.drafting.base import Forest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """Accepted path of every sequence."""
-
     reached: BoolArray  # [M] the node's parent was accepted
     accepted: BoolArray  # [M]
     path: IntArray  # [B, D+1] node index by depth; column 0 is the root (-1); -1 after the path's end
@@ -45,12 +43,7 @@ def accept(forest: Forest, num_sequences: int, root_choice: IntArray, node_choic
 
 
 def ancestors(forest: Forest) -> IntArray:
-    """Return [M, D]: the node indices on each node's path, itself last, padded with -1.
-
-    >>> from rlhfspec.engine.drafting.base import empty_forest
-    >>> ancestors(empty_forest()).shape
-    (0, 0)
-    """
+    """Return [M, D]: the node indices on each node's path, itself last, padded with -1."""
     depth = int(forest.depth.max()) if forest.size else 0
     table = np.full((forest.size, depth), -1, np.int32)
     for level in range(1, depth + 1):

@@ -1,12 +1,11 @@
 """Checksums of a model's tensors, computed on the tensors' device. On a CPU it is crc32. A device sums its words times
 odd, place-dependent numbers modulo 2^64, which detects every change of a single word.
 
-Example:
-    >>> weights = torch.tensor([1.0, 2.0, 3.0])
-    >>> checksums([weights]) == checksums([weights.clone()])
-    True
-    >>> checksums_on_device([weights]) == checksums_on_device([weights.flip(0)])
-    False
+>>> weights = torch.tensor([1.0, 2.0, 3.0])
+>>> checksums([weights]) == checksums([weights.clone()])
+True
+>>> checksums_on_device([weights]) == checksums_on_device([weights.flip(0)])
+False
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ def checksums(tensors: Sequence[Tensor]) -> list[bytes]:
 
 
 def checksums_on_device(tensors: Sequence[Tensor]) -> list[bytes]:
-    """Return checksums by the device's algorithm; a CPU may run it too."""
     sums = torch.stack([_sum(tensor) for tensor in tensors]).tolist()
     return [int(each).to_bytes(8, "little", signed=True) for each in sums]
 

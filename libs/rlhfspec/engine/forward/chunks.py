@@ -1,14 +1,5 @@
 """Prompt chunks by FlashAttention, on a GPU in the fast mode; all other rows stay with our kernel, which is the twin.
-FlashAttention needs a chunk's keys as one run, copied from the slots: one more read, which pays for many rows.
-
-Example: three tokens of one prompt whose first two ran before, beside a row of another sequence.
-    >>> table = np.arange(12, dtype=np.int32).reshape(2, 6)
-    >>> rows = [np.array(each, np.int32) for each in ([6, 2, 3, 4], [1, 0, 0, 0], [1, 3, 4, 5])]
-    >>> meta = AttentionMeta(*rows, np.empty((4, 0), np.int32), table)
-    >>> chunks = Chunks.of(meta, least_rows=3, most_keys=6)
-    >>> chunks.first_row, chunks.starts.tolist(), chunks.lengths.tolist()
-    (1, [0, 3], [5])
-"""
+FlashAttention needs a chunk's keys as one run, copied from the slots: one more read, which pays for many rows."""
 
 from __future__ import annotations
 
@@ -31,7 +22,16 @@ LEAST_ROWS = 64  # of a chunk; shorter ones are faster in our kernel and replay 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Rows of a forward from `first_row` on: runs of tokens by position, one after the other."""
+    """Rows of a forward from `first_row` on: runs of tokens by position, one after the other. In the example three
+    tokens of one prompt follow a row of another sequence.
+
+    >>> table = np.arange(12, dtype=np.int32).reshape(2, 6)
+    >>> rows = [np.array(each, np.int32) for each in ([6, 2, 3, 4], [1, 0, 0, 0], [1, 3, 4, 5])]
+    >>> meta = AttentionMeta(*rows, np.empty((4, 0), np.int32), table)
+    >>> chunks = Chunks.of(meta, least_rows=3, most_keys=6)
+    >>> chunks.first_row, chunks.starts.tolist(), chunks.lengths.tolist()
+    (1, [0, 3], [5])
+    """
 
     first_row: int
     starts: IntArray  # [C + 1] start of each run, counted from `first_row`
@@ -60,7 +60,6 @@ class Chunks:
 
     @property
     def arrays(self) -> dict[str, IntArray]:
-        """Return the arrays that the device needs."""
         return {"chunk_starts": self.starts, "chunk_table_rows": self.table_rows, "chunk_lengths": self.lengths}
 
 
@@ -84,7 +83,6 @@ class ChunkedMeta(AttentionMeta):
 
     @classmethod
     def of(cls, meta: AttentionMeta, chunks: Chunks, device: torch.device) -> ChunkedMeta:
-        """Build it from host indices, copied one by one."""
         indices = meta.tensors(device)
         there = {name: torch.as_tensor(array, device=device) for name, array in chunks.arrays.items()}
         return cls(
@@ -93,7 +91,6 @@ class ChunkedMeta(AttentionMeta):
         )  # fmt: skip
 
     def before(self) -> AttentionMeta:
-        """Return the meta of the rows before the chunks."""
         if self._before is None:
             first = self.chunks.first_row
             self._before = AttentionMeta(
@@ -192,8 +189,6 @@ def why_ours(spec: AttentionSpec, kv: Tensor) -> str:
 def told(reasons: Sequence[str]) -> str:
     """Describe for the manifest what runs a prompt's chunks, given each attention's reason against FlashAttention.
 
-    >>> told(["", ""]), told(["FlashAttention knows no sinks"] * 2)
-    ('varlen_attn', 'own kernel: FlashAttention knows no sinks')
     >>> told(["", "FlashAttention knows no chunked attention"])
     'varlen_attn in 1 of 2 layers; FlashAttention knows no chunked attention'
     """

@@ -1,12 +1,10 @@
-"""Run any rows as forwards of one shape, so that on a device a row's bits do not depend on other rows. Libraries choose
-kernels, and thus the order of sums, by shape. The last forward is padded with rows that write and see nothing. Rows see
-only earlier rows, so forwards run in sequence. `huggingface.proof.check` verifies the bits at load.
+"""Run any rows as forwards of one shape, so that on a device a row's bits do not depend on other rows: libraries choose
+the order of sums by shape. Padding rows write and see nothing. Rows see only earlier rows, so forwards run in sequence.
 
-Example:
-    >>> batch = AttentionMeta(*(np.zeros(3, np.int32) for _ in range(3)), np.zeros((3, 0), np.int32),
-    ...                       np.zeros((1, 4), np.int32))
-    >>> [(len(tokens), meta.slots[:4].tolist()) for tokens, _, meta in parts(np.arange(3), np.arange(3), batch)]
-    [(64, [0, 0, 0, -1])]
+>>> batch = AttentionMeta(*(np.zeros(3, np.int32) for _ in range(3)), np.zeros((3, 0), np.int32),
+...                       np.zeros((1, 4), np.int32))
+>>> [(len(tokens), meta.slots[:4].tolist()) for tokens, _, meta in parts(np.arange(3), np.arange(3), batch)]
+[(64, [0, 0, 0, -1])]
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ ROWS = 64  # in graphs.ROW_BUCKETS, so that captured graphs have this shape too
 def parts(
     tokens: IndexArray, positions: IndexArray, meta: AttentionMeta, num_rows: int = ROWS
 ) -> Iterator[tuple[IndexArray, IndexArray, AttentionMeta]]:
-    """Yield the arguments of each forward of `num_rows`."""
     for first in range(0, len(tokens), num_rows):
         part = slice(first, first + num_rows)
         yield (

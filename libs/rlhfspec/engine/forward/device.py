@@ -22,7 +22,6 @@ def is_measured(device: torch.device) -> bool:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the device has finished all its work; a CPU always has."""
     if device.type != "cpu":
         module_of(device).synchronize(device)
 

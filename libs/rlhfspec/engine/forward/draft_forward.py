@@ -18,8 +18,6 @@ from rlhfspec.kernels.tree_attention import AttentionMeta
 
 
 class DraftForward:
-    """Implementation of rlhfspec.engine.drafting.model.DraftEngine."""
-
     def __init__(self, space: KVSpace, by_row: Mapping[int, Sequence]) -> None:
         self._space = space
         self._by_row = by_row

@@ -1,6 +1,6 @@
-"""Replay a forward from fixed buffers, one captured graph per shape bucket (CUDA graphs). A replay costs one launch
-instead of hundreds. Padding rows write and see nothing, so they cannot change a result. All buckets share one memory
-pool, so switching strategy never captures again. Without a GPU, tests use `call_again`."""
+"""Replay a forward from fixed buffers, one captured graph per shape bucket (CUDA graphs). Padding rows write and see
+nothing, so they cannot change a result. All buckets share one memory pool, so switching strategy never captures
+again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Captured:
 
 
 class GraphedForward:
-    """Calls `forward(tokens [1, N], positions [1, N], meta)` through captured graphs."""
+    """Forward (tokens [1, N], positions [1, N], meta) that runs through captured graphs."""
 
     def __init__(self, forward: Forward, device: torch.device, capture: Capture | None = None) -> None:
         self.forward = forward
@@ -113,7 +113,7 @@ def call_again(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 
 
 class CudaCapture:
-    """Records one CUDA graph per call, all in one memory pool. Other threads may call CUDA meanwhile."""
+    """Capture of one CUDA graph per call, all in one memory pool. Other threads may call CUDA meanwhile."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

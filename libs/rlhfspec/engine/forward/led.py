@@ -1,6 +1,6 @@
-"""One runner in several processes: rank 0 schedules, samples and drafts, and commands the other ranks. Before its
-runner touches the model or KV, rank 0 sends a command with all inputs. Between steps it gathers KV that leaves and
-scatters KV that arrives, so a range is in all parts or in none, under one checksum."""
+"""One runner in several processes: rank 0 schedules, samples and drafts. Before its runner touches the model or KV, it
+sends the other ranks a command with all inputs. Between steps it gathers KV that leaves and scatters KV that arrives,
+so a range is in all parts or in none, under one checksum."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ class LedCommand(StrEnum):
 
 
 class Others:
-    """The other processes, as rank 0's runner sees them."""
-
     def __init__(self, group: Ranks, cut: Cut) -> None:
         self._group = group
         self._cut = cut
@@ -44,7 +42,6 @@ class Others:
 
     @property
     def num_processes(self) -> int:
-        """Return how many processes hold the model, including this one."""
         return self._group.num_ranks
 
     def forward(
@@ -83,7 +80,6 @@ class Others:
         write_own(slots, own)
 
     def fingerprint(self, own: str) -> str:
-        """Return the digest of all processes' parts."""
         self._group.command(LedCommand.FINGERPRINT)
         return hashlib.blake2b(" ".join(self._group.gather(own)).encode(), digest_size=16).hexdigest()
 
@@ -116,8 +112,6 @@ def follow(runner: Any, group: Ranks) -> None:
 
 
 class _Follower:
-    """Handlers of the commands of `Others`."""
-
     def __init__(self, runner: Any, group: Ranks) -> None:
         self._runner = runner
         self._group = group

@@ -34,8 +34,7 @@ def least(config: EngineConfig) -> EngineConfig:
 
 
 def sized(config: EngineConfig, runners: Sequence[ModelRunner], group: Ranks | None) -> EngineConfig:
-    """Return the configuration with as many blocks as the device takes, and resize the runners' KV to it. `group`: the
-    processes that share the model, each with as many blocks."""
+    """Return the configuration with as many blocks as the device takes, and resize the runners' KV to it."""
     device = torch.device(config.device)
     if config.kv_cache_tokens is not None or not is_measured(device):
         return config

@@ -61,7 +61,6 @@ def make_state(
 
 
 def _draft_and_student(model: Any, config: EngineConfig, draft: Any, group: Ranks | None) -> tuple[Any, Student | None]:
-    """Return the draft model and its learning copy."""
     learning_part: set[str] | None = None
     if isinstance(draft, str) and draft == AUTO:
         if group is not None:

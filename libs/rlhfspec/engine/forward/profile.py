@@ -1,5 +1,5 @@
-"""Measure the cost tables at start-up: forwards of target and draft by rows and context. It uses the empty engine's own
-tensors for about a second on a small model; the selector corrects the tables later."""
+"""Measure the cost tables at start-up: forwards of target and draft by rows and context, on the empty engine's own
+tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ _GUESSED_STEP, _GUESSED_ROW = 4e-3, 1e-4  # seconds
 
 
 def profile(state: EngineState) -> CostModel:
-    """Measure this engine's cost tables on this machine."""
     assert not state.by_row, "profiling writes over the cache"
     limit = max(4 * state.config.max_sequences, 16)
     grid = [rows for rows in ROW_GRID if rows <= limit]
@@ -49,7 +48,6 @@ def unmeasured() -> CostModel:
 
 
 def record(state: EngineState) -> None:
-    """Capture the graphs of all shapes that steps can have. Rows are sequences, tree nodes and prompt tokens."""
     config = state.config
     deepest = 0 if config.speculation == "off" else EXTRA_BUCKETS[-1]
     for space in state.spaces:
@@ -58,8 +56,8 @@ def record(state: EngineState) -> None:
 
 
 def _time_forward(runner: ModelRunner, rows: int, context: int, table_shape: tuple[int, ...], *, draft: bool) -> float:
-    """Return the seconds of one forward of `rows` sequences at the given context, sampling included. `table_shape`: of
-    the engine's slot table, which graphs depend on. On a device the second forward is timed."""
+    """Return the seconds of one forward of `rows` sequences at the given context, sampling included. On a device the
+    second forward is timed. `table_shape`: of the engine's slot table, which graphs depend on."""
     device = runner.config.device
     if device.type == "cpu" or runner.others is not None:
         return _time_once(runner, rows, context, _slot_table(runner, (rows, context), context), draft=draft)
@@ -82,7 +80,6 @@ def _time_once(
     runner: ModelRunner, rows: int, context: int, slot_table: IntArray, *, draft: bool,
     there: torch.Tensor | None = None, staging: Staging | None = None,
 ) -> float:  # fmt: skip
-    """Time one forward. `there`: the slot table on the device."""
     index = np.arange(rows, dtype=np.int32)
     table_rows = index % np.int32(len(slot_table))
     positions = np.full(rows, context - 1, np.int32)

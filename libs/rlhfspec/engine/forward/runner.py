@@ -73,8 +73,8 @@ class RunnerConfig:
 
 
 class ModelRunner:
-    """Runs N tokens of any mix of sequences; `forward` returns the logits of the wanted rows. It modifies the model in
-    place, proves at construction that results match Hugging Face, and documents this in `report`."""
+    """Runner of N tokens of any mix of sequences. It modifies the model in place, proves at construction that results
+    match Hugging Face, and documents this in `report`."""
 
     def __init__(self, model: Any, config: RunnerConfig) -> None:
         began = time.perf_counter()
@@ -170,14 +170,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def record(self, slot_table: IndexArray, *, most_rows: int, depth: int) -> None:
-        """Capture the graphs that steps replay, if there are any."""
         if self._graphs is not None:
             rows = (self.config.exact_rows,) * 2 if self.config.exact_rows else (1, most_rows)
             self._graphs.record(slot_table, rows=rows, depth=depth)
 
     def fingerprint(self) -> str:
-        """Return what two engines must share to move KV between them: weights, configuration and arithmetic. It is
-        computed on first use and again after every change of weights, on the weights' device."""
+        """Return what two engines must share to move KV between them: weights, configuration and arithmetic."""
         if not self._digest:
             total = hashlib.blake2b(self.architecture.encode(), digest_size=16)
             for each in checksums(list(self.fused.held())):
@@ -206,7 +204,7 @@ class ModelRunner:
         graphed: bool = True,
     ) -> torch.Tensor:
         """Run tokens[N] at positions[N]; return float32 logits [len(logit_rows), vocab]. `meta` tells where each row
-        writes and what it sees. Inputs are all numpy, or all on the device. `graphed`: use captured graphs, if any."""
+        writes and what it sees. Inputs are all numpy, or all on the device."""
         if self.others is not None:
             self.others.forward(tokens, positions, meta, logit_rows, graphed)
         if self.native is not None:
@@ -244,7 +242,6 @@ class ModelRunner:
         return torch.cat(logits) if logits else self._logits(hidden, logit_rows)
 
     def chunks_of(self, meta: AttentionMeta) -> Chunks | None:
-        """Return the part of a forward that FlashAttention runs; `meta` is on the host."""
         if not self._by_flash:
             return None
         return Chunks.of(meta, least_rows=LEAST_ROWS, most_keys=self.config.max_context)
@@ -267,7 +264,6 @@ class ModelRunner:
             pack_into(self.kv, slots, out)
 
     def write(self, slots: IntArray, kv: Bytes) -> None:
-        """Write KV [n, bytes per position] that was read elsewhere into these slots."""
         if self.others is not None:
             self.others.write(slots, kv, lambda slots, own: unpack_from(own, self.kv, slots))
         else:

@@ -1,11 +1,10 @@
 """Transfers of a step's small arrays: one copy to the device and one back, through a pinned buffer. Each separate copy
-would cost a launch and, unpinned, a wait. Of a slot table only changed entries are sent.
+would cost a launch and, unpinned, a wait.
 
-Example (a device of the host's own memory):
-    >>> staging = Staging(torch.device("cpu"))
-    >>> given = staging.up({"seeds": np.array([1, 2], np.uint64), "top_p": np.ones(2, np.float32)})
-    >>> given["seeds"], staging.down([given["top_p"], given["seeds"] > 1])
-    (tensor([1, 2]), [array([1., 1.], dtype=float32), array([False,  True])])
+>>> staging = Staging(torch.device("cpu"))
+>>> given = staging.up({"seeds": np.array([1, 2], np.uint64), "top_p": np.ones(2, np.float32)})
+>>> given["seeds"], staging.down([given["top_p"], given["seeds"] > 1])
+(tensor([1, 2]), [array([1., 1.], dtype=float32), array([False,  True])])
 """
 
 from __future__ import annotations

@@ -45,7 +45,6 @@ def check_manifest(manifest: Manifest, *, architecture: str, weights_version: in
 
 
 def check_weights(manifest: Manifest, state: EngineState) -> None:
-    """Require equal weights, without which KV is useless."""
     _same("weights_version", manifest.weights_version, state.weights_version)
     _same("fingerprint", manifest.fingerprints[0], state.target.runner.fingerprint())
 

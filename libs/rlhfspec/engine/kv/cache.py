@@ -1,13 +1,9 @@
-"""Paged KV memory addressed by token: block ownership, and the slot of each position.
-
-Blocks are the unit of allocation, sharing and transfer; slots (one token's place in a block) are the unit of
-addressing. A row's slot table lists the slots of its positions, then its free slots:
+"""Paged KV memory addressed by token. Blocks are the unit of allocation, sharing and transfer; slots (one token's place
+in a block) are the unit of addressing. A row's slot table lists the slots of its positions, then its free slots:
 
     slot_table[row] = [ slot of position 0, 1, ..., length-1 | free slots of owned blocks ... ]
 
-Tree nodes are written into the free slots. Keeping an accepted branch swaps table entries; nothing is copied. Samples
-of a prompt share its whole blocks by reference count; unused prompt blocks are kept for reuse.
-"""
+Tree nodes are written into the free slots. Keeping an accepted branch swaps table entries; nothing is copied."""
 
 from __future__ import annotations
 
@@ -57,17 +53,7 @@ class Prefix:
 @dataclass(slots=True)
 class BlockPool:
     """Reference-counted blocks, and the registry of those that hold a prompt. An unowned block that holds a prompt is
-    kept: it counts as free and is given out last, least recently used first, but the same prompt can take it back.
-
-    >>> pool = BlockPool(num_blocks=4, block_size=16)
-    >>> mine = pool.allocate(3)
-    >>> pool.num_free
-    1
-    >>> pool.register(b"a prompt", mine[0])
-    >>> pool.release(mine, filled=np.array([True, False, False, False]))
-    >>> pool.num_free, list(pool.kept), pool.free
-    (4, [0], [3, 2, 1])
-    """
+    kept: it counts as free and is given out last, least recently used first, but the same prompt can take it back."""
 
     num_blocks: int
     block_size: int
@@ -85,7 +71,6 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Return the number of free blocks, including kept ones."""
         return len(self.free) + len(self.kept)
 
     def num_kept(self, blocks: list[int]) -> int:
@@ -138,7 +123,6 @@ class BlockPool:
         self.num_touched = 0
 
     def forget_kept(self) -> None:
-        """Forget the content of the kept blocks, which nothing owns."""
         while self.kept:
             self.free.append(self._give_up())
 
@@ -155,8 +139,6 @@ class BlockPool:
 
 
 class SlotTable:
-    """Slots by position for every row, followed by the row's free slots."""
-
     def __init__(self, num_rows: int, width: int, block_size: int) -> None:
         self.block_size = block_size
         self.slots: IntArray = np.zeros((num_rows, width), np.int32)
@@ -172,7 +154,6 @@ class SlotTable:
         self._put(row, start, new)
 
     def hold(self, row: int, slots: IntArray) -> None:
-        """Set the row's slots to these, in this order."""
         self._put(row, 0, slots)
 
     def _put(self, row: int, start: int, slots: IntArray) -> None:
@@ -185,8 +166,8 @@ class SlotTable:
         self.capacity[row] = 0
 
     def keep_path(self, rows: IntArray, position: IntArray, held_at: IntArray) -> None:
-        """Make `position[i]` of `rows[i]` the slot that `held_at[i]` holds, by swapping the two entries. Called level
-        by level (shallow first); `held_at >= position`, at most one entry per row and call."""
+        """Make `position[i]` of `rows[i]` the slot that `held_at[i]` holds. Called level by level (shallow first);
+        `held_at >= position`, at most one entry per row and call."""
         kept = self.slots[rows, held_at]
         self.slots[rows, held_at] = self.slots[rows, position]
         self.slots[rows, position] = kept
@@ -209,8 +190,6 @@ class SlotTable:
 
 @dataclass(frozen=True, slots=True)
 class RestingKV:
-    """KV of a sequence that has no row, in one KV space."""
-
     slots: IntArray  # in the order of the row's table
     num_cached: int  # leading positions whose KV is valid
 
@@ -249,7 +228,6 @@ def resident_bytes(kv: torch.Tensor) -> int:
 
 
 def _advise_unused(start: int, length: int) -> None:
-    """Advise the system that the memory is unused; locked memory may stay."""
     _call("madvise", start, length, mmap.MADV_DONTNEED)
 
 
@@ -283,6 +261,5 @@ def check_blocks(pool: BlockPool, owned: list[list[int]], filled: BoolArray) -> 
 
 
 def check_slots(name: str, slots: IntArray, blocks: list[int], block_size: int) -> None:
-    """Raise AssertionError unless the slots are a permutation of exactly the slots of the blocks."""
     expected = sorted(block * block_size + offset for block in blocks for offset in range(block_size))
     assert sorted(slots.tolist()) == expected, f"{name}: its slots are not a permutation of its blocks' slots"

@@ -10,8 +10,6 @@ from rlhfspec.engine.scheduling.sequences import Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Shared parts found for one sequence's prompt."""
-
     blocks: list[int] = field(default_factory=list)  # whole blocks from the first on, to be shared
     tail: int | None = None  # block that holds the rest; it stays its owner's and is copied
     is_pending: bool = False  # a sibling is computing the next part

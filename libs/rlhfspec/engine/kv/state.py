@@ -1,4 +1,4 @@
-"""State of an engine, made first and shared by scheduler, speculation, moves and profile."""
+"""State of an engine, shared by scheduler, speculation, moves and profile."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class KVSpace:
 
     def stage(self, meta: AttentionMeta, **arrays: Any) -> tuple[AttentionMeta, dict[str, Any]]:
         """Return a forward's inputs where the model is: on a device by one copy. If other processes share the model,
-        the inputs stay on the host, from which all get them."""
+        they stay on the host."""
         if self.runner.config.device.type == "cpu" or self.runner.others is not None:
             return meta, arrays
         indices = {name: getattr(meta, name) for name in ("slots", "table_rows", "context_lens", "extra")}
@@ -60,13 +60,11 @@ class KVSpace:
         return AttentionMeta(**there), given
 
     def enter(self, sequence: Sequence) -> None:
-        """Give the sequence's blocks to its row; the KV of shared ones is already valid."""
         self.table.append(sequence.row, sequence.blocks)
         shared = sequence.blocks[: sequence.num_shared_blocks]
         self.cached[sequence.row] = self.num_filled(shared) * self.table.block_size
 
     def grow(self, row: int, blocks: list[int]) -> None:
-        """Add blocks to the row; their previous content is invalid."""
         self.table.append(row, blocks)
         self.filled[blocks] = False
 
@@ -108,12 +106,10 @@ class KVSpace:
         self._copied.clear()
 
     def read(self, row: int, first: int, out: Bytes) -> None:
-        """Read KV of the row's positions from `first` on, as many as `out` [n, bytes per position] takes."""
         if len(out):
             self.runner.read(self.table.slots[row, first : first + len(out)], out)
 
     def write(self, row: int, first: int, kv: Bytes) -> None:
-        """Append KV [n, bytes per position] at position `first`, where the row's KV ends."""
         assert first == self.cached[row], "a gap in the KV"
         if len(kv):
             self.runner.write(self.table.slots[row, first : first + len(kv)], kv)
@@ -130,8 +126,6 @@ class KVSpace:
 
 @dataclass(slots=True, kw_only=True)
 class EngineState:
-    """Sequences, their rows and blocks, and the KV spaces over them."""
-
     config: EngineConfig
     target: KVSpace
     draft: KVSpace | None = None
@@ -163,7 +157,6 @@ class EngineState:
         )
 
     def validate(self, request: Request) -> None:
-        """Raise InvalidRequest, naming the field, for what can never run here."""
         check_request(
             request, num_token_ids=self.target.runner.num_token_ids,
             most_tokens=min(self.config.max_context, (self.pool.num_blocks - 1) * self.config.block_size),
@@ -171,7 +164,6 @@ class EngineState:
         )  # fmt: skip
 
     def check_row(self, sequence: Sequence) -> None:
-        """Raise AssertionError unless the row is the sequence's and its tables permute its blocks' slots."""
         assert self.by_row[sequence.row] is sequence, f"row {sequence.row} belongs to another"
         for space in self.spaces:
             slots = space.table.slots[sequence.row, : space.table.capacity[sequence.row]]

@@ -1,4 +1,4 @@
-"""Moves of sequences between engines, in the order of `MovableWithKV`. Bad input is refused before anything changes."""
+"""Moves of sequences between engines. Bad input is refused before anything changes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from rlhfspec.errors import InvalidRequest, SequenceStateError
 
 
 class Moves:
-    """Part of an engine that exports its sequences and imports those of others."""
-
     def __init__(self, state: EngineState) -> None:
         self.state = state
         self.scheduler = Scheduler(state)
@@ -46,8 +44,6 @@ class Moves:
                 )
             )
         return tuple(views)
-
-    # -- from here ------------------------------------------------------------------------------------------
 
     def manifest(self, request_id: str) -> Manifest:
         sequence, target = self._ours(request_id), self.state.target
@@ -119,7 +115,6 @@ class Moves:
         return KVRange(request_id=sequence.request.id, start=start, kv=kv, checksum=checksum_of(kv))
 
     def _ends(self, sequence: Sequence, start: Watermark, max_bytes: int | None) -> list[int]:
-        """Return the end position in each KV space, within `max_bytes` in total."""
         ends: list[int] = []
         is_empty = True
         for space, first in zip(self.state.spaces, start.positions, strict=True):
@@ -131,8 +126,6 @@ class Moves:
             is_empty = is_empty and end <= first
             ends.append(end)
         return ends
-
-    # -- to here --------------------------------------------------------------------------------------------
 
     def reserve(self, manifest: Manifest) -> Watermark:
         sequence = self._new(manifest, history=())
@@ -218,7 +211,6 @@ class Moves:
             self.num_recomputed += max(0, had - cached)
 
     def _new(self, manifest: Manifest, *, history: tuple[tuple[int, ...], ...]) -> Sequence:
-        """Create the sequence of a manifest. Raise for what can never run here."""
         architecture = self.state.target.runner.architecture
         arrival.check_manifest(manifest, architecture=architecture, weights_version=self.state.weights_version)
         request = replace(manifest.request, history=history)

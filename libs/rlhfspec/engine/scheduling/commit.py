@@ -41,7 +41,6 @@ def truncate(rows: RowTable, new: Committed) -> tuple[IntArray, dict[int, Finish
 
 
 def append(rows: RowTable, new: Committed, kept: IntArray, version: int) -> None:
-    """Append the first `kept[s]` new tokens of every sequence."""
     columns = np.arange(new.tokens.shape[1], dtype=np.int32)
     sequence, column = np.nonzero(columns < kept[:, None])
     row = new.rows[sequence]
@@ -69,7 +68,6 @@ def keep_accepted(state: EngineState, step_rows: StepRows, walk: Walk, node_inde
 
 
 def stop_at_strings(state: EngineState, new: Committed, kept: IntArray, reasons: dict[int, FinishReason]) -> None:
-    """Shorten rows that end at a stop string; only rows with stop strings are decoded."""
     rows = state.rows
     for index, row in enumerate(new.rows.tolist()):
         stops = state.by_row[row].request.params.stop
@@ -83,7 +81,6 @@ def stop_at_strings(state: EngineState, new: Committed, kept: IntArray, reasons:
 
 
 def count(rows: RowTable, decode_rows: IntArray, forest: Forest, new: Committed, kept: IntArray) -> None:
-    """Count verifications, drafted and accepted nodes, consistent with the kept tokens."""
     rows.counters[new.rows, VERIFICATIONS] += kept > 0
     drafted = np.bincount(forest.sequence, minlength=len(decode_rows))
     rows.counters[decode_rows, DRAFTED] += drafted.astype(np.int32)

@@ -53,8 +53,6 @@ class RowWatcher(Protocol):
 
 
 class Scheduler:
-    """Owner of the waiting queue, and of rows and blocks."""
-
     def __init__(self, state: EngineState) -> None:
         self.state = state
         self.pool = state.pool
@@ -75,7 +73,6 @@ class Scheduler:
         self._watchers.append(watcher)
 
     def find(self, request_id: str) -> Sequence | None:
-        """Return a waiting, running, moving or staying sequence, or None."""
         places = (self.state.sequences, self.away, self.arriving, self.staying)
         return next((place[request_id] for place in places if request_id in place), None)
 
@@ -83,10 +80,7 @@ class Scheduler:
         if self.find(request_id) is not None:
             raise InvalidRequest("id", request_id, "is already in the engine")
 
-    # -- a step ---------------------------------------------------------------------------------------------
-
     def admit(self) -> None:
-        """Admit waiting sequences while rows and blocks last."""
         self._admit()
         while self.waiting and not self.running and self.reclaim((*self.away.values(), *self.arriving.values())):
             self._admit()  # no running sequence could have made room
@@ -156,8 +150,6 @@ class Scheduler:
                 if blocks > 0:
                     self._grow(sequence, blocks)
 
-    # -- coming and going -----------------------------------------------------------------------------------
-
     def preempt(self, sequence: Sequence) -> None:
         """Free the sequence's memory; it recomputes its KV later and, by the law, continues with the same tokens."""
         self.rows.counters[sequence.row, PREEMPTIONS] += 1
@@ -167,7 +159,6 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence from the engine; the object keeps what it generated."""
         request_id = sequence.request.id
         if request_id in self.state.sequences:
             del self.state.sequences[request_id]
@@ -251,7 +242,6 @@ class Scheduler:
         return True
 
     def landed(self, sequence: Sequence) -> None:
-        """Share the prompt blocks of an arriving sequence that are now complete."""
         for space, first in zip(self.state.spaces, sequence.num_promised, strict=True):
             space.mark_prefix(sequence, first=first)
         for prefix_hash, block in zip(sequence.prefix.hashes, sequence.blocks, strict=False):
@@ -281,7 +271,6 @@ class Scheduler:
         return True
 
     def settle(self, sequence: Sequence) -> None:
-        """Run an arrived sequence from the next step on, with its age, with its KV or after recomputing it."""
         del self.arriving[sequence.request.id]
         self.state.sequences[sequence.request.id] = sequence
         by_age(self.running if sequence.has_row else self.waiting, sequence)
@@ -296,8 +285,6 @@ class Scheduler:
     def _started(self, sequence: Sequence) -> None:
         for watcher in self._watchers:
             watcher.start(sequence)
-
-    # -- rows and blocks ------------------------------------------------------------------------------------
 
     @property
     def room(self) -> int:
@@ -400,7 +387,6 @@ class Scheduler:
         return holder is not None
 
     def check(self) -> None:
-        """Raise AssertionError unless free plus owned blocks are all blocks and every sequence is in one place."""
         on_rows = list(self.state.by_row.values())
         resting = self._holders
         check_blocks(self.pool, [each.blocks for each in (*on_rows, *resting)], self.state.target.filled)
@@ -424,6 +410,5 @@ class Scheduler:
 
 
 def by_age(line: MutableSequence[Sequence], sequence: Sequence) -> None:
-    """Insert a sequence into the queue, ordered by arrival."""
     younger = (index for index, other in enumerate(line) if other.arrived > sequence.arrived)
     line.insert(next(younger, len(line)), sequence)

@@ -1,5 +1,5 @@
-"""Sequences in the engine: one object each, and one table row each while they run. The hot path uses arrays over rows,
-so a step is a few numpy calls whatever the batch size."""
+"""Sequences in the engine: one object each, and one table row each while they run. The hot path uses arrays over
+rows."""
 
 from __future__ import annotations
 
@@ -98,8 +98,6 @@ def stats_of(counters: Iterable[int], strategies: Iterable[tuple[str, int]]) -> 
 
 
 class RowTable:
-    """Arrays over rows [R], and over rows and positions [R, L]."""
-
     def __init__(self, num_rows: int, width: int) -> None:
         self.tokens: IntArray = np.zeros((num_rows, width), np.int32)
         self.log_probs: FloatArray = np.zeros((num_rows, width), np.float32)

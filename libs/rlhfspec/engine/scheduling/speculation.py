@@ -38,8 +38,6 @@ from rlhfspec.job.choices.drafters import ADAPTIVE, DRAFTERS, OFF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Trees of one step, and how they were made."""
-
     plan: DraftPlan
     state: BatchState
     batch: DraftBatch  # the decoding sequences before this step's commit
@@ -50,7 +48,7 @@ class Proposal:
 
 
 class Speculator:
-    """Owner of drafters, statistics and the selector; it runs one proposal at a time. Implements `RowWatcher`."""
+    """Owner of drafters, statistics and the selector."""
 
     def __init__(self, state: EngineState, scheduler: Scheduler) -> None:
         self.state = state
@@ -89,7 +87,6 @@ class Speculator:
         return costs
 
     def propose(self, schedule: StepRows) -> Proposal:
-        """Choose a plan, draft trees for it, and keep the nodes worth verifying."""
         decode_rows, state = schedule.decode_rows, self._batch_state(schedule)
         plan = self.selector.plan(state) if len(decode_rows) else PLAIN
         began = time.perf_counter()
@@ -121,7 +118,6 @@ class Speculator:
     def learn(
         self, proposal: Proposal, walk: Walk, *, num_committed: int, verify_seconds: float, step_seconds: float
     ) -> None:
-        """Pass the step's outcome to drafters and selector, after the commit."""
         batch = proposal.batch
         if not batch.size:
             return
@@ -168,7 +164,6 @@ class Speculator:
             self.acceptance.take_over(sequence.row, [entry for entry in learnt if entry[0] in self.drafters])
 
     def reset(self) -> None:
-        """Reset drafters and selector after the target's weights changed."""
         for drafter in self.drafters.values():
             drafter.reset()
         self.selector.reset()

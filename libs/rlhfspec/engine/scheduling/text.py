@@ -11,8 +11,6 @@ from rlhfspec.errors import InvalidRequest
 
 
 class Tokenizer(Protocol):
-    """Part of a Hugging Face tokenizer that is used; chat messages need its `apply_chat_template` too."""
-
     def __call__(self, texts: list[str], *, add_special_tokens: bool = ...) -> Mapping[str, list[list[int]]]: ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -43,10 +41,6 @@ def first_stop(tokenizer: Tokenizer, response: IntArray, num_new: int, stops: tu
 
 
 def cut_at_stop(text: str, stops: tuple[str, ...]) -> str:
-    """Return the text before the earliest stop string.
-
-    >>> cut_at_stop("4\\nNext: 5", ("\\nNext",))
-    '4'
-    """
+    """Return the text before the earliest stop string."""
     ends = [text.find(stop) for stop in stops if stop in text]
     return text[: min(ends)] if ends else text

@@ -121,7 +121,6 @@ class Committed:
 
 
 def sample(state: EngineState, batch: VerifyBatch) -> SampledTokens:
-    """Run the forward and sample by the law at every wanted row."""
     rows, table, space = batch.sampled_rows, state.rows, state.target
     meta, given = space.stage(
         batch.meta, tokens=batch.tokens, positions=batch.positions, logit_rows=batch.logit_rows,
@@ -142,13 +141,11 @@ def sample(state: EngineState, batch: VerifyBatch) -> SampledTokens:
 
 
 def choices(batch: VerifyBatch, sampled: SampledTokens, num_decode: int) -> tuple[IntArray, IntArray]:
-    """Return the sampled tokens after the roots, and those after the tree nodes."""
     tokens = sampled.tokens
     return tokens[:num_decode], tokens[num_decode + len(batch.finishing) :]
 
 
 def gather(batch: VerifyBatch, walk: Walk, num_decode: int, sampled: SampledTokens) -> Committed:
-    """Read the target's choice after the root and after every accepted node."""
     num_first = len(batch.finishing)
     first_node = num_decode + num_first
     path = np.full((first_node, walk.path.shape[1]), 0, np.int64)

@@ -1,5 +1,4 @@
-"""The engine `vllm`: vLLM under the law, in a child process with its own interpreter (docs/engines.md). `client.py` is
-the torch-free engine, `process.py` the child process; `inside/` runs under vLLM's interpreter."""
+"""vLLM under the law, in a child process with its own interpreter (docs/engines.md)."""
 
 import struct
 

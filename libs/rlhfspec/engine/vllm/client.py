@@ -43,9 +43,8 @@ _NOT_FINITE = "logits: the model gave NaN or infinity for this sequence"
 
 
 class VllmEngine:
-    """vLLM as a `rlhfspec.engine.base.MovableByTokens`. `opened`: the child's first answer. `strategy`: how it drafts,
-    for reports. `ahead_seconds`: decoding time per answer, so that messages are cheap beside short steps; while no
-    request comes, it doubles with every answer, up to eight times `ahead_seconds`."""
+    """vLLM as an engine. `opened`: the child's first answer. `ahead_seconds`: decoding time per answer, so that
+    messages are cheap beside short steps; it doubles with every answer while no request comes."""
 
     weights_version: int = 0
 
@@ -103,8 +102,6 @@ class VllmEngine:
     def close(self) -> None:
         self._child.close()
 
-    # -- sequences --------------------------------------------------------------------------------------------
-
     def submit(self, request: Request) -> None:
         self._validate(request)
         self._enter(VllmSequence(request=request, stop_ids=self._stop_ids(request)))
@@ -158,12 +155,9 @@ class VllmEngine:
             assert free == blocks, f"{blocks - free} blocks leaked"
 
     def _settle(self) -> None:
-        """Send cancellations to the child if no step will."""
         cancelled, self._cancelled = self._cancelled, []
         if cancelled:
             self._ask("step", {"add": [], "cancel": cancelled})
-
-    # -- a step -----------------------------------------------------------------------------------------------
 
     def step(self) -> EngineStep:
         began = time.perf_counter()
@@ -190,7 +184,6 @@ class VllmEngine:
         return seconds
 
     def _taken(self, answer: dict[str, Any]) -> list[Completion]:
-        """Take the new tokens of all sequences; return the completions."""
         arrays, counts, reasons = answer["arrays"], answer["counts"], answer["reasons"]
         num = sum(counts)
         tokens = np.frombuffer(arrays, np.int32)[:num].tolist()
@@ -210,7 +203,6 @@ class VllmEngine:
         self, name: str, sequence: VllmSequence, columns: tuple[list[int], list[float], list[float]],
         reason: FinishReason | None, num_verified: int, num_drafted: int,
     ) -> Completion | None:  # fmt: skip
-        """Take one sequence's new tokens up to its end; return the completion if it is finished."""
         token_ids, log_probs, tempered = columns
         num_new, in_child = len(token_ids), reason
         if not math.isfinite(sum(log_probs)):
@@ -261,8 +253,6 @@ class VllmEngine:
             seconds=time.perf_counter() - began,
         )
 
-    # -- the child --------------------------------------------------------------------------------------------
-
     def _ask(self, name: str, arguments: dict[str, Any]) -> dict[str, Any] | None:
         """Ask the child; return None if it died and was restarted, after which the next step asks again."""
         try:
@@ -299,7 +289,6 @@ class VllmEngine:
         self._refuse_pinned()
 
     def _refuse_pinned(self) -> None:
-        """Fail sequences that require other weights."""
         for name, sequence in list(self._sequences.items()):
             pinned = sequence.request.weights_version
             if pinned not in (None, self.weights_version):
@@ -329,8 +318,6 @@ class VllmEngine:
             num_moves=self._num_moves,
             num_recomputed_tokens=self._num_recomputed,
         )
-
-    # -- moves ------------------------------------------------------------------------------------------------
 
     def sequences(self) -> tuple[SequenceView, ...]:
         return tuple(sequence.view() for sequence in self._sequences.values())

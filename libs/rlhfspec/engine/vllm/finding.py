@@ -32,7 +32,6 @@ def find_python(given: str | None, environment: Mapping[str, str] = os.environ) 
 
 
 def what_is_missing(arguments: Mapping[str, object]) -> str | None:
-    """Return in one line what a job with this engine lacks, or None."""
     given = arguments.get("python")
     return None if find_python(None if given is None else str(given)) is not None else INSTALL_VLLM
 

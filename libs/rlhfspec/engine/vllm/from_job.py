@@ -62,7 +62,6 @@ def make(job: RLHFJob, load_tokenizer: Callable[[], Any]) -> VllmEngine:
 
 
 def drafts_right(device: str) -> bool:
-    """Return whether vLLM's drafted steps are correct on this device."""
     return device != "cpu" or supports("avx512")
 
 
@@ -80,7 +79,6 @@ def speculative_config(job: RLHFJob, num_draft_tokens: int) -> tuple[str, dict[s
 
 
 def _arguments(job: RLHFJob, device: str, context: int, max_sequences: int) -> dict[str, Any]:
-    """Return vLLM's arguments: those from the job's fields, and those the law needs."""
     spec, on_cpu = job.spec, device == "cpu"
     block_size = spec.generation.engine.arguments.get("block_size", 128 if on_cpu else 16)
     tokens = spec.generation.kv_cache_tokens

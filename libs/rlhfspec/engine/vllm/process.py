@@ -45,8 +45,7 @@ class VllmEnded(RLHFSpecError):
 
 class VllmProcess:
     """Child process of vLLM; `orders` are sent by name at each start. Not thread-safe. The child ends with this
-    process: its stdin closes, and the system kills it when the thread that started it ends. One thread therefore lives
-    as long as the child."""
+    process: its stdin closes, and the system kills it when the thread that started it ends."""
 
     def __init__(self, python: Path, orders: dict[str, dict[str, Any]], environment: dict[str, str]) -> None:
         self._python = python.absolute()  # the child starts in another folder
@@ -148,7 +147,6 @@ def _without_ours(environment: Any) -> dict[str, str]:
 
 
 def _code() -> str:
-    """Return the `rlhfspec` folders for the child: those of this package and the kernels."""
     kernels = find_spec("rlhfspec.kernels")
     assert kernels is not None
     assert kernels.origin is not None

@@ -51,7 +51,6 @@ class VllmSequence:
         self.is_running = True
 
     def gain(self, num_new: int, reason: FinishReason | None) -> Gain:
-        """Return the last `num_new` tokens, and how the sequence ended with them if it did."""
         begin = len(self.token_ids) - num_new
         return Gain(
             id=self.request.id, token_ids=np.array(self.token_ids[begin:], np.int32),
@@ -72,8 +71,6 @@ class VllmSequence:
             weights_versions=tuple(self.weights_versions), finish_reason=reason, error=error, text=text,
             stats=stats_of(self.counters, self.strategies.items()),
         )  # fmt: skip
-
-    # -- moves: tokens alone ------------------------------------------------------------------------------
 
     def view(self) -> SequenceView:
         num_held = len(self.request.prompt_token_ids) + len(self.token_ids)

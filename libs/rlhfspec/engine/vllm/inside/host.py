@@ -30,7 +30,7 @@ _TRIAL: tuple[dict[str, Any], ...] = tuple(
 
 
 class ChildRefused(Exception):
-    """Error that the user must fix. `field`: of the job, within spec."""
+    """Raised for an error that the user must fix. `field`: of the job, within spec."""
 
     def __init__(self, field: str, problem: str) -> None:
         self.field = field
@@ -45,8 +45,6 @@ def in_one_line(error: BaseException) -> str:
 
 
 class Host:
-    """Handler of the orders of `serve`, one per method."""
-
     def __init__(self) -> None:
         self._schedule: Any = None  # that the step ran
         self._num_preempted = 0
@@ -164,7 +162,6 @@ def _eos_token_ids(model: Any) -> list[int]:
 
 
 def _difference_to_hugging_face(model: str, dtype: str, logits: list[float]) -> float:
-    """Return the largest difference of the logits after the trial's prompt, relative to the largest logit."""
     from transformers import AutoModelForCausalLM
 
     with torch.inference_mode():

@@ -49,8 +49,6 @@ class Batch:
 
 
 class _Beside(torch.nn.Module):
-    """Module that wraps vLLM's own and forwards all other attributes to it."""
-
     def __init__(self, batch: Batch, vllms: Any) -> None:
         super().__init__()
         self.batch, self.vllms = batch, vllms
@@ -63,8 +61,6 @@ class _Beside(torch.nn.Module):
 
 
 class V1Sampler(_Beside):
-    """Draws one token per request, when nothing was drafted."""
-
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *others: Any, **more: Any) -> Any:
         batch = self.batch
         num = batch.look()
@@ -76,7 +72,7 @@ class V1Sampler(_Beside):
 
 
 class V1Verifier(_Beside):
-    """Keeps drafted tokens while they are the law's, then adds the law's own."""
+    """Verifier that keeps drafted tokens while they are the law's, then adds the law's own."""
 
     def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> Any:
         batch = self.batch

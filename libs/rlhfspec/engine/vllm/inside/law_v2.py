@@ -17,8 +17,6 @@ _NO_LAW = {"seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_prompt"
 
 
 class Slots:
-    """The law's parameters, by request slot."""
-
     def __init__(self, num: int, device: torch.device) -> None:
         self.witness = Witness()
         self._seeds = torch.zeros(num, dtype=torch.int64, device=device)
@@ -52,8 +50,6 @@ class Slots:
 
 
 class V2Sampler:
-    """Draws one token per request, when nothing was drafted, and registers new requests."""
-
     def __init__(self, vllms: Any, device: torch.device) -> None:
         self._vllms = vllms
         self.slots = Slots(vllms.req_states.max_num_reqs, device)
@@ -72,7 +68,7 @@ class V2Sampler:
 
 
 class V2Verifier:
-    """Keeps drafted tokens while they are the law's, then adds the law's own."""
+    """Verifier that keeps drafted tokens while they are the law's, then adds the law's own."""
 
     def __init__(self, vllms: Any, sampler: V2Sampler) -> None:
         self._vllms, self._sampler = vllms, sampler

@@ -32,7 +32,6 @@ class Made:
         self.is_to_be_told = bool(self._reasons) or num_prefill > 0 or not outputs
 
     def _decoded(self, schedule: Any) -> int:
-        """Return how many tokens decoding sequences ran."""
         counts, drafts = schedule.num_scheduled_tokens, schedule.scheduled_spec_decode_tokens
         if not drafts:
             num_decoding: int = sum(count == 1 for count in counts.values())

@@ -5,9 +5,8 @@
     {"load": {"weights": path}}                  -> what runs goes on under these
     {"step": {"add": [...], "cancel": [...], "ahead_seconds": 0.01}}  -> new tokens, and how full it is
 
-Other output goes to standard error. A failure within vLLM is answered and ends the process, whose state is unknown
-then. Processes spawned for further ranks run the top of this file again.
-"""
+A failure within vLLM is answered and ends the process. Processes spawned for further ranks run the top of this file
+again."""
 
 from __future__ import annotations
 

@@ -29,7 +29,6 @@ class Witness:
         self.rows += zip(*columns, strict=True)
 
     def problems(self) -> list[str]:
-        """Return messages about tokens that differ from the law's by more than rounding, and about wrong log-probs."""
         found = []
         for logits, token, log_prob, tempered, seed, place, temperature, top_k, top_p in self.rows:
             params = SamplingParams(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
