@@ -1,4 +1,4 @@
-"""Contracts that a mover depends on: its peers, the control channel, and the custody of prompts in progress."""
+"""Contracts that a mover depends on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TELL_SECONDS = 6.0  # for a reply: the link's timeout plus one or two engine ste
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Another generator, from its `WorkerInfo`: `address` is its `moves_address`, `incarnation` its id."""
+    """Another generator, from its `WorkerInfo`."""
 
     name: str
     address: str
@@ -36,8 +36,8 @@ class MoveControl(Protocol):
 
 
 class Custody(Protocol):
-    """Prompts in progress of the generator service, with ack tokens. Call it in the event loop. Invariant: the prompt
-    of every sample in the engine is in custody, from before its import until after its release."""
+    """Prompts in progress of the generator service, with ack tokens. Call it in the event loop. The prompt of every
+    sample in the engine is in custody, from before its import until after its release."""
 
     def prompt_of(self, sample_id: str) -> tuple[bytes, str] | None:
         """Return the prompt's record as bytes and its ack token, or None if it is not here."""
@@ -47,14 +47,12 @@ class Custody(Protocol):
         """Keep the prompt in progress from now on. Raises MalformedRecord or another RLHFSpecError."""
         ...
 
-    def arrived(self, sample_id: str, progress: SampleProgress) -> None:
-        """Note that a taken sample continues here from `progress`."""
-        ...
+    def arrived(self, sample_id: str, progress: SampleProgress) -> None: ...
 
     def given(self, sample_id: str, progress: SampleProgress | None) -> None:
         """Forget a prompt that another process keeps, without ack or nak. `progress` is None if the import failed."""
         ...
 
     def forgotten(self, sample_id: str, progress: SampleProgress) -> None:
-        """Forget a prompt that may run nowhere, without ack or nak. It is redelivered if necessary."""
+        """Forget a prompt that may run nowhere, without ack or nak."""
         ...

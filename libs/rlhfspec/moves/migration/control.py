@@ -147,8 +147,6 @@ def _close(opening: asyncio.Task[_Line]) -> None:
 
 
 class _Line(_Frames):
-    """Connection to one peer. Replies are matched by the question's number."""
-
     def __init__(self) -> None:
         super().__init__()
         self.is_lost = False
@@ -156,7 +154,6 @@ class _Line(_Frames):
         self._asked: dict[int, asyncio.Future[tuple[int, bytes]]] = {}
 
     async def ask(self, message: bytes) -> tuple[int, bytes]:
-        """Return kind and content of the reply. Raises OSError."""
         if self.is_lost or self.transport.is_closing():
             raise ConnectionResetError("the connection is lost")
         number = next(self._numbers) & 0xFFFFFFFF

@@ -2,12 +2,13 @@
 
     arrived(message) -> a reply, or none: do what the message asks, and then done(message) -> the reply
 
-Messages of one sample arrive one at a time (`Taking` ensures it). Two invariants:
+Messages of one sample arrive one at a time. Two invariants:
 
-- An attempt is taken only under a lease, and it gets one only once: the first message that names its number uses it up.
-  So `Refused` is final, and a late copy of a message changes nothing.
+- An attempt is taken only under a lease, and it gets one only once: the first message that names its number uses it
+  up. So `Refused` is final, and a late copy of a message changes nothing.
 - A taken sequence is not passed on before its source sent `Settled` or `SETTLED_SECONDS` passed. Else the source could
-  hear `Gone` from our successor, and resume a sequence that a third process runs."""
+  hear `Gone` from our successor, and resume a sequence that a third process runs.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +77,6 @@ class Destination:
         return frozenset(self._leases)
 
     def may_leave(self, sample: str, now: float) -> bool:
-        """Return whether a sample that arrived may be passed on."""
         return sample not in self._unsettled or now >= self._unsettled[sample][2]
 
     def close(self) -> list[str]:

@@ -1,15 +1,4 @@
-"""Calls from the event loop into an engine, executed in the engine's thread between two steps.
-
-Example:
-    >>> import asyncio, threading
-    >>> async def main() -> int:
-    ...     calls = EngineCalls()
-    ...     answer = calls.call(lambda: 6 * 7)
-    ...     threading.Thread(target=calls.run).start()  # what the engine's thread does between two steps
-    ...     return await answer
-    >>> asyncio.run(main())
-    42
-"""
+"""Calls from the event loop into an engine, executed in the engine's thread between two steps."""
 
 from __future__ import annotations
 

@@ -41,19 +41,11 @@ class MoveChoice:
 class Costs:
     """Measured costs of moves from one generator: the link to each peer, and prefill of recomputed tokens.
 
-    Example:
-        >>> costs = Costs()
-        >>> costs.choose("b", 1000, gain_seconds=1.0).how, costs.choose("b", 1000, gain_seconds=1.0).reason
-        ('kv', 'not measured yet')
-        >>> costs.learn_prefill(1000, 0.5); costs.learn_size(1000, 4_000_000)
-        >>> costs.learn_link("b", num_bytes=4_000_000, seconds=0.004)
-        >>> costs.choose("b", 1000, gain_seconds=1.0)
-        MoveChoice(how='kv', reason='4.0 MB in 4 ms, 1000 tokens again in 500 ms')
-        >>> costs.learn_link("b", num_bytes=400_000, seconds=1.0)  # the way became slow
-        >>> costs.choose("b", 1000, gain_seconds=9.0).how
-        'tokens'
-        >>> costs.choose("b", 1000, gain_seconds=0.1).how
-        'stay'
+    >>> costs = Costs()
+    >>> costs.learn_prefill(1000, 0.5); costs.learn_size(1000, 4_000_000)
+    >>> costs.learn_link("b", num_bytes=4_000_000, seconds=0.004)
+    >>> costs.choose("b", 1000, gain_seconds=1.0)
+    MoveChoice(how='kv', reason='4.0 MB in 4 ms, 1000 tokens again in 500 ms')
     """
 
     def __init__(self) -> None:
@@ -232,7 +224,6 @@ class Giving:
         return Detached(content, to_bytes(rest, has_kv=False), _size(rest), *prompt)
 
     def _export(self, start: Watermark | None) -> SequenceState:
-        """Export the sequence; without `start` no KV is copied."""
         name, engine = self._move.sample_id, self._place.engine.abilities.moves_kv
         if engine is None:
             return self._place.engine.export_sequence(name)
@@ -252,8 +243,6 @@ class Giving:
             raise
 
     def _send(self, way: SendingWay, offer: str, key: str, num_bytes: int) -> asyncio.Task[None]:
-        """Send what was packed and release the way's lock."""
-
         async def send() -> None:
             try:
                 if num_bytes:
@@ -305,7 +294,6 @@ class Giving:
         return Heard(said)
 
     def _ask(self, message: messages.Told) -> asyncio.Task[bytes]:
-        """Send a question, which `give_up` cancels."""
         hurries = self._must_go and not self._was_answered
         timeout = _ASK_SECONDS if isinstance(message, messages.Ask) else _LEAVE_SECONDS if hurries else TELL_SECONDS
         question = messages.to_bytes(message)

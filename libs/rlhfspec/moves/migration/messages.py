@@ -1,11 +1,7 @@
-"""Messages between the two ends of a move, as bytes and back.
-
-Each names the move, the sample, both processes by incarnation (new at every start), and the source's attempt number,
-which is never reused.
+"""Messages between the two ends of a move, as bytes and back. Each names both processes by incarnation (new at every
+start), and the source's attempt number, which is never reused.
 
     "RLHFTELL" | length of the header, uint32 | header in JSON | fields of bytes, one behind the other | crc32 of all
-
-Manifests, states and ranges are opaque bytes here (`engine.state_bytes`). KV itself travels over a link, under a key.
 
 | the source sends | the destination replies |
 |---|---|
@@ -15,15 +11,6 @@ Manifests, states and ranges are opaque bytes here (`engine.state_bytes`). KV it
 | Abort | Refused |
 | Settled | Taken, Unknown |
 | anything to a process that is no more | Gone |
-
-Example:
-    >>> ends = {"move": "m", "sample": "sums/3/7/1", "number": 4, "source": "a1", "destination": "b7"}
-    >>> from_bytes(to_bytes(Ask(**ends))) == Ask(**ends)
-    True
-    >>> from_bytes(to_bytes(Ask(**ends))[:-1])
-    Traceback (most recent call last):
-    ...
-    rlhfspec.errors.MalformedRecord: malformed record: its checksum is another one: bytes were changed or lost
 """
 
 from __future__ import annotations
@@ -45,8 +32,6 @@ _MOST_NUMBER = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveMessage:
-    """Fields of every message. `number` is the attempt's; it grows and is unique for the source's incarnation."""
-
     move: str
     sample: str
     number: int

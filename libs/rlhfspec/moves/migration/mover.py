@@ -1,13 +1,5 @@
-"""Mover: sequences from this generator to others, and from others to this one, while both run.
-
-    calls, links = EngineCalls(on_call=wake_the_loop), Links(make_landing("auto"), open_sending)
-    mover = Mover("generator-1", incarnation, engine, calls, control, links, custody, clock)
-    moved = await mover.move(move, peer)      # source: returns the outcome, also of failures
-    reply = await mover.answer(question)      # destination: given to the control's server
-    calls.run()                               # the engine's thread, between two steps
-    await mover.close()                       # first of all when leaving; then close `calls` and the custody
-
-Before the service gives the engine a prompt it checks `mover.moving`: such a sequence is about to arrive or leave."""
+"""Mover: sequences from this generator to others, and from others to this one, while both run. Before the service gives
+the engine a prompt it checks `mover.moving`: such a sequence is about to arrive or leave."""
 
 from __future__ import annotations
 
@@ -86,7 +78,6 @@ class Mover:
         return [each.id for each in views if each.num_generated or not each.is_waiting]
 
     async def answer(self, data: bytes) -> bytes:
-        """Answer a source's message. Raises MalformedRecord for other bytes."""
         return await self._taking.answer(data)
 
     async def refuse(self) -> None:

@@ -2,11 +2,11 @@
 
     start() --action--> done --event--> on --actions--> ... --> MoveEnd
 
-Each action ends in one event; `Tell` ends in Heard, or in Silence after a timeout. Replies to old attempts are ignored.
+Each action ends in one event. Replies to old attempts are ignored.
 
-Ownership: the source owns the sequence until it hears Taken. Between HandOver and the reply it is in doubt: the
-sequence stays detached and the source asks. Only Refused or Gone let it resume here. After DOUBT_SECONDS of silence the
-source forgets it; then no generator, or exactly one other, keeps its prompt in progress."""
+The source owns the sequence until it hears Taken. Between HandOver and the reply it is in doubt: the sequence stays
+detached and the source asks. Only Refused or Gone let it resume here. After DOUBT_SECONDS of silence the source forgets
+it; then no generator, or exactly one other, keeps its prompt in progress."""
 
 from __future__ import annotations
 
@@ -47,8 +47,6 @@ class PackedKV:
 
 @dataclass(frozen=True, slots=True)
 class Detached:
-    """Event: the sequence is detached."""
-
     state: bytes
     kv: bytes
     num_bytes: int
@@ -128,8 +126,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Reattach:
-    """Action: resume the detached sequence here."""
+class Reattach: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +235,6 @@ class MoveSource:
 
     @property
     def key(self) -> str:
-        """Return the link key of the present or next range."""
         return f"{self._ends[0]}/{self._number}/{self._keys}"
 
     def _reserve(self, described: Described) -> list[Action]:
@@ -315,7 +311,6 @@ class MoveSource:
         return field in _WEIGHTS or (self._must_go and field in ("link", "room"))
 
     def _parting(self) -> list[Action]:
-        """Tell the destination to free its lease now."""
         return [Notify(messages.Abort(**self._head()))] if self._number else []
 
     def _keep(self, reason: str) -> list[Action]:

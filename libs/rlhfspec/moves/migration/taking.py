@@ -57,7 +57,6 @@ class Taking:
         return self.machine.arriving | self._freeing.keys()
 
     async def answer(self, data: bytes) -> bytes:
-        """Answer a message. Raises MalformedRecord if it is no question."""
         message = messages.told(data)
         self._ticking = self._ticking or asyncio.create_task(self._tick())
         self._part(message)
@@ -74,7 +73,6 @@ class Taking:
             return messages.to_bytes(reply)
 
     async def refuse(self) -> None:
-        """Refuse new attempts and free reservations."""
         await self._free(self.machine.close())
 
     async def close(self) -> None:
@@ -217,7 +215,6 @@ class Taking:
 
     @asynccontextmanager
     async def _in_line(self, sample: str) -> AsyncIterator[None]:
-        """Process the messages of one sample one at a time."""
         lock, count = self._lines.get(sample, (asyncio.Lock(), 0))
         self._lines[sample] = (lock, count + 1)
         try:

@@ -1,13 +1,5 @@
 """Learned cost of one token for each of B sequences: `step_seconds + sequence_seconds * B`, both >= 0. Least squares
-with forgetting. Two synthetic observations from a prior define the slope until steps of different B are seen.
-
-Example:
-    >>> curve = LearnedCurve()
-    >>> for _ in range(200):
-    ...     curve.learn(4, 0.0103); curve.learn(32, 0.0206)
-    >>> round(curve.step_seconds, 4), round(curve.sequence_seconds, 5)
-    (0.0087, 0.00037)
-"""
+with forgetting. Two synthetic observations from a prior define the slope until steps of different B are seen."""
 
 from __future__ import annotations
 

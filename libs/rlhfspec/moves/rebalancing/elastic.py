@@ -5,15 +5,7 @@ of B sequences takes t0 + c * B. One generator more pays when F falls by at leas
 than 5 %. The gap keeps one workload from asking for both.
 
 A stage is judged by its outlook when it had most to do. Two stages in a row must ask for more, three for fewer; a long
-stage alone may ask for more. Whenever fewer were too few, the required number of stages for fewer doubles.
-
-Example: 64 answers of 200 tokens, one generator of 16 rows.
-    >>> outlook = StageOutlook(step_seconds=0.01, sequence_seconds=0.001, tokens=12_800.0, longest=200.0, rows=16)
-    >>> [round(outlook.seconds(number), 1) for number in (1, 2, 4, 8)]
-    [20.8, 10.4, 5.2, 3.6]
-    >>> worth(outlook, 1, least=1, most=8)
-    4
-"""
+stage alone may ask for more. Whenever fewer were too few, the required number of stages for fewer doubles."""
 
 from __future__ import annotations
 
@@ -97,7 +89,6 @@ class Elastic:
         return self._wanted if self._is_known else None
 
     def _begin(self, now: float, num_generators: int) -> None:
-        """Until enough is known, want the present number."""
         if self._began_looking_at is None:
             self._began_looking_at = now
         self._is_known |= self._num_stages >= STAGES_FOR_FEWER and now - self._began_looking_at >= COOLDOWN_SECONDS

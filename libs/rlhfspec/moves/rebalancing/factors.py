@@ -1,13 +1,4 @@
-"""Length factor of each prompt, from finished answers of this step and earlier ones.
-
-Example:
-    >>> factors = Factors()
-    >>> for prompt in range(8):
-    ...     factors.learn(f"sums/1/{prompt}", prompt, 100 if prompt else 400)
-    >>> factors.learn("sums/1/0", 0, 400)
-    >>> factors.of("sums/1/7") < 1.0 < factors.of("sums/1/0") < 4.0
-    True
-"""
+"""Length factor of each prompt, from finished answers of this step and earlier ones."""
 
 from __future__ import annotations
 

@@ -1,14 +1,4 @@
-"""Input of a plan: generators and their unfinished sequences, as arrays.
-
-Example: two engines of one host, the first with two long sequences, the second idle.
-
-    >>> fleet = Fleet.of(
-    ...     step_seconds=[0.001, 0.001], sequence_seconds=[0.0005, 0.0005], host=[0, 0],
-    ...     generator=[0, 0], remaining=[300.0, 200.0], held=[90, 80],
-    ... )
-    >>> fleet.drain_seconds().round(2).tolist()
-    [0.55, 0.0]
-"""
+"""Input of a plan: generators and their unfinished sequences, as arrays."""
 
 from __future__ import annotations
 
@@ -45,10 +35,9 @@ STANDARD = PlannerSettings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Generators [N] and sequences [S], sorted by generator.
-
-    A step of B sequences takes `step_seconds + sequence_seconds * B`, learned while the host's other engines run. Alone
-    on its host, an engine takes `alone_step_seconds + alone_sequence_seconds * B`."""
+    """Generators [N] and sequences [S], sorted by generator. A step of B sequences takes `step_seconds +
+    sequence_seconds * B`, learned while the host's other engines run. Alone on its host, an engine takes
+    `alone_step_seconds + alone_sequence_seconds * B`."""
 
     step_seconds: Floats
     sequence_seconds: Floats
@@ -81,11 +70,11 @@ class Fleet:
 
     @property
     def starts(self) -> Ints:
-        """[N + 1]: Return where each generator's sequences begin, and their end."""
+        """Return [N + 1]: where each generator's sequences begin, and their end."""
         return np.searchsorted(self.generator, np.arange(self.num_generators + 1))
 
     def work(self) -> tuple[Floats, Floats]:
-        """[N], [N]: Return each generator's expected tokens, in all and of its longest sequence."""
+        """Return [N], [N]: each generator's expected tokens, in all and of its longest sequence."""
         starts = self.starts
         return segment_sums(self.remaining, starts), segment_maxima(self.remaining, starts)
 
@@ -176,20 +165,12 @@ def members_of(starts: Ints, generators: Ints) -> tuple[Ints, Ints]:
 
 
 def segment_sums(values: Floats, starts: Ints) -> Floats:
-    """Return the sum of each [starts[i], starts[i + 1]); 0 for empty segments.
-
-    >>> segment_sums(np.array([1.0, 2.0, 4.0]), np.array([0, 2, 2, 3])).tolist()
-    [3.0, 0.0, 4.0]
-    """
+    """Return the sum of each [starts[i], starts[i + 1]); 0 for empty segments."""
     return _reduced(np.add, values, starts)
 
 
 def segment_maxima(values: Floats, starts: Ints) -> Floats:
-    """Return the maximum of each segment of non-negative values; 0 for empty segments.
-
-    >>> segment_maxima(np.array([1.0, 2.0, 4.0]), np.array([0, 2, 2, 3])).tolist()
-    [2.0, 0.0, 4.0]
-    """
+    """Return the maximum of each segment of non-negative values; 0 for empty segments."""
     return _reduced(np.maximum, values, starts)
 
 

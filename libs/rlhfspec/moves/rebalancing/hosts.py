@@ -16,8 +16,6 @@ _ALIKE = 0.97  # share of the step time; an engine that still takes this much wh
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Engines that should be empty, and all cost curves once they are."""
-
     step_seconds: Floats
     sequence_seconds: Floats
     is_closing: BoolArray
@@ -87,7 +85,7 @@ def _curves(fleet: Fleet, engines: Ints, number: int) -> tuple[Floats, Floats]:
 
 
 def _has_room(fleet: Fleet, engines: Ints, number: int) -> bool:
-    """Return whether the largest engines can hold all of the host's work. Independent of where the work is now."""
+    """Return whether the largest engines can hold all of the host's work."""
     held, need = (
         np.bincount(fleet.generator, tokens, minlength=fleet.num_generators)[engines]
         for tokens in (fleet.held, fleet.held + fleet.remaining)

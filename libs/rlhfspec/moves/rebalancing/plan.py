@@ -1,15 +1,13 @@
-"""Planner of moves: `plan(fleet, now, settings)`, pure. An engine finishes after `F = t0 * longest + c * sum + prefill
-owed`. Each of four rounds pairs the latest engine with the earliest of its weights version, and moves the sequence that
-lowers the later end most. Every move lowers the larger F of its pair, so plans cannot oscillate.
+"""Planner of moves. An engine finishes after `F = t0 * longest + c * sum + prefill owed`. Each of four rounds pairs the
+latest engine with the earliest of its weights version, and moves the sequence that lowers the later end most. Every
+move lowers the larger F of its pair, so plans cannot oscillate.
 
-Example: 300 and 200 tokens on one engine, nothing on the other.
-
-    >>> fleet = Fleet.of(
-    ...     step_seconds=[1e-3] * 2, sequence_seconds=[5e-4] * 2, generator=[0, 0], remaining=[300.0, 200.0]
-    ... )
-    >>> planned = plan(fleet, now=0.0)
-    >>> planned.sequence.tolist(), planned.destination.tolist(), planned.gain.round(2).tolist()
-    ([1], [1], [0.1])
+>>> fleet = Fleet.of(
+...     step_seconds=[1e-3] * 2, sequence_seconds=[5e-4] * 2, generator=[0, 0], remaining=[300.0, 200.0]
+... )
+>>> planned = plan(fleet, now=0.0)
+>>> planned.sequence.tolist(), planned.destination.tolist(), planned.gain.round(2).tolist()
+([1], [1], [0.1])
 """
 
 from __future__ import annotations
@@ -170,7 +168,7 @@ class _State:
         return True
 
     def _later_end(self, pairs: _Pairs, counts: Ints, remaining: Floats) -> Floats:
-        """[members]: Return (a bound of) the later end of the pair if this sequence moves."""
+        """Return [members] (a bound of) the later end of the pair if this sequence moves."""
         source, destination = pairs.source, pairs.destination
         here = np.repeat(self.ends[source], counts)
         here -= np.repeat(self.sequence[source], counts) * remaining
@@ -273,11 +271,7 @@ class _State:
 
 
 def _ranks(groups: Ints) -> Ints:
-    """Return each member's rank in its group; groups are sorted.
-
-    >>> _ranks(np.array([3, 3, 5])).tolist()
-    [0, 1, 0]
-    """
+    """Return each member's rank in its group; groups are sorted."""
     return np.arange(len(groups)) - np.searchsorted(groups, groups)
 
 

@@ -18,7 +18,7 @@ Name = Callable[[int], str]
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """[V]: Pairs that were considered. A pair occurs once for each round in which it moved."""
+    """[V] pairs that were considered. A pair occurs once for each round in which it moved."""
 
     source: Ints
     destination: Ints  # -1: no generator has room

@@ -1,13 +1,5 @@
 """Expected remaining length of a sequence: mean residual life by a Kaplan-Meier estimate of recent lengths. Lengths are
-relative to their prompt's `factor`; truncated answers are censored observations.
-
-Example:
-    >>> residual = Residual()
-    >>> for length in (100,) * 30 + (500,) * 10:
-    ...     residual.learn(length)
-    >>> [round(tokens) for tokens in residual.remaining([0, 90, 110, 400], [1.0] * 4, [1000] * 4)]
-    [200, 110, 390, 100]
-"""
+relative to their prompt's `factor`; truncated answers are censored observations."""
 
 from __future__ import annotations
 
@@ -43,7 +35,6 @@ class Residual:
         self._table = None
 
     def remaining(self, generated: Numbers, factor: Numbers, limit: Numbers) -> Floats:
-        """[S]: Return expected remaining tokens, between 1 and `limit`."""
         most = np.asarray(limit, np.float64)
         if self._num_learnt < _FEW:
             return np.asarray(np.maximum(most / 2, 1.0))
@@ -62,7 +53,7 @@ def _table(lengths: Floats, is_censored: BoolArray) -> Floats:
 
 
 def mean_residual_life(lengths: Floats, is_censored: BoolArray, elapsed: Floats) -> Floats:
-    """[E]: Return the mean remaining length at each elapsed length; a tenth of it beyond the last.
+    """Return [E] the mean remaining length at each elapsed length; a tenth of it beyond the last.
 
     >>> mean_residual_life(np.array([1.0, 3.0, 5.0]), np.zeros(3, bool), np.array([0.0, 2.0, 20.0])).round(6).tolist()
     [3.0, 2.0, 2.0]

@@ -10,8 +10,7 @@
     landing.done("move-1/0")                                         # its memory may be used again
 
 All calls block: use a thread, never an event loop. Every failure is a LinkError by a deadline. A LinkError of `take`
-concerns one key; after one of `room` or `send`, close the sending and open another. Links do not verify bytes:
-`KVRange.checksum` does."""
+concerns one key; after one of `room` or `send`, close the sending and open another. Links do not verify bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ MOST_KEY_BYTES = 512
 
 
 class LandingWay(Protocol):
-    """One kind of link into a `Landing`. `way` is the address for sources."""
+    """One kind of link into a landing. `way` is the address for sources."""
 
     way: Mapping[str, Any]
 
@@ -39,8 +38,6 @@ class LandingWay(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandingAddress:
-    """Address where a way listens, which others use too, its server TLS context, and its timeout."""
-
     host: str = "127.0.0.1"
     port: int = 0  # 0: any that is free
     tls: ssl.SSLContext | None = None
@@ -72,16 +69,7 @@ class QuickSending(Sending, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Token and addresses of a landing; each way has a kind.
-
-    >>> offer = Offer(token="ab", ways=({"kind": "tcp", "host": "127.0.0.1", "port": 1},))
-    >>> Offer.of(offer.to_json()) == offer
-    True
-    >>> Offer.of("[]")
-    Traceback (most recent call last):
-    ...
-    rlhfspec.errors.LinkError: offer: is none of a link ('[]')
-    """
+    """Token and addresses of a landing; each way has a kind."""
 
     token: str
     ways: Sequence[Mapping[str, Any]]

@@ -3,8 +3,7 @@
     destination -> source: MAGIC, nonce; source -> destination: nonce, proof; destination -> source: proof
     source -> destination, for each range: header, key, and what the link puts behind it
 
-A proof is an HMAC of both nonces under the token, which itself is never sent. Lengths are checked before anything is
-read, and a stalled peer is given up at a deadline. Sources connect to a `Door`."""
+A proof is an HMAC of both nonces under the token, which itself is never sent."""
 
 from __future__ import annotations
 

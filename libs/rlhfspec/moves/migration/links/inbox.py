@@ -27,15 +27,7 @@ class _Landed:
 
 
 class KVInbox:
-    """Thread-safe store of ranges that landed, by key.
-
-    >>> inbox = KVInbox()
-    >>> buffer = inbox.buffer(3, timeout=1.0); buffer[:] = b"abc"
-    >>> inbox.land("move/0", buffer); bytes(inbox.take("move/0", 3, timeout=1.0))
-    b'abc'
-    >>> inbox.done("move/0"); inbox.num_bytes
-    0
-    """
+    """Thread-safe store of ranges that landed, by key."""
 
     def __init__(self, most_bytes: int = MOST_LANDED_BYTES, *, kept_seconds: float = KEPT_SECONDS) -> None:
         self.most_bytes = most_bytes
@@ -95,7 +87,6 @@ class KVInbox:
             self._changed.notify_all()
 
     def has(self, key: str) -> bool:
-        """Return whether it has landed, so that `take` returns at once."""
         return key in self._landed
 
     def take(self, key: str, num_bytes: int, *, timeout: float) -> memoryview:

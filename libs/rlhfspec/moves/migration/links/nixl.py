@@ -54,8 +54,6 @@ class _Region:
 
 
 class _Agent:
-    """NIXL agent and its registered memory. Thread-safe."""
-
     def __init__(self, most_bytes: int) -> None:
         if (package := _package()) is None:
             raise InvalidRequest("link", "nixl", "needs the package nixl")

@@ -1,5 +1,5 @@
 """Link between processes of one host by anonymous files (memfd) that are mapped on both ends. Seals forbid shrinking
-under a reader, and the kernel frees them with the processes. Files are reused, since fresh pages are slow."""
+under a reader. Files are reused, since fresh pages are slow."""
 
 from __future__ import annotations
 
@@ -149,7 +149,6 @@ class ShmSending:
         self._packing = None
 
     def _hear(self, seconds: float) -> None:
-        """Read which places are free again."""
         while select.select([self._connection], [], [], seconds)[0]:
             seconds = 0.0
             (place,) = _PLACE.unpack(read_exactly(self._connection, _PLACE.size, time.monotonic() + self._seconds))

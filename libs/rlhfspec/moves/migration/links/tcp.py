@@ -115,7 +115,6 @@ def open_door(at: LandingAddress, token: str, serve: Callable[[socket.socket], N
 
 
 def place_of(door: Door, at: LandingAddress) -> Mapping[str, Any]:
-    """Return the address of a door, for `connected`."""
     return {"host": at.host, "port": door.port, "tls": at.tls is not None}
 
 
@@ -138,7 +137,6 @@ def connected(way: Mapping[str, Any], *, tls: ssl.SSLContext | None, seconds: fl
 
 
 def keep_alive(connection: socket.socket, seconds: float) -> None:
-    """Enable keep-alive, so that a vanished host is noticed."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
