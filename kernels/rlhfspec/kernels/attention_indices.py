@@ -9,8 +9,6 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AttentionIndices:
-    """Indices of an `AttentionMeta` as int32 tensors; see `kernels.tree_attention` for their meaning."""
-
     slots: torch.Tensor  # [N]
     table_rows: torch.Tensor  # [N]
     context_lens: torch.Tensor  # [N]

@@ -1,12 +1,11 @@
 """Attention in fixed splits at absolute positions, each with its own softmax. Their merge has the bits of one call
-anywhere.
+anywhere. In the example another process has the second of three splits of one key.
 
-Example: one head of size 1, three splits of one key each, the second of which another process has.
-    >>> here = Partials(torch.tensor([[[[0.0, 1.0, 3.0]]]]), first=0, split=64)
-    >>> there = Partials(torch.tensor([[[[0.0, 1.0, 5.0]]]]), first=1, split=64)
-    >>> nothing_seen = Partials(torch.tensor([[[[-torch.inf, 0.0, 0.0]]]]), first=2, split=64)
-    >>> merge([here, there, nothing_seen])
-    tensor([[[4.]]])
+>>> here = Partials(torch.tensor([[[[0.0, 1.0, 3.0]]]]), first=0, split=64)
+>>> there = Partials(torch.tensor([[[[0.0, 1.0, 5.0]]]]), first=1, split=64)
+>>> nothing_seen = Partials(torch.tensor([[[[-torch.inf, 0.0, 0.0]]]]), first=2, split=64)
+>>> merge([here, there, nothing_seen])
+tensor([[[4.]]])
 """
 
 from __future__ import annotations

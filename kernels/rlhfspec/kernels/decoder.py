@@ -1,6 +1,5 @@
 """A whole decoder in one native call, for models with Llama-like layers; the layers themselves are the slow twin.
-Layers are input_layernorm, self_attn (q/k/v/o_proj, optional q_norm and k_norm, rotary by halves),
-post_attention_layernorm and a gated MLP, then `norm` and a linear head. Callers compare the bits before using it."""
+Callers compare the bits before using it."""
 
 from __future__ import annotations
 
@@ -58,7 +57,8 @@ class _DecoderStruct(ctypes.Structure):
 
 @dataclass(slots=True)
 class DecoderParts:
-    """Model whose layers have the common shape (see the module)."""
+    """Model of input_layernorm, self_attn (q/k/v/o_proj, optional q_norm and k_norm, rotary by halves),
+    post_attention_layernorm and a gated MLP in each layer, then `norm` and a linear head."""
 
     inner: Any  # embed_tokens, layers, norm
     head: PackedLinear
@@ -85,7 +85,6 @@ class NativeDecoder:
         self.bind()
 
     def bind(self) -> None:
-        """Store the current addresses of weights, tables and cache."""
         inner, first = self.parts.inner, self.parts.inner.layers[0]
         windows = self.parts.sliding_windows
         layers = [_layer(layer, window) for layer, window in zip(inner.layers, windows, strict=True)]

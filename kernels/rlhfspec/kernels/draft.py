@@ -38,8 +38,6 @@ class CostCurve(Protocol):
 
 
 class LevelTermsProtocol(Protocol):
-    """Inputs of the rule that decides whether one more level pays."""
-
     @property
     def target(self) -> CostCurve: ...
     @property
@@ -106,8 +104,6 @@ class GrownNodes:
 
 
 class NativeDraft:
-    """Grows trees with one draft model and owns the result buffers."""
-
     def __init__(self, decoder: NativeDecoder) -> None:
         self.decoder = decoder
         self._struct = _DraftStruct()
@@ -203,9 +199,9 @@ def keep(
     expanded: Ints, level_rows: npt.NDArray[np.int64], *, rows: Ints, lengths: Ints, new_lengths: Ints,
     tokens: Ints, slot_table: Ints, cached: Ints,
 ) -> bool:  # fmt: skip
-    """Keep the draft KV of accepted expanded nodes by swapping entries of `slot_table` [R, L] in place. `expanded`,
-    `level_rows` as in GrownNodes; rows, lengths (when the draft began), new_lengths [B]; tokens [R, T]; cached [R]:
-    positions with valid draft KV, updated. Without a kernel library, return False and change nothing."""
+    """Keep the draft KV of accepted expanded nodes by swapping entries of `slot_table` [R, L] in place. rows, lengths
+    (when the draft began), new_lengths [B]; tokens [R, T]; cached [R]: positions with valid draft KV, updated. Without
+    a kernel library, return False and change nothing."""
     kernel = _keep_kernel()
     if kernel is None:
         return False

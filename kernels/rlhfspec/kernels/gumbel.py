@@ -1,13 +1,5 @@
 """Sampling by the law (docs/law.md): slow twins, and the dispatch to `cpu/csrc/gumbel.cpp` and `gumbel_triton.py`. All
-three choose the same tokens, and a row has the same bits in every batch.
-
-Example:
-    >>> logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
-    >>> greedy = sample(logits, np.array([7]), np.zeros(1, np.int32), np.zeros(1, np.float32),
-    ...                 np.zeros(1, np.int32), np.ones(1, np.float32))
-    >>> int(greedy.tokens[0]), bool(greedy.finite[0])
-    (3, True)
-"""
+three choose the same tokens, and a row has the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -93,12 +85,8 @@ def candidates(logits: Tensor, seeds: PerRow, positions: PerRow, temperatures: P
 
 def token_log_probs(logits: Tensor, tokens: PerRow, temperature: float) -> Tensor:
     """Return the log-prob of one given token per row under softmax(logits / temperature): [N] float32, without a
-    gradient. The bits equal those of `sample` without masks. logits [N, V] float32; tokens [N] int32. A row that is not
-    finite gives NaN, and so does a token out of range on a GPU.
-
-    >>> token_log_probs(torch.tensor([[0.0, 0.0]]), np.array([1], np.int32), 1.0).exp()
-    tensor([0.5000])
-    """
+    gradient. The bits equal those of `sample` without masks. A row that is not finite gives NaN, and so does a token
+    out of range on a GPU."""
     _check_logits(logits)
     if not (temperature > 0 and np.isfinite(temperature)):
         raise ValueError(f"temperature: must be finite and > 0 (got {temperature})")
@@ -118,9 +106,6 @@ def token_log_probs(logits: Tensor, tokens: PerRow, temperature: float) -> Tenso
     vectors = (ids.contiguous().data_ptr(), temperatures.data_ptr(), out.data_ptr())
     kernel(logits.data_ptr(), logits.stride(0), rows, vocab_size, *vectors, build.num_threads())
     return out
-
-
-# ---- the slow twins --------------------------------------------------------------------------------------------------
 
 
 def kept_tokens(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -189,13 +174,9 @@ def _finite_rows(logits: Tensor) -> Tensor:
 
 
 def _perturbed(x: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
-    """Return x / T + G, or x where T = 0: [N, V] float64."""
     greedy = (temperatures == 0)[:, None]
     temperature = temperatures.to(torch.float64)[:, None]
     return torch.where(greedy, x, x / temperature + gumbel_noise(seeds, positions, x.shape[1]))
-
-
-# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def _check_logits(logits: Tensor) -> None:
@@ -248,9 +229,6 @@ def _as_tensor(name: str, value: PerRow, rows: int, device: torch.device) -> Ten
     if value.dtype != _TORCH_DTYPES[name] or value.shape != (rows,) or value.device != device:
         raise _bad_parameter(name, value, rows)
     return value
-
-
-# ---- the C++ kernel --------------------------------------------------------------------------------------------------
 
 
 # Numbers of sizes (stride, rows, vocabulary, k of candidates) and of vectors that each function takes.

@@ -321,7 +321,6 @@ def _tile(vocab_size: int) -> int:
 def sample(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return tokens, log-probs, tempered log-probs and finite flags; `gumbel.sample` checks the arguments."""
     rows, vocab_size = logits.shape
     tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
     log_probs = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -337,7 +336,6 @@ def sample(
 
 
 def log_probs(logits: Tensor, tokens: Tensor, temperatures: Tensor) -> Tensor:
-    """Return [N] float32, NaN for a token outside the vocabulary; `gumbel.token_log_probs` checks the arguments."""
     rows, vocab_size = logits.shape
     found = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
@@ -348,7 +346,6 @@ def log_probs(logits: Tensor, tokens: Tensor, temperatures: Tensor) -> Tensor:
 
 
 def candidates(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and scores; `gumbel.candidates` checks the arguments."""
     rows, vocab_size = logits.shape
     tokens = torch.empty((rows, k), dtype=torch.int32, device=logits.device)
     scores = torch.empty((rows, k), dtype=torch.float32, device=logits.device)

@@ -1,14 +1,5 @@
-"""Pack the KV of scattered slots into one contiguous tensor for transfer, and back. Bits are copied, never converted.
-
-Example:
-    >>> kv = torch.arange(16.0).reshape(2, 1, 2, 4, 1, 1)  # [blocks, layers, 2, block size, heads, dim]
-    >>> packed = pack_slots(kv, torch.tensor([6, 1], dtype=torch.int32))
-    >>> packed.flatten().tolist()  # slot 6: key, value; slot 1: key, value
-    [10.0, 14.0, 1.0, 5.0]
-    >>> unpack_slots(packed, kv, torch.tensor([0, 2], dtype=torch.int32))  # the same tokens in other places
-    >>> kv[0, 0, 0].flatten().tolist()
-    [10.0, 1.0, 1.0, 3.0]
-"""
+"""Pack the KV of scattered slots into one contiguous tensor for transfer, and back. Bits are copied, never
+converted."""
 
 from __future__ import annotations
 
@@ -71,9 +62,6 @@ def _scatter(packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> Non
         _copy(kernel, packed.contiguous(), kv, slots, is_pack=False)
 
 
-# ---- straight into and out of memory of others ----------------------------------------------------------------------
-
-
 def pack_into(kv: torch.Tensor, slots: IntArray, out: Bytes) -> None:
     """Run `pack_slots` into host memory `out` [n, bytes per slot], such as a socket buffer. Waits for the device."""
     _check_memory(kv, slots, out)
@@ -96,7 +84,6 @@ def unpack_from(packed: Bytes, kv: torch.Tensor, slots: IntArray) -> None:
 
 
 def _staging(kv: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """Allocate host memory [n, layers, 2, Hkv, D], pinned if a device reads or writes it."""
     shape = (num_slots, *kv.shape[1:3], *kv.shape[4:])
     return torch.empty(shape, dtype=kv.dtype, pin_memory=kv.is_cuda)
 
@@ -136,9 +123,6 @@ def _copy(kernel: Any, packed: torch.Tensor, kv: torch.Tensor, slots: torch.Tens
     )  # fmt: skip
 
 
-# ---- the twins ------------------------------------------------------------------------------------------------------
-
-
 def pack_slots_reference(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     block, offset = _places(kv, slots)
     return kv[block, :, :, offset].contiguous()
@@ -152,9 +136,6 @@ def unpack_slots_reference(packed: torch.Tensor, kv: torch.Tensor, slots: torch.
 def _places(kv: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     block_size = kv.shape[3]
     return slots.long() // block_size, slots.long() % block_size
-
-
-# ---- checks ---------------------------------------------------------------------------------------------------------
 
 
 def _check(kv: torch.Tensor, slots: torch.Tensor, *, unique: bool = False) -> None:

@@ -1,12 +1,5 @@
 """CPU linear layers, gated MLPs and activations for inference. A row has the same bits in any batch, with any threads.
-csrc/linear.h states the order of summation. Without a kernel library the plain-torch twins run, without that promise.
-
-Example:
-    >>> linear = torch.nn.Linear(256, 1000)
-    >>> packed = PackedLinear.from_linear(linear, dtype=torch.bfloat16)
-    >>> packed(torch.randn(3, 256)).shape
-    torch.Size([3, 1000])
-"""
+Without a kernel library the plain-torch twins run, without that promise."""
 
 from __future__ import annotations
 
@@ -26,9 +19,6 @@ ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu"]
 
 ACTIVATIONS: dict[str, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}  # the numbers of csrc/activation.h
 ISA_OF = {"amx": "amx", "dpbf16": "avx512bf16"}  # arithmetics with their own instruction set
-
-
-# ---- which arithmetic -----------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -54,13 +44,7 @@ def available_arithmetics(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def arithmetic_for(dtype: torch.dtype, wanted: str = "auto", device: str = "cpu") -> Arithmetic:
-    """Return the arithmetic for weights stored as `dtype`; it depends on CPU and arguments, never on a timing.
-
-    >>> arithmetic_for(torch.float32, "amx")
-    Traceback (most recent call last):
-    ...
-    ValueError: arithmetic: must be auto or one of ('fma', 'torch') for torch.float32 on cpu (got 'amx')
-    """
+    """Return the arithmetic for weights stored as `dtype`; it depends on CPU and arguments, never on a timing."""
     available = available_arithmetics(dtype) if device.startswith("cpu") else ("torch",)
     if wanted == "auto":
         return available[0]  # type: ignore[return-value]
@@ -77,8 +61,6 @@ def arithmetic_beside(arithmetic: str, dtype: torch.dtype) -> str:
     """
     return "fma" if dtype is torch.float32 and arithmetic in ISA_OF else arithmetic
 
-
-# ---- the C functions ------------------------------------------------------------------------------------------------
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, list[Any]] = {
@@ -116,9 +98,6 @@ def checked(x: Tensor, width: int) -> Tensor:
     return x.contiguous()
 
 
-# ---- linear ---------------------------------------------------------------------------------------------------------
-
-
 def linear_twin(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: str) -> Tensor:
     """Compute the kernels' result in plain torch: x [..., K], weight [N, K] (fp32 of stored values) -> [..., N]."""
     if arithmetic in ("amx", "dpbf16"):
@@ -127,13 +106,7 @@ def linear_twin(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: str)
 
 
 class PackedLinear(nn.Module):
-    """Linear layer that keeps only packed weights (stored as fp32 or bf16) and an fp32 bias.
-
-    Example:
-        >>> layer = PackedLinear.from_linear(nn.Linear(3, 2), dtype=torch.float32)
-        >>> layer.unpacked_weight().shape
-        torch.Size([2, 3])
-    """
+    """Linear layer that keeps only packed weights (stored as fp32 or bf16) and an fp32 bias."""
 
     def __init__(
         self, in_features: int, out_features: int, *, dtype: torch.dtype = torch.bfloat16, arithmetic: str = "auto"
@@ -199,9 +172,6 @@ class PackedLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, dtype={self.dtype}, arithmetic={self.arithmetic}"
 
 
-# ---- activations ----------------------------------------------------------------------------------------------------
-
-
 def activation_twin(x: Tensor, name: str) -> Tensor:
     match name:
         case "silu":
@@ -226,13 +196,6 @@ def row_invariant_activation(x: Tensor, name: str) -> Tensor:
 
 
 class RowInvariantActivation(nn.Module):
-    """Activation module (silu, gelu_tanh, gelu or relu) for MLPs that are not gated.
-
-    Example:
-        >>> RowInvariantActivation("relu")(torch.tensor([-1.0, 2.0]))
-        tensor([0., 2.])
-    """
-
     def __init__(self, name: ActivationName) -> None:
         super().__init__()
         if name not in ACTIVATIONS:
@@ -243,9 +206,6 @@ class RowInvariantActivation(nn.Module):
         return row_invariant_activation(x, self.name)
 
 
-# ---- gated MLP ------------------------------------------------------------------------------------------------------
-
-
 def gated_mlp_twin(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str, arithmetic: str) -> Tensor:
     """Compute x [..., H] with gate, up [I, H] and down [N, I] (fp32 holding stored values) -> [..., N]; no biases."""
     hidden = activation_twin(linear_twin(x, gate, None, arithmetic), activation) * linear_twin(x, up, None, arithmetic)
@@ -253,14 +213,8 @@ def gated_mlp_twin(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation
 
 
 class PackedGatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) in one call, with the bits of three PackedLinear and a RowInvariantActivation.
-
-    Example:
-        >>> gate, up, down = nn.Linear(8, 24, bias=False), nn.Linear(8, 24, bias=False), nn.Linear(24, 8, bias=False)
-        >>> mlp = PackedGatedMLP.from_linears(gate, up, down, activation="silu", dtype=torch.float32)
-        >>> mlp(torch.zeros(2, 8)).abs().sum().item()
-        0.0
-    """
+    """down(activation(gate(x)) * up(x)) in one call, with the bits of three PackedLinear and a
+    RowInvariantActivation."""
 
     def __init__(
         self,
@@ -337,7 +291,6 @@ class PackedGatedMLP(nn.Module):
         pack(up, self.gate_up, self.arithmetic, every=2, offset=1)
 
     def unpacked_weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gate, up [I, H] and down [N, I] in the stored dtype."""
         down = self.down.unpacked_weight()
         if self.arithmetic == "torch":
             return self.gate_up[0].to(self.dtype), self.gate_up[1].to(self.dtype), down

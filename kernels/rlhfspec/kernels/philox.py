@@ -1,11 +1,4 @@
-"""The noise of the law (docs/law.md): Philox4x32-10 and Gumbel numbers in plain torch, pure functions of (key,
-counter).
-
-Example:
-    >>> words = philox_4x32(tuple(torch.zeros(4, 1, dtype=torch.int64)), tuple(torch.zeros(2, 1, dtype=torch.int64)))
-    >>> [f"{int(word):08x}" for word in words]
-    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
-"""
+"""The noise of the law (docs/law.md): Philox4x32-10 and Gumbel numbers in plain torch."""
 
 from __future__ import annotations
 
@@ -27,7 +20,12 @@ def _multiply(constant: int, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox_4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> Words:
-    """Return four random 32-bit words. All tensors are int64 with values below 2**32, and their shapes broadcast."""
+    """Return four random 32-bit words. All tensors are int64 with values below 2**32, and their shapes broadcast.
+
+    >>> words = philox_4x32(tuple(torch.zeros(4, 1, dtype=torch.int64)), tuple(torch.zeros(2, 1, dtype=torch.int64)))
+    >>> [f"{int(word):08x}" for word in words]
+    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(NUM_ROUNDS):
@@ -48,12 +46,7 @@ def random_words(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Return standard Gumbel noise G(seed, position, token): [N, V] float64.
-
-    Example:
-        >>> gumbel_noise(torch.tensor([7]), torch.tensor([0]), 4).shape
-        torch.Size([1, 4])
-    """
+    """Return standard Gumbel noise G(seed, position, token): [N, V] float64."""
     uniform = (random_words(seeds, positions, vocab_size).to(torch.float64) + 0.5) / 2.0**32  # in (0, 1), exact
     exponential = -torch.log1p(-uniform)  # log1p keeps the bits of small values, which are the winning tail
     return -torch.log(exponential)

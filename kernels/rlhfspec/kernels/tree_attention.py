@@ -1,20 +1,19 @@
-"""Paged tree attention: every new token of every sequence in one call, over a token-addressed KV cache.
-`tree_attention` runs the Triton kernel for CUDA tensors, the C++ kernel for float32 CPU tensors, and else the slow twin
-`tree_attention_reference`. docs/kernels.md draws the layout and states what is promised about bits.
+"""Paged tree attention: every new token of every sequence in one call, over a token-addressed KV cache. CUDA tensors
+use the Triton kernel, float32 CPU tensors the C++ kernel, others the slow twin. docs/kernels.md draws the layout and
+states what is promised about bits. In the example the second of two prompts carries a tree node behind it.
 
-Example: two sequences of one prompt token each; the second carries a tree node behind it.
-    >>> meta = AttentionMeta(
-    ...     slots=torch.tensor([0, 16, 17], dtype=torch.int32),         # where each row's key and value go
-    ...     table_rows=torch.tensor([0, 1, 1], dtype=torch.int32),
-    ...     context_lens=torch.tensor([1, 1, 1], dtype=torch.int32),    # what the row sees of its slot table
-    ...     extra=torch.tensor([[-1], [-1], [17]], dtype=torch.int32),  # ... and beyond it: ancestors, then itself
-    ...     slot_table=torch.tensor([[0], [16]], dtype=torch.int32),
-    ... )
-    >>> kv = torch.zeros(2, 1, 2, 16, 1, 4)  # [blocks, layers, key/value, block size, kv heads, head dim]
-    >>> key = torch.zeros(3, 1, 4)
-    >>> value = torch.arange(3.0)[:, None, None].expand(3, 1, 4)
-    >>> tree_attention(torch.ones(3, 2, 4), key, value, kv, 0, meta, scale=0.5)[:, 0, 0].tolist()
-    [0.0, 1.0, 1.5]
+>>> meta = AttentionMeta(
+...     slots=torch.tensor([0, 16, 17], dtype=torch.int32),         # where each row's key and value go
+...     table_rows=torch.tensor([0, 1, 1], dtype=torch.int32),
+...     context_lens=torch.tensor([1, 1, 1], dtype=torch.int32),    # what the row sees of its slot table
+...     extra=torch.tensor([[-1], [-1], [17]], dtype=torch.int32),  # ... and beyond it: ancestors, then itself
+...     slot_table=torch.tensor([[0], [16]], dtype=torch.int32),
+... )
+>>> kv = torch.zeros(2, 1, 2, 16, 1, 4)  # [blocks, layers, key/value, block size, kv heads, head dim]
+>>> key = torch.zeros(3, 1, 4)
+>>> value = torch.arange(3.0)[:, None, None].expand(3, 1, 4)
+>>> tree_attention(torch.ones(3, 2, 4), key, value, kv, 0, meta, scale=0.5)[:, 0, 0].tolist()
+[0.0, 1.0, 1.5]
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ IndexArray = npt.NDArray[np.int32] | torch.Tensor
 
 @dataclass(slots=True)
 class AttentionMeta:
-    """The keys that each query row sees; built once per forward pass and used by every layer. Row i attends, in
-    ascending position, slot_table[table_rows[i], :context_lens[i]] and then extra[i] up to its first -1. Its position
-    is the last of these: a prefill row's context includes itself, a tree node is its own last extra. Neighbouring rows
-    of one sequence share loaded keys on the CPU. A row with slot -1 stores nothing; with an empty context and no extras
-    it is padding and its output is zero. Arrays are int32, all numpy or all on the query's device."""
+    """The keys that each query row sees; built once per forward pass. Row i attends, in ascending position,
+    slot_table[table_rows[i], :context_lens[i]] and then extra[i] up to its first -1. Its position is the last of these:
+    a prefill row's context includes itself, a tree node is its own last extra. Neighbouring rows of one sequence share
+    loaded keys on the CPU. A row with slot -1 stores nothing; with an empty context and no extras its output is zero.
+    Arrays are int32, all numpy or all on the query's device."""
 
     slots: IndexArray  # [N]
     table_rows: IndexArray  # [N]
@@ -174,8 +173,6 @@ def _check_call(
     check_split(split)
 
 
-# ---- the C++ kernel -------------------------------------------------------------------------------------------------
-
 PROBLEMS = (
     "",
     "table_rows: outside the slot table",
@@ -202,8 +199,6 @@ class _BatchStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativeBatch:
-    """C++ view of an AttentionMeta, with the arrays that it points into."""
-
     fields: _BatchStruct
     address: int
     highest_slot: int
@@ -259,7 +254,6 @@ def _native(
     scale: float, sliding_window: int | None, chunk: int | None, softcap: float, sinks: torch.Tensor | None, split: int,
     *, splits: tuple[int, int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return [N, H, D], or [N, H, n, 2 + D] if `splits` are given."""
     batch = meta.native()
     num_rows, num_heads, dim = query.shape
     num_blocks, num_layers, _, block_size, num_kv_heads, _ = kv.shape
@@ -283,7 +277,6 @@ def _native(
 
 
 def _readable(rows: torch.Tensor) -> torch.Tensor:
-    """Return float32 rows with a contiguous last dimension, copied only if needed."""
     if rows.dtype != torch.float32:
         rows = rows.float()
     return rows if rows.stride(2) == 1 else rows.contiguous()

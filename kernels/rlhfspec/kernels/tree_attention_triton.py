@@ -1,9 +1,8 @@
-"""Triton kernels behind `tree_attention`, which holds the contract and the twin. One program serves up to ROWS
-neighbouring rows of one sequence, the query heads of one kv head, and one split. It walks tiles of positions with an
-online softmax. Rows share the loads of the slot table; tiles that hold tree nodes are walked per row, because nodes
-share positions. If the table has room for several splits, a second kernel merges them in order. A row has the same bits
-in every batch: tile size, splits and order depend on the model's geometry alone, and a key's place in a product depends
-on its position alone."""
+"""Triton kernels behind `tree_attention`. One program serves up to ROWS neighbouring rows of one sequence, the query
+heads of one kv head, and one split. Rows share the loads of the slot table; tiles that hold tree nodes are walked per
+row, because nodes share positions. A second kernel merges several splits in order. A row has the same bits in every
+batch: tile size, splits and order depend on the model's geometry alone, and a key's place in a product on its position
+alone."""
 
 from __future__ import annotations
 
@@ -32,7 +31,6 @@ def tree_attention(
     sinks: torch.Tensor | None = None,  # [H]
     split: int,
 ) -> torch.Tensor:
-    """Return the attention [N, H, D]. `rlhfspec.kernels.tree_attention.tree_attention` checks the arguments."""
     _write_kv(key, value, kv, layer, indices.slots)
     num_rows, num_heads, dim = query.shape
     room = indices.slot_table.shape[1] + indices.extra.shape[1]  # an upper bound; only the device knows the lengths
@@ -57,13 +55,11 @@ def attend_partial(
     indices: AttentionIndices, *, splits: tuple[int, int], scale: float, sliding_window: int | None = None,
     chunk: int | None = None, softcap: float = 0.0, split: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Return [N, H, n, 2 + D] float32 in the layout of `rlhfspec.kernels.attention_splits.Partials`."""
     _write_kv(key, value, kv, layer, indices.slots)
     return _partials(query, kv, layer, indices, splits, scale, sliding_window, chunk, softcap, split)
 
 
 def merge(numbers: torch.Tensor, sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Merge [N, H, n, 2 + D] to [N, H, D] in `dtype`."""
     num_rows, num_heads, num_splits, width = numbers.shape
     out = torch.empty((num_rows, num_heads, width - 2), dtype=dtype, device=numbers.device)
     if num_rows:

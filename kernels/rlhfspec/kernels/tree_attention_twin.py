@@ -46,7 +46,6 @@ def attend_partial_reference(
     *, splits: tuple[int, int], scale: float, sliding_window: int | None = None, chunk: int | None = None,
     softcap: float = 0.0, split: int = SPLIT,
 ) -> torch.Tensor:  # fmt: skip
-    """Return [N, H, n, 2 + D], one row and one split at a time."""
     indices = meta.tensors(query.device)
     write_kv_reference(key, value, kv, layer, indices.slots)
     twin = _Twin(query, kv, layer, scale, softcap)
@@ -105,7 +104,6 @@ def visible_slots(
 def write_kv_reference(
     key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, slots: torch.Tensor
 ) -> None:
-    """Store each row's key and value [Hkv, D] in its slot; a slot of -1 stores nothing."""
     rows = torch.nonzero(slots >= 0).flatten()
     block, offset = _places(kv, slots[rows])
     kv[block, layer, 0, offset] = key[rows].to(kv.dtype)

@@ -1,4 +1,4 @@
-"""Base class of a stage's worker, which runs until its work is done or it is asked to stop."""
+"""Base class of a stage's worker."""
 
 from __future__ import annotations
 
@@ -26,15 +26,6 @@ class Service(ABC):
     - `run` returns when the work is done or soon after `stop`; it raises when it cannot go on.
     - It reports its state to `self.vitals`: `working` with a deadline, or `waiting`. A silent worker counts as waiting.
     - Anything slow runs through `in_thread`, never in the event loop.
-
-    Example:
-        >>> class Echo(Service):
-        ...     async def run(self) -> None:
-        ...         with self.vitals.working("2 + 2", deadline_seconds=5.0):
-        ...             self.answer = await self.in_thread(sum, (2, 2))
-        >>> echo = Echo("reward", 0, Vitals())
-        >>> asyncio.run(echo.run()); echo.answer
-        4
     """
 
     def __init__(self, stage: str, worker: int, vitals: Vitals) -> None:
@@ -56,7 +47,6 @@ class Service(ABC):
 
     @property
     def said_at_the_end(self) -> str:
-        """Return the final state that the process reports."""
         return "left: it was asked to"
 
     async def unless_stopped(self, wait: Coroutine[Any, Any, list[_R] | None], *events: asyncio.Event) -> list[_R]:
@@ -73,7 +63,6 @@ class Service(ABC):
     async def arrivals(
         self, inbox: Inbox[_Received], *, most_at_once: int = 1024
     ) -> AsyncIterator[list[Delivery[_Received]]]:
-        """Yield batches of records as they come, until the worker is asked to stop."""
         while not self.stopping.is_set():
             pulling = inbox.pull(max_records=most_at_once, timeout_seconds=PULL_SECONDS)
             if arrived := await self.unless_stopped(pulling):
@@ -85,7 +74,6 @@ class Service(ABC):
             await asyncio.wait_for(self.stopping.wait(), seconds)
 
     async def in_thread(self, function: Callable[P, _R], /, *args: P.args, **kwargs: P.kwargs) -> _R:
-        """Run a function in this worker's own thread (`ComputeThread`)."""
         return await self._thread.in_thread(function, *args, **kwargs)
 
     def close(self) -> None:

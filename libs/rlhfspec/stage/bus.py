@@ -1,19 +1,4 @@
-"""Typed records over a transport. A stage publishes and reads only what `messages.loop` allows.
-
-Example:
-    >>> from rlhfspec.messages.records import Demand
-    >>> from rlhfspec.messages.transport.memory import MemoryTransport
-    >>> async def main() -> int:
-    ...     bus = await Bus.open(MemoryTransport(), "sums", workers={"trainer": 1, "prompts": 1})
-    ...     async with await bus.of("prompts").subscribe(Demand) as inbox:
-    ...         demand = Demand(id="sums/3/demand/1", job="sums", step=3, round=1, num_prompts=4)
-    ...         await bus.of("trainer").publish(demand)
-    ...         [delivery] = await inbox.pull(max_records=8, timeout_seconds=1.0)
-    ...         await delivery.ack()
-    ...     return delivery.record.num_prompts
-    >>> asyncio.run(main())
-    4
-"""
+"""Typed records over a transport. A stage publishes and reads only what `messages.loop` allows."""
 
 from __future__ import annotations
 
@@ -79,7 +64,6 @@ class Held:
             del self._kept[self._id]
 
     def watched(self, tell: Tell | None) -> None:
-        """Set the callback that hears how the delivery ends."""
         self._tell = tell
 
     def _ended(self, how: How, progress: SampleProgress | None = None) -> None:
@@ -182,7 +166,6 @@ class Inbox(Generic[_R]):
         return Delivery(record, held, receipt.num_deliveries, headers)
 
     def arrived(self, delivery: Delivery[_R], progress: SampleProgress) -> None:
-        """Report to the watcher that an adopted record continues here."""
         delivered = Delivered(delivery.headers, delivery.num_deliveries, progress)
         delivery.held.watched(self._watched(delivery.record, delivered, True))
 
@@ -207,8 +190,6 @@ async def give_back(held: Iterable[Held]) -> None:
 
 
 class StageBus:
-    """View of the bus with the rights of one worker or observer."""
-
     def __init__(self, bus: Bus, stage: loop.Stage, worker: int) -> None:
         self._bus = bus
         self.stage = stage
@@ -279,7 +260,6 @@ class Bus:
 
     @property
     def last_declared(self) -> str:
-        """Return the subject that is declared last, so that its existence means all are declared."""
         return self.subject(loop.LAST_DECLARED)
 
     def subject(self, record_type: type) -> str:
@@ -297,7 +277,6 @@ class Bus:
         return record
 
     def of(self, name: str, worker: int = 0) -> StageBus:
-        """Return the bus for one worker of a stage or observer."""
         num_workers = self.workers.get(name, 0)
         if not 0 <= worker < num_workers:
             raise InvalidRequest("stage", f"{name} {worker}", f"this job runs {num_workers} workers of it")
@@ -320,7 +299,6 @@ class Bus:
                 await self.transport.release(self.subject(record_type), name)
 
     async def dead_letters(self) -> Subscription:
-        """Subscribe to the dead letters (`transport.dead_letters.DeadLetter`)."""
         return await self.transport.watch(loop.dead_letters(self.job, self.uid))
 
 

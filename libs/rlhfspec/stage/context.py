@@ -1,4 +1,4 @@
-"""Context that a stage's builder gets beside the job. Torch-free; builders import heavy modules late."""
+"""Context that a stage's builder gets beside the job. Torch-free."""
 
 from __future__ import annotations
 
@@ -50,8 +50,6 @@ class Context:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorContext(Context):
-    """Context of a worker whose sequences may move, and which may score while it is idle."""
-
     move_endpoint: MoveEndpoint | None = None  # None: sequences stay
     hosted_scoring: HostedScoring | None = None  # None: no stage that it can help
 

@@ -1,24 +1,5 @@
 """Idle workers that act as an additional worker of a scoring stage until their own work returns. The guest is built and
-pulls as that stage, so its scores are bit-identical; its activity is reported as the host's.
-
-Example:
-    >>> async def main() -> list[str]:
-    ...     from rlhfspec.stage.base import Service
-    ...     class Scorer(Service):
-    ...         async def run(self) -> None:
-    ...             with self.vitals.working("scoring sums/3/7/1", deadline_seconds=60.0):
-    ...                 said.extend(state.what for state in vitals.snapshot())
-    ...             await self.stopping.wait()
-    ...     said: list[str] = []
-    ...     vitals = Vitals()
-    ...     async def make() -> Service:
-    ...         return Scorer("reference", 2, HostedVitals(vitals, "generator", 1))
-    ...     prompts = asyncio.create_task(asyncio.sleep(0.01))
-    ...     await HostedScoring("reference", make).score_while(prompts)
-    ...     return said
-    >>> asyncio.run(main())
-    ['scoring sums/3/7/1']
-"""
+pulls as that stage, so its scores are bit-identical; its activity is reported as the host's."""
 
 from __future__ import annotations
 
@@ -74,8 +55,6 @@ class HostedScoring:
 
 
 class HostedVitals(Vitals):
-    """Vitals that report a guest's activity as its host's."""
-
     def __init__(self, vitals: Vitals, stage: str, worker: int) -> None:
         super().__init__(vitals.clock)
         self._host = vitals.worker(stage, worker)

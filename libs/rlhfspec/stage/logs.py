@@ -39,7 +39,6 @@ _NOISE = (
 
 @contextmanager
 def about(sample: str) -> Iterator[None]:
-    """Attach this sample's id (or any record's) to everything logged within."""
     token = _SAMPLE.set(sample)
     try:
         yield

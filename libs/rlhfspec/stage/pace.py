@@ -29,7 +29,6 @@ class Pace:
         self._longest = longest
 
     def after(self, news: object) -> float:
-        """Return the seconds until the next look; truthy `news` resets the interval."""
         self.seconds = self._shortest if news else min(2 * self.seconds, self._longest)
         return self.seconds
 

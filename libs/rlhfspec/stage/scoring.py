@@ -28,7 +28,6 @@ class TokenScoringService(Service):
         deadline_seconds: float,
         at_once: int = 1,
     ) -> None:
-        """Create the service; up to `at_once` samples are scored together."""
         super().__init__(stage, worker, vitals)
         self._scoring_stage = stage
         self._bus = bus

@@ -1,12 +1,4 @@
-"""Supervisor of a process: the first service that fails, stalls or waits forever ends the run with a reason.
-
-Example:
-    >>> class Once(Service):
-    ...     async def run(self) -> None:
-    ...         pass
-    >>> vitals = Vitals()
-    >>> asyncio.run(Supervisor(vitals, stall_seconds=60.0).run([Once("trainer", 0, vitals)], asyncio.Event()))
-"""
+"""Supervisor of a process: the first service that fails, stalls or waits forever ends the run with a reason."""
 
 from __future__ import annotations
 
@@ -70,7 +62,6 @@ class Supervisor:
         return not _pending(final or tasks)
 
     async def _ask_to_stop(self, tasks: Tasks) -> None:
-        """Ask all to stop, and log those that have not after the grace."""
         asked = {_start(tasks[task], tasks[task].stop()): tasks[task] for task in _pending(tasks)}
         try:
             await self._wait_within_grace(tasks | asked)
@@ -82,7 +73,6 @@ class Supervisor:
             log.warning("%s did not stop within %g s and is cancelled", task.get_name(), self._grace_seconds)
 
     async def _cancel(self, tasks: Tasks) -> None:
-        """Cancel what is left, and log tasks that refuse their cancellation."""
         cancelled = _pending(tasks)
         for task in cancelled:
             task.cancel()
@@ -114,7 +104,6 @@ def is_overdue(state: WorkerState, by_seconds: float = 0.0) -> bool:
 
 
 def raise_if_all_wait(states: Iterable[WorkerState], quiet_seconds: float, stall_seconds: float) -> None:
-    """Raise LoopStalled if all workers have been idle for longer than `stall_seconds`."""
     waiting = [state for state in states if state.doing == "waiting"]
     if waiting and quiet_seconds > stall_seconds:
         raise LoopStalled(quiet_seconds, _waits(waiting))

@@ -1,11 +1,4 @@
-"""Daemon threads for compute. A hanging call delays neither event loop nor exit, unlike in `asyncio.to_thread`.
-
-Example:
-    >>> async def main() -> int:
-    ...     return await ComputeThread("reward-0").in_thread(sum, (1, 2))
-    >>> asyncio.run(main())
-    3
-"""
+"""Daemon threads for compute. A hanging call delays neither event loop nor exit, unlike in `asyncio.to_thread`."""
 
 from __future__ import annotations
 

@@ -67,8 +67,6 @@ def _some(whats: Sequence[str]) -> str:
 
 
 class Worked:
-    """Piece of work in progress, with its duration at the end."""
-
     def __init__(self, activity: _Activity, changed: Callable[[], None]) -> None:
         self.seconds = 0.0
         self._activity = activity
@@ -155,12 +153,10 @@ class WorkerVitals:
                 self._idle = activity
 
     def stopped(self) -> None:
-        """Mark the worker as stopped, after its `run`. Idempotent."""
         with self._lock:
             self._stopped = self._stopped or _Activity("", self._clock.now(), float("inf"))
 
     def quiet_seconds(self) -> float:
-        """Return the seconds since it last worked."""
         with self._lock:
             return 0.0 if self._work else self._clock.now() - self._last_worked
 
@@ -217,7 +213,6 @@ class Vitals:
         self._workers: dict[tuple[str, int], WorkerVitals] = {}
 
     def worker(self, stage: str, worker: int) -> WorkerVitals:
-        """Return a worker's vital signs, created at the first call."""
         key = (stage, worker)
         if key not in self._workers:
             self._workers[key] = WorkerVitals(stage, worker, self.clock, self._tell, self._note)
@@ -228,7 +223,6 @@ class Vitals:
             self.told(stage, worker, what, seconds)
 
     async def until_change(self) -> None:
-        """Wait until work or trouble begins or ends, in any thread."""
         changed, loop = asyncio.Event(), asyncio.get_running_loop()
         tell = partial(loop.call_soon_threadsafe, changed.set)
         self._awaited.append(tell)
@@ -246,7 +240,6 @@ class Vitals:
             self.note(_some([what for worker in list(self._workers.values()) for what in worker.work()]))
 
     def snapshot(self) -> tuple[WorkerState, ...]:
-        """Return all states, in order of creation."""
         return tuple(worker.state() for worker in list(self._workers.values()))
 
     def quiet_seconds(self) -> float:

@@ -1,13 +1,11 @@
-"""Tests that every implementation of one of our contracts must pass, ours and yours; they need pytest.
+"""Tests that every implementation of one of our contracts must pass; they need pytest.
 
-    from rlhfspec.testing.transport import TransportContract
+from rlhfspec.testing.transport import TransportContract
 
-    class TestMine(TransportContract):
-        @asynccontextmanager
-        async def open(self, *, max_pending, publish_timeout_seconds):
-            yield TransportHarness(MyTransport(...))
-
-pytest then runs every test of the contract on it. A suite asks for one method; its docstring says what that returns.
+class TestMine(TransportContract):
+    @asynccontextmanager
+    async def open(self, *, max_pending, publish_timeout_seconds):
+        yield TransportHarness(MyTransport(...))
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Contract of drafters (`engine.drafting.base.Drafter`): valid trees of the requested shape, whatever came before.
-`rlhfspec.testing.engine` checks that drafts never change tokens."""
+"""Contract of drafters: valid trees of the requested shape, whatever came before."""
 
 from __future__ import annotations
 
@@ -20,8 +19,6 @@ MOST_TOKENS = 2048
 
 
 class DraftTable:
-    """Token rows as an engine keeps them."""
-
     def __init__(self, num_rows: int, *, temperature: float = 1.0) -> None:
         self.num_rows = num_rows
         self.tokens = np.zeros((num_rows, MOST_TOKENS), np.int32)
@@ -61,8 +58,6 @@ class DraftTable:
 
 
 class NotedAcceptance(AcceptanceModel):
-    """Acceptance model that records the drafter names it is asked about."""
-
     def __init__(self, num_rows: int) -> None:
         super().__init__(num_rows)
         self.names: set[str] = set()
@@ -73,7 +68,6 @@ class NotedAcceptance(AcceptanceModel):
 
 
 def refuse_malformed(forest: Forest, batch: DraftBatch, plan: DraftPlan) -> None:
-    """Raise AssertionError unless these are trees for the batch, as `Forest` describes them and the plan allows."""
     for node in range(forest.size):
         sequence, parent, depth = int(forest.sequence[node]), int(forest.parent[node]), int(forest.depth[node])
         assert 0 <= sequence < batch.size, "a node belongs to a sequence of the batch"
@@ -115,8 +109,6 @@ STEPS = st.lists(
 
 
 class DrafterContract:
-    """Test suite of a drafter: subclass it with a `make`."""
-
     plans: ClassVar[tuple[DraftPlan, ...]] = (
         DraftPlan(drafter="any", depth=1),
         DraftPlan(drafter="any", depth=8),
@@ -209,7 +201,6 @@ class DrafterContract:
     @settings(deadline=None, suppress_health_check=[HealthCheck.differing_executors])
     @given(steps=STEPS, plan=st.integers(0, 99))
     def test_sequences_come_and_go_in_any_order(self, steps: list[Step], plan: int) -> None:
-        """Forget rows twice, and begin rows again that were not forgotten."""
         table = DraftTable(4)
         drafter, running, chosen = self.make(table), set[int](), self.plans[plan % len(self.plans)]
         for what, row, seed in steps:

@@ -1,6 +1,5 @@
-"""Contract of engines (`rlhfspec.engine.base.EngineProtocol`): the law, then its calls. The law (docs/law.md) is
-checked against the independent `rlhfspec.engine.oracle`, and by comparing a sequence alone with the same one among
-others."""
+"""Contract of engines: the law, then its calls. The law (docs/law.md) is checked against the independent
+`rlhfspec.engine.oracle`, and by comparing a sequence alone with the same one among others."""
 
 from __future__ import annotations
 
@@ -47,13 +46,10 @@ def request(
 
 
 def bits(done: Completion) -> tuple[object, ...]:
-    """Return what the law fixes, to the bit."""
     return done.token_ids, done.log_probs, done.tempered_log_probs, done.finish_reason
 
 
 class GainStreams:
-    """Gains of sequences, collected step by step as a streaming client does."""
-
     def __init__(self) -> None:
         self._gains: dict[str, list[Gain]] = {}
 
@@ -66,7 +62,6 @@ class GainStreams:
         return report
 
     def check(self, done: Completion) -> None:
-        """Raise AssertionError unless a finished sequence equals its gains."""
         gains = self._gains.pop(done.id)
         assert gains[-1].finish_reason == done.finish_reason
         for name in ("token_ids", "log_probs", "tempered_log_probs"):
@@ -75,7 +70,6 @@ class GainStreams:
 
 
 def drain(engine: EngineProtocol) -> dict[str, Completion]:
-    """Step until there is no work. Return the completions by id."""
     done: dict[str, Completion] = {}
     for _ in range(_MOST_STEPS):
         engine.check_integrity()
@@ -95,7 +89,6 @@ def run(engine: EngineProtocol, *requests: Request) -> dict[str, Completion]:
 
 @torch.inference_mode()
 def log_probs_of(model: Any, done: Completion) -> np.ndarray[Any, Any]:
-    """Return the log-probs of a response by plain Hugging Face, in one forward."""
     logits = model(input_ids=torch.tensor([[*done.prompt_token_ids, *done.token_ids]]), use_cache=False).logits[0]
     picked = logits.float().log_softmax(-1)[len(done.prompt_token_ids) - 1 : -1]
     found: np.ndarray[Any, Any] = picked[torch.arange(len(done.token_ids)), torch.tensor(done.token_ids)].numpy()
@@ -125,8 +118,6 @@ class EngineMaker:
 
 
 class EngineContract(EngineMaker):
-    """Test suite of an engine: subclass it with a `make`."""
-
     has_masks: ClassVar[bool] = True  # False: it refuses top_k and top_p
     is_greedy_too: ClassVar[bool] = True  # False: it refuses a temperature of 0
     has_stop_strings: ClassVar[bool] = True  # False: it refuses stop strings
@@ -228,7 +219,6 @@ class EngineContract(EngineMaker):
             assert "r3" in run(engine, request("r3")), "its name is free again"
 
     def test_it_says_what_it_can(self) -> None:
-        """Require that each ability is the engine itself, and that moving KV implies moving tokens."""
         for engine in self.engines():
             abilities = engine.abilities
             assert abilities.moves_tokens in (None, engine)
@@ -254,7 +244,6 @@ class EngineContract(EngineMaker):
 
     @pytest.mark.parametrize("seed", [1, 20, 300])
     def test_gains_are_the_tokens_of_the_completions(self, seed: int) -> None:
-        """Compare gains and completions for every kind of end; tokens after the end are never reported."""
         draw = np.random.default_rng(seed)
         for engine in self.engines():
             asked = [request(f"r{index}", PROMPTS[index % 4], seed=seed + index) for index in range(6)]
@@ -280,7 +269,6 @@ class EngineContract(EngineMaker):
         return done
 
     def _ended(self, free: Completion, seed: int, draw: np.random.Generator) -> Request:
-        """Return the request again with a random kind of end."""
         token = free.token_ids[int(draw.integers(len(free.token_ids)))]
         ends: list[dict[str, Any]] = [{}, {"max_tokens": int(draw.integers(1, 16))}, {"stop_token_ids": (token,)}]
         if self.has_stop_strings and free.text:
@@ -346,7 +334,6 @@ class EngineContract(EngineMaker):
             assert all(set(each.weights_versions) == {1} for each in after.values())
 
     def test_new_weights_take_over_between_steps(self) -> None:
-        """Require that each token's version and log-prob are those of the weights that chose it."""
         models = {0: reference(), 4: perturbed(reference(), 0.3)}
         for engine in self.engines():
             requests = [request(f"r{seed}", prompt, seed=seed, max_tokens=30) for seed, prompt in enumerate(PROMPTS)]

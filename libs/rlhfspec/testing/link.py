@@ -17,7 +17,6 @@ from rlhfspec.moves.migration.links.opening import open_sending
 
 
 def pattern(num_bytes: int, seed: int = 0) -> bytes:
-    """Return bytes that differ from those of neighbouring seeds."""
     piece = bytes((7 * i + seed) % 251 for i in range(251))
     return (piece * (num_bytes // 251 + 1))[:num_bytes]
 
@@ -35,7 +34,6 @@ class LinkContract:
         raise NotImplementedError
 
     def sending(self, offer: str, **settings: Any) -> Sending:
-        """Return a new source for a destination's offer. `settings`: `seconds`."""
         return open_sending(offer, **settings)
 
     @contextmanager
@@ -130,7 +128,6 @@ class LinkContract:
         sending.close()
 
     def test_memory_of_the_destination_is_bounded(self) -> None:
-        """Require that untaken ranges make room again in the end."""
         landing = self.landing(most_bytes=1 << 20, seconds=0.3)
         sending = self.sending(landing.offer, seconds=0.3)
         with pytest.raises(LinkError):  # noqa: PT012 over some links the source notices one range later

@@ -1,5 +1,4 @@
-"""Contract of engines whose sequences move: wherever they run, they have the same bits. `MovableByTokensContract` is
-for `MovableByTokens` engines; `MovableWithKVContract` adds tests for `MovableWithKV`."""
+"""Contract of engines whose sequences move: wherever they run, they have the same bits."""
 
 from __future__ import annotations
 
@@ -83,8 +82,6 @@ def in_rounds(
 
 
 class MovableByTokensContract(EngineMaker):
-    """Test suite of a `MovableByTokens` engine: subclass it with a `make`, beside `EngineContract`."""
-
     ways: ClassVar[tuple[Way, ...]] = (by_tokens, taken_back)
 
     def pair(self, mode: Any) -> tuple[Any, Any]:
@@ -94,7 +91,6 @@ class MovableByTokensContract(EngineMaker):
         return here, there
 
     def alone(self, *seeds: int, max_tokens: int = 30) -> dict[str, tuple[object, ...]]:
-        """Return the results of unmoved sequences, by seed."""
         engine = self.engine(self.modes[0])
         done = run(engine, *(request(str(seed), _PROMPT, seed=seed, max_tokens=max_tokens) for seed in seeds))
         return {name: self.wanted(each) for name, each in done.items()}
@@ -108,7 +104,6 @@ class MovableByTokensContract(EngineMaker):
         return here, there
 
     def test_moved_at_any_time_the_bits_are_those_of_the_unmoved(self) -> None:
-        """Compare results of moved and unmoved sequences, and the gains of both engines in their order."""
         wanted = self.alone(0, 1, 2)
         for mode in self.modes:
             for way in self.ways:
@@ -179,8 +174,6 @@ class MovableByTokensContract(EngineMaker):
 
 
 class MovableWithKVContract(MovableByTokensContract):
-    """Test suite of a `MovableWithKV` engine: subclass it with a `make`, beside `EngineContract`."""
-
     ways = (*MovableByTokensContract.ways, at_once, reserved, in_rounds)
 
     def pair(self, mode: Any) -> tuple[Any, Any]:

@@ -24,7 +24,6 @@ class TransportHarness:
         await (self._clock.advance(seconds) if self._clock else asyncio.sleep(seconds))
 
     async def meanwhile(self, seconds: float, call: Coroutine[Any, Any, Any]) -> Any:
-        """Return the call's result while `seconds` pass."""
         task = asyncio.create_task(call)
         await self.advance(seconds)
         return await asyncio.wait_for(task, timeout=10)

@@ -39,7 +39,6 @@ def state(version: int) -> dict[str, torch.Tensor]:
 
 
 def random_bits(dtype: torch.dtype, shape: list[int], draw: random.Random) -> torch.Tensor:
-    """Return random bits: NaNs of every kind, infinities and subnormal numbers."""
     size = math.prod(shape)
     if dtype == torch.bool:
         return torch.tensor([draw.random() < 0.5 for _ in range(size)], dtype=dtype).reshape(shape)
@@ -53,8 +52,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class WeightStoreContract:
-    """Test suite of a weight store: subclass it with a `make`."""
-
     def make(self, keep: int) -> WeightStore:
         """Return a new store that keeps `keep` versions per role. Stores of one test may share a place."""
         raise NotImplementedError

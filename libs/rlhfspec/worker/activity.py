@@ -1,14 +1,4 @@
-"""File with a process's current activity, which outlives the process, so that a sudden death can name the sample.
-
-Example:
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "reward-0"
-    >>> note = ActivityFile(path)
-    >>> note("scoring sums/3/7/1 with source digits"); last_activity(path)
-    'scoring sums/3/7/1 with source digits'
-    >>> note(""); last_activity(path)
-    ''
-"""
+"""File with a process's current activity, which outlives the process, so that a sudden death can name the sample."""
 
 from __future__ import annotations
 
@@ -20,8 +10,6 @@ _SIZE = 1024  # bytes; longer texts are cut
 
 
 class ActivityFile:
-    """Writer of the current activity; an empty text means waiting."""
-
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -38,7 +26,6 @@ def end_file(path: Path) -> Path:
 
 
 def last_activity(path: Path) -> str:
-    """Return the last activity; empty if it waited or never reported."""
     with suppress(OSError):
         return path.read_bytes().decode(errors="replace").strip()
     return ""

@@ -45,7 +45,6 @@ _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal
 
 
 def code_of(error: BaseException) -> int:
-    """Return the exit code for an error."""
     if isinstance(error, _PERMANENT):
         return PERMANENT
     return TEMPORARY if isinstance(error, _TEMPORARY) else ERROR

@@ -7,16 +7,8 @@
 | `/healthz` | 200 while the event loop answers; 503: only a restart will help |
 | `/metrics` | Prometheus metrics |
 
-With credentials gRPC speaks mutual TLS. HTTP is plain, because probes have no certificates, and on loopback by default.
-
-Example:
-    >>> from rlhfspec.stage.vitals import Vitals
-    >>> with Health("reward", 0, Vitals()) as health:
-    ...     before = health.problem()
-    ...     health.ready()
-    ...     before, health.problem()
-    ('reward 0 is being built', '')
-"""
+With credentials gRPC speaks mutual TLS. HTTP is plain, because probes have no certificates, and on loopback by
+default."""
 
 from __future__ import annotations
 
@@ -98,22 +90,18 @@ class Health:
         self._last_beat = time.monotonic()
 
     def ready(self) -> None:
-        """Report SERVING: the worker is built and connected."""
         self._not_ready = ""
         self._grpc_health.tell()
 
     def draining(self) -> None:
-        """Report not ready: the worker finishes its work and takes nothing new."""
         self._not_ready = "is draining"
         self._grpc_health.tell()
 
     def hangs(self) -> str:
-        """Return why only a restart helps; empty: alive."""
         quiet = time.monotonic() - self._last_beat
         return f"{self._name}: the event loop has not answered for {quiet:.0f} s" if quiet > self._beat_seconds else ""
 
     def problem(self) -> str:
-        """Return why it does not serve; empty: it serves."""
         if self._not_ready:
             return f"{self._name} {self._not_ready}"
         return self.hangs() or self._overdue()

@@ -65,16 +65,9 @@ class Ending:
 def one_line(error: Exception) -> str:
     """Return an error as one line, with a prefix that classifies it; all problems of a job are joined, field first.
 
-    >>> one_line(RewardError("digits", "sums/1/0/0", "ValueError: no digits"))
-    "reward failed: reward 'digits' of sample sums/1/0/0: ValueError: no digits"
     >>> import errno
     >>> one_line(OSError(errno.ENOSPC, "No space left on device", "/storage/steps.jsonl"))
     "storage full: OSError: [Errno 28] No space left on device: '/storage/steps.jsonl'"
-
-    >>> from rlhfspec.errors import Problem
-    >>> steps = Problem(field="spec.training.steps", value=0, problem="must be >= 1", where="line 9")
-    >>> one_line(JobError("job.json", [steps, Problem(field="spec.trainig", problem="unknown key", where="line 2")]))
-    'spec.training.steps: must be >= 1 (got 0); spec.trainig: unknown key'
     """
     if isinstance(error, JobError):
         text = "; ".join(str(problem).removeprefix(f"{problem.where}: ") for problem in error.problems)
@@ -101,7 +94,6 @@ def leaves_at_once(when: str) -> None:
 
 
 def write_last_words(text: str) -> None:
-    """Write the pod's termination message. Outside a pod it does nothing."""
     given = os.environ.get(TERMINATION_LOG)
     if given is None and (IN_A_POD not in os.environ or not OF_KUBERNETES.exists()):
         return

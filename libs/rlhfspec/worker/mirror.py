@@ -88,7 +88,6 @@ class Mirror:
         self._there: dict[str, Fingerprint | None] = {}  # by name in the run folder: local state of what the store has
 
     def fetch_run(self) -> int:
-        """Fetch the run folder and return the number of bytes."""
         sizes = {path.removeprefix(f"{self._run}/"): size for path, size in self.store.sizes(self._run).items()}
         read = {name: size for name, size in sizes.items() if self._reads(name)}
         whole = {name: size for name, size in read.items() if _is_whole(name, read)}
@@ -105,7 +104,6 @@ class Mirror:
         return self.store.fetch(modules | needed)
 
     def fetch_traces(self) -> None:
-        """Fetch the traces of all workers, as far as they were sent."""
         self.store.fetch(self.store.sizes(f"{self._run}/{TRACES}"))
 
     def send(self) -> None:
@@ -124,21 +122,18 @@ class Mirror:
                     del self._there[name]
 
     def send_inputs(self, job_file: Path) -> None:
-        """Send inputs of the job that were made here."""
         paths = input_paths(_spec_of(job_file), self.store.base)
         sizes = self.store.sizes(*paths)
         files = [file for path in paths for file in _files_at(self.store.base / path)]
         self.store.push(file for file in files if sizes.get(self.store.path_of(file)) != file.stat().st_size)
 
     def try_to_send(self) -> None:
-        """Send, and only log a failure."""
         try:
             self.send()
         except (StorageError, InvalidRequest) as error:
             log.warning("traces are not sent: %s", error)
 
     def last_checkpoint(self) -> int:
-        """Return the last complete checkpoint in the store; 0: none."""
         found = self.store.sizes(f"{self._run}/{CHECKPOINTS}")
         steps = [path.split("/")[-2] for path in found if path.endswith(f"/{MANIFEST}")]
         return max((int(step.removeprefix("step-")) for step in steps), default=0)
@@ -196,7 +191,6 @@ def _order(name: str) -> tuple[int, str]:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Return all files; names that begin with a dot are still being written."""
     return [file.relative_to(folder).as_posix() for file in _files_at(folder)]
 
 
@@ -209,7 +203,6 @@ def _files_at(path: Path) -> Iterator[Path]:
 
 
 def _fingerprint(file: Path) -> Fingerprint | None:
-    """Return a file's fingerprint; None if it is missing."""
     try:
         found = file.stat()
     except OSError:

@@ -72,7 +72,6 @@ def _ask_itself_for_nothing() -> None:
 
 
 def end_with_the_supervisor() -> None:
-    """Ask the kernel to kill this process when its supervisor dies."""
     if STARTED in os.environ and sys.platform == "linux":
         import ctypes
 
@@ -102,7 +101,6 @@ def _arguments(stage: str) -> argparse.Namespace:
 
 
 def compute_with(num_threads: int) -> None:
-    """Set the number of torch threads, also if torch is imported already."""
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     import torch
 

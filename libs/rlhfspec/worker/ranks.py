@@ -28,8 +28,6 @@ _LEAVE_SECONDS = 60  # for the others after rank 0 has left
 
 
 class RankSet:
-    """Set of ranks on one `node`; None: all nodes are on this machine."""
-
     def __init__(self, *, nodes: int, ranks_per_node: int, node: int | None = None) -> None:
         self._nodes = nodes
         self._ranks_per_node = ranks_per_node
@@ -71,7 +69,6 @@ class RankSet:
         }  # fmt: skip
 
     def wait(self) -> int:
-        """Wait until all have ended and return the exit code of the set."""
         while self._alive:
             pid, status = os.wait()
             rank = self._alive.pop(pid, None)  # PID 1 of a container also reaps orphans
@@ -84,7 +81,6 @@ class RankSet:
         return exits.DONE
 
     def _failed(self, rank: int, code: int) -> int:
-        """End all ranks, report the failure, and return the exit code."""
         self._kill()
         while self._alive:
             self._alive.pop(os.wait()[0], None)
@@ -116,11 +112,7 @@ class RankSet:
 
 
 def gpu_of(rank: int, gpus: Sequence[str]) -> list[str]:
-    """Return the argument that selects a rank's GPU; `gpus` are those of all nodes in order.
-
-    >>> gpu_of(3, ["0", "1", "2", "3"]), gpu_of(3, ["0", "1"]), gpu_of(3, [])
-    (['--gpus', '3'], ['--gpus', '1'], [])
-    """
+    """Return the argument that selects a rank's GPU; `gpus` are those of all nodes in order."""
     return ["--gpus", gpus[rank % len(gpus)]] if gpus else []
 
 

@@ -49,8 +49,6 @@ class SendingStore:
 
 
 class ReceivingStore:
-    """Generator's store that prefers versions received by the group."""
-
     def __init__(self, store: WeightStore, receiver: GroupReceiver, ways: Ways) -> None:
         self._store = store
         self._receiver = receiver
@@ -72,7 +70,6 @@ class ReceivingStore:
 
 
 def travel_by_group(job: RLHFJob) -> bool:
-    """Return whether weights may travel to generators by a process group."""
     transfer = job.spec.roles.generator.weights
     return transfer == "group" or (transfer == "auto" and device_of(job.spec) != "cpu")
 
@@ -95,7 +92,6 @@ def receiving(
     trainer_address: Callable[[], str | None],
     told: Callable[[str, float], None],
 ) -> ReceivingStore:
-    """Return a generator's store. `address` is its gRPC server; `told` receives the way and its seconds."""
     spec, folder, device = job.spec, connections.credentials, device_of(job.spec)
     is_own = spec.generation.engine.name == "own"
     narrow = is_own and settled(spec, device).generation.dtype == "bfloat16"

@@ -55,8 +55,6 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class StageWorker:
-    """Worker of one stage. `run` returns when done or asked to leave, and raises when it cannot go on."""
-
     def __init__(
         self, stage: str, worker: int, connections: Connections, job: RLHFJob, mirror: Mirror | None = None
     ) -> None:
@@ -72,7 +70,6 @@ class StageWorker:
         self._host = host_told(os.environ)
 
     def run(self) -> str:
-        """Run the worker and return its final state."""
         return asyncio.run(self._main())
 
     async def _main(self) -> str:
@@ -296,7 +293,6 @@ def host_told(environment: Mapping[str, str]) -> str:
 
 
 def incarnation_of(stage: str, worker: int) -> str:
-    """Return an id that is new at every start of a worker."""
     return f"{stage}/{worker}/{secrets.token_hex(8)}"
 
 

@@ -49,7 +49,6 @@ class WorkerWeights:
         return self._made().get(record)
 
     def trainer_address(self) -> str | None:
-        """Return the address of the trainer's gRPC server, once announced."""
         trainer = self._infos.get(("trainer", 0))
         return trainer.grpc_address if trainer else None
 

@@ -7,10 +7,6 @@ torch twins run instead. `$RLHFSPEC_CACHE` (default ~/.cache/rlhfspec) holds the
     RLHFSPEC_NATIVE=0              never use the kernels
     RLHFSPEC_KERNEL_LIBRARY=FILE   use this one (container images prebuild: python -m rlhfspec.kernels.cpu.build)
     RLHFSPEC_ISA=avx2|avx512       force the instruction set
-
-Example:
-    >>> from rlhfspec.kernels.cpu import build
-    >>> kernel = build.function("rms_norm")   # a ctypes function, or None: then build.unavailable_reason() says why
 """
 
 from __future__ import annotations
@@ -60,9 +56,6 @@ class BuildError(RuntimeError):
     """Error of the C++ compiler; the message is its first diagnostic."""
 
 
-# ---- the machine ----------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _cpuinfo() -> dict[str, str]:
     path = Path("/proc/cpuinfo")
@@ -72,10 +65,6 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def cpu_features() -> frozenset[str]:
-    """
-    >>> "avx2" in cpu_features() or platform.machine() != "x86_64"
-    True
-    """
     return frozenset(_cpuinfo().get("flags", "").split())
 
 
@@ -102,9 +91,6 @@ def best_isa() -> str | None:
     return forced
 
 
-# ---- compiling ------------------------------------------------------------------------------------------------------
-
-
 def _compiler() -> str | None:
     names = (os.environ.get("CXX"), "g++", "c++")
     return next((path for name in names if name and (path := shutil.which(name))), None)
@@ -123,10 +109,6 @@ def _cache_dir() -> Path:
 
 
 def _isas_of(source: Path) -> tuple[str, ...]:
-    """
-    >>> _isas_of(Path("linear_amx.cpp")), _isas_of(Path("norm.cpp"))
-    (('amx',), ('avx512', 'avx2'))
-    """
     special = [isa for isa in ISA_FLAGS if isa not in GENERAL_ISAS and source.stem.endswith(f"_{isa}")]
     return tuple(special) or GENERAL_ISAS
 
@@ -201,9 +183,6 @@ def build() -> Path:
     return library
 
 
-# ---- loading --------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get("RLHFSPEC_NATIVE", "1") == "0":
@@ -252,13 +231,10 @@ def check_sizes(name: str, *sizes: int) -> None:
         raise RuntimeError(f"{name}.cpp: its structs have {tuple(there)} bytes, Python's mirrors of them {sizes}")
 
 
-# ---- threads --------------------------------------------------------------------------------------------------------
-
 _num_threads: int | None = None
 
 
 def num_threads() -> int:
-    """Return the number of threads of every kernel call: that of `set_num_threads`, else torch's."""
     return _num_threads if _num_threads is not None else torch.get_num_threads()
 
 

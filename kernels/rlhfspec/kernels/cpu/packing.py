@@ -1,12 +1,4 @@
-"""The layout of packed weights: packing in C++ (csrc/pack.cpp) and unpacking in plain torch.
-
-Example:
-    >>> weight = torch.randn(100, 70)
-    >>> packed = empty_packed(100, 70, "fma", torch.float32)
-    >>> pack(weight, packed, "fma")
-    >>> torch.equal(unpack(packed, 70, "fma")[:100], weight)
-    True
-"""
+"""The layout of packed weights: packing in C++ (csrc/pack.cpp) and unpacking in plain torch."""
 
 from __future__ import annotations
 

@@ -42,10 +42,15 @@ class Costs:
     """Measured costs of moves from one generator: the link to each peer, and prefill of recomputed tokens.
 
     >>> costs = Costs()
+    >>> costs.choose("b", 1000, gain_seconds=1.0)
+    MoveChoice(how='kv', reason='not measured yet')
     >>> costs.learn_prefill(1000, 0.5); costs.learn_size(1000, 4_000_000)
     >>> costs.learn_link("b", num_bytes=4_000_000, seconds=0.004)
     >>> costs.choose("b", 1000, gain_seconds=1.0)
     MoveChoice(how='kv', reason='4.0 MB in 4 ms, 1000 tokens again in 500 ms')
+    >>> costs.learn_link("b", num_bytes=400_000, seconds=1.0)
+    >>> [costs.choose("b", 1000, gain_seconds=gain).how for gain in (9.0, 0.1)]
+    ['tokens', 'stay']
     """
 
     def __init__(self) -> None:

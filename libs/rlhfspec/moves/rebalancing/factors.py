@@ -12,7 +12,15 @@ _RATE = 0.01  # weight of the newest length in the running mean of log lengths
 
 
 class Factors:
-    """Length factors. `group`: the samples of one prompt in one step. `prompt`: stable across steps."""
+    """Length factors. `group`: the samples of one prompt in one step. `prompt`: stable across steps.
+
+    >>> factors = Factors()
+    >>> for prompt in range(8):
+    ...     factors.learn(f"sums/1/{prompt}", prompt, 100 if prompt else 400)
+    >>> factors.learn("sums/1/0", 0, 400)
+    >>> factors.of("sums/1/7") < 1.0 < factors.of("sums/1/0") < 4.0
+    True
+    """
 
     def __init__(self) -> None:
         self._usual = 0.0  # mean log length

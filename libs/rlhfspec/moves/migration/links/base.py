@@ -69,7 +69,13 @@ class QuickSending(Sending, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Token and addresses of a landing; each way has a kind."""
+    """Token and addresses of a landing; each way has a kind.
+
+    >>> Offer.of("[]")
+    Traceback (most recent call last):
+    ...
+    rlhfspec.errors.LinkError: offer: is none of a link ('[]')
+    """
 
     token: str
     ways: Sequence[Mapping[str, Any]]
