@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,3 +71,13 @@ def test_suspend_and_the_folder_as_it_is(job: Job, rlhf: Rlhf, tmp_path: Path) -
         p.name for p in (job.folder / "checkpoints").iterdir()
     )
     assert "get-run" not in job.kubectl("get", "pods", "-n", NAMESPACE, "-o", "name"), "the pod that read it is gone"
+
+
+def test_it_goes_on_with_a_template_that_was_changed_while_it_was_suspended(job: Job, rlhf: Rlhf) -> None:
+    step = job.status["progress"]["step"]
+    template = {"metadata": {"labels": {"team": "other"}}, "spec": {"tolerations": [{"operator": "Exists"}]}}
+    change = json.dumps({"spec": {"podTemplate": template}})
+    job.kubectl("patch", "rlhf", "asked", "-n", NAMESPACE, "--type=merge", "-p", change)
+    rlhf("resume", "asked")
+    job.wait_for_step(step + 1, seconds=300)
+    assert {pod["metadata"]["labels"].get("team") for pod in job.pods()} == {"other"}

@@ -341,22 +341,20 @@ class Spec(Block):
     rebalance: Annotated[Rebalance, Mark.RESUMABLE] = Rebalance()
     checkpoint: Annotated[Checkpoint, Mark.RESUMABLE] = Checkpoint()
     observability: Annotated[Observability, Mark.RESUMABLE] = Observability()
-    suspend: Annotated[bool, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Field(
+    suspend: Annotated[bool, Mark.MUTABLE, Mark.CLUSTER_ONLY] = Field(
         False, description="true: write a checkpoint and delete the pods; false: run, or continue from the checkpoint."
     )
-    active_deadline_seconds: Annotated[WholeSeconds | None, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Field(
+    active_deadline_seconds: Annotated[WholeSeconds | None, Mark.MUTABLE, Mark.CLUSTER_ONLY] = Field(
         None,
         description="Time limit of the job in seconds, without suspended time; it fails afterwards. null: no limit.",
     )
-    pre_running_deadline_seconds: Annotated[WholeSeconds | None, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = (
-        Field(
-            None,
-            description="Seconds after which the job fails if not every pod is ready; null: no limit.",
-        )
+    pre_running_deadline_seconds: Annotated[WholeSeconds | None, Mark.MUTABLE, Mark.CLUSTER_ONLY] = Field(
+        None,
+        description="Seconds after which the job fails if not every pod is ready; null: no limit.",
     )
-    deletion_policy: Annotated[DeletionPolicy, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = DeletionPolicy()
+    deletion_policy: Annotated[DeletionPolicy, Mark.MUTABLE, Mark.CLUSTER_ONLY] = DeletionPolicy()
     ttl_seconds_after_finished: Annotated[
-        Annotated[int, Field(ge=0, le=MOST_SECONDS)] | None, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY
+        Annotated[int, Field(ge=0, le=MOST_SECONDS)] | None, Mark.MUTABLE, Mark.CLUSTER_ONLY
     ] = Field(
         None,
         description="Delete the job and its pods so many seconds after its end; the run folder stays. null: never.",
@@ -367,7 +365,7 @@ class Spec(Block):
         description="Merged into every pod of the job, before the podTemplate of its role; for example a toleration.",
     )
     storage: Annotated[Storage, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Storage()
-    restart: Annotated[Restart, Mark.MUTABLE, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Restart()
+    restart: Annotated[Restart, Mark.MUTABLE, Mark.CLUSTER_ONLY] = Restart()
     managed_by: Annotated[str | None, Mark.RESUMABLE, Mark.CLUSTER_ONLY] = Field(
         None, max_length=63, pattern=MANAGER,
         description=f"Controller that manages the job, such as kueue.x-k8s.io/multikueue; null: {DEFAULT_MANAGER}. The "

@@ -149,6 +149,12 @@ def test_a_folder_of_another_job_is_refused_by_the_field_that_names_it(place: Pl
     assert place.said().startswith("spec.storage.runFolder: holds the run of another job: spec.training.seed was 0")
 
 
+def test_a_run_goes_on_with_another_template_of_its_pods(place: Place) -> None:
+    place.prepare()
+    place.job["spec"]["podTemplate"] = {"spec": {"tolerations": [{"operator": "Exists"}]}}
+    assert place.prepare().endswith("begins")
+
+
 def test_while_another_pod_writes_there_it_is_no_fault_of_the_job(place: Place) -> None:
     place.prepare()
     held = take_lock(place.folder / ".lock")

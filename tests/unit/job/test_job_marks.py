@@ -36,7 +36,7 @@ def test_what_may_differ_when_a_run_is_resumed() -> None:
         "model.drafter", "dataset.epochs", "generation.speculation", "generation.maxSequences",
         "generation.kvCacheTokens", "generation.gpuMemoryFraction", "shareGpus", "training.steps", "roles",
         "failurePolicy", "rebalance", "checkpoint",
-        "observability", "scheduling", "storage", "managedBy", *ENDS,
+        "observability", "scheduling", "storage", "managedBy",
     }  # fmt: skip
     of_sources = {"name", "concurrency", "timeoutSeconds", "retries", "headers"}
     assert set(marked(RLHFJob, Mark.RESUMABLE)) == {

@@ -130,6 +130,30 @@ def test_what_prepare_refuses_fails_the_job_and_names_the_field() -> None:
     assert "spec.model.path: no such folder" in world.healthy()[2]
 
 
+def test_a_job_that_prepare_refused_after_an_edit_goes_on_once_it_is_edited_back() -> None:
+    world = running()
+    world.edit(suspend=True)
+    world.settle()
+    world.end_those_asked()
+    world.settle()
+    world.end_those_asked()
+    world.settle()
+    assert world.phase == "Suspended"
+    world.edit(suspend=False, roles={"prepare": {"image": "wrong"}})
+    world.settle()
+    world.run_all()
+    world.end_pod("sums-prepare-0", 78, "spec.storage.runFolder: holds the run of another job")
+    world.settle()
+    assert (world.phase, world.healthy()[1]) == ("Failed", "BadConfig")
+    world.edit(suspend=True, roles={})
+    world.settle()
+    assert (world.phase, world.healthy()[0]) == ("Suspended", "True")
+    world.edit(suspend=False)
+    world.to_running()
+    assert world.phase == "Running"
+    assert "completionTime" not in world.status
+
+
 # --- workers that fail ---------------------------------------------------------------------------------------------
 
 

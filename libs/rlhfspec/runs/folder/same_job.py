@@ -1,4 +1,4 @@
-"""The check whether a run may be resumed with a job: only fields that cannot change the curve may differ."""
+"""Check whether a run may be resumed with a job: only fields that are mutable or cannot change the curve may differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from rlhfspec.job.block import Mark, marked
 from rlhfspec.job.file.secrets import shown_value
 from rlhfspec.job.file.yaml_text import parts_of
 
-MAY_DIFFER = tuple(marked(RLHFJob, Mark.RESUMABLE))
+MAY_DIFFER = tuple(
+    path for mark in (Mark.RESUMABLE, Mark.MUTABLE, Mark.MUTABLE_WHILE_SUSPENDED) for path in marked(RLHFJob, mark)
+)
 _PLACE_IN_A_LIST = re.compile(r"\[\d+\]")
 _DECAYING_SCHEDULES = ("linear", "cosine")
 

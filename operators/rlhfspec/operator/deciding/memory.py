@@ -56,6 +56,7 @@ class Memory:
     """Memory of a job. A run is open while its pods should run, closing while they are removed, then closed."""
 
     number: int = 0  # number of the run
+    generation: int = 0  # of the job when the run opened
     state: RunState = "closed"
     prepared: bool = False
     opened: datetime | None = None

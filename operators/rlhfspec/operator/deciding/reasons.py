@@ -305,8 +305,8 @@ CAUSES = (
         "BadConfig",
         "A field of the job is wrong, or names something that is not there, or something of somebody else's has a name "
         "that the job needs. The message says which.",
-        "Correct the field, and the job begins; one that ran and failed by it is to be made again. Remove what is in "
-        "the way, and it goes on.",
+        "Correct the field, and the job begins, or goes on from its checkpoint; where the field is immutable by now, "
+        "make another job. Remove what is in the way, and it goes on.",
         _bad_config,
     ),
     Cause(

@@ -37,6 +37,7 @@ def _open(known: Situation) -> Situation:
     assert known.job.job is not None
     return known.remembering(
         number=known.memory.number + 1,
+        generation=known.job.generation,
         state="open",
         prepared=False,
         opened=known.now,
@@ -56,7 +57,9 @@ def reopen(known: Situation) -> Situation:
     if memory.outcome is None or memory.outcome.type != "Failed":
         return known
     is_mended = known.never_ran and trial.is_passed(known)
-    if is_mended or (memory.number and _restart_is_wanted(known)):
+    refused = memory.outcome.reason == "BadConfig" and not memory.prepared
+    is_edited = refused and 0 < memory.generation != known.job.generation
+    if is_mended or is_edited or (memory.number and _restart_is_wanted(known)):
         return known.remembering(outcome=None, completed=None, state="closing" if memory.number else "closed")
     return known
 
