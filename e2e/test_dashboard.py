@@ -135,6 +135,30 @@ def test_everybody_sees_the_jobs_of_their_namespaces_alone(kubernetes: ControlPl
     at_dashboard(kubernetes, check)
 
 
+def test_a_deleted_namespace_takes_its_own_jobs_alone(kubernetes: ControlPlane) -> None:
+    """Of a dashboard with rights in its namespaces, which go with them."""
+    kubernetes.kubectl("create", "namespace", "gone")
+    kubernetes.apply(job("gone"))
+    for namespace in ("gone", "team-a"):
+        role(kubernetes, "dashboard", "of-some", [JOBS], namespace=namespace)
+    role(kubernetes, "reviews", "of-some", RULES[:2])
+    access = KubeAccess(str(kubernetes.kubeconfig_of("of-some")))
+
+    async def seen() -> list[str]:
+        async with (
+            Api(access, agent="rlhfspec-dashboard", deadline_seconds=0.0) as api,
+            served(ClusterSource(api, Servers(), namespaces=("gone", "team-a")), ClusterAccess(api)) as (_, url),
+            visiting(token(kubernetes, "looker")) as session,
+        ):
+            answer = await session.get(f"{url}/api/jobs")
+            assert answer.status == 200, await answer.text()
+            return [each["namespace"] for each in await answer.json()]
+
+    assert asyncio.run(seen()) == ["team-a"]
+    kubernetes.kubectl("delete", "namespace", "gone", "--timeout=60s")
+    assert asyncio.run(seen()) == ["team-a"]
+
+
 @pytest.mark.parametrize("path", ["events", "samples", "sample?id=sums/1/0/0"])
 def test_another_namespace_is_refused_by_name(kubernetes: ControlPlane, path: str) -> None:
     async def check(url: str) -> None:

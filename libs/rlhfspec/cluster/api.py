@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import aiohttp
 
@@ -18,6 +18,7 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.access import KubeAccess
 from rlhfspec.errors import ClusterRefused, ClusterUnavailable, LeadershipLost
 
+P, T = TypeVar("P"), TypeVar("T")
 Json = dict[str, Any]
 Body = Json | list[Json]
 APPLY, _MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
@@ -364,6 +365,17 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         *whole, rest = (rest + chunk).split(b"\n")
         for line in whole:
             yield line
+
+
+async def from_each(
+    places: Iterable[P], ask: Callable[[P], Awaitable[T]]
+) -> AsyncIterator[tuple[P, T | ClusterRefused]]:
+    """Yield each place with its answer or refusal: whoever deletes a namespace takes away the rights in it alone."""
+    for place in places:
+        try:
+            yield place, await ask(place)
+        except ClusterRefused as refused:
+            yield place, refused
 
 
 async def in_parallel(calls: list[Awaitable[ApiResponse]]) -> list[ApiResponse]:

@@ -11,6 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
+from aiohttp import web
+from api_servers import serving
 from dashboards import Stream, served, visiting, write_run
 
 from rlhfspec.dashboard import server as server_module
@@ -82,13 +84,37 @@ async def test_who_loads_a_page_again_and_again_is_let_in(tmp_path: Path) -> Non
     """A closed stream frees its slot even without events."""
     dashboard = server_module.Dashboard(LaptopSource([write_run(tmp_path / "run")]), People(a=("jobs",)))
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(serve(dashboard, "127.0.0.1", 0, ready=port.set_result))
+    task = asyncio.create_task(serve(dashboard, "127.0.0.1", 0, ready=port.set_result))
     url = f"http://127.0.0.1:{await port}/api/events"
     for _ in range(3 * MOST_STREAMS_OF_ONE):
         async with visiting("a") as session, Stream(session, url) as stream:
             await stream.next("jobs")
-    serving.cancel()
-    await asyncio.gather(serving, return_exceptions=True)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_namespace_that_was_deleted_is_missing_alone(tmp_path: Path) -> None:
+    """Its rights went along, so that the API server refuses its list."""
+    refused = {"gone"}
+
+    async def answer(request: web.Request) -> web.Response:
+        namespace = request.path.split("/")[-2]
+        if namespace in refused:
+            return web.json_response({"message": f"forbidden in {namespace}"}, status=403)
+        items = [{"metadata": {"namespace": namespace, "name": "sums"}}]
+        return web.json_response({"items": items, "metadata": {"resourceVersion": "1"}})
+
+    async with serving(answer, tmp_path) as api:
+        for namespaces in (["gone", "team"], ["team", "gone"]):
+            source = ClusterSource(api, Servers(), namespaces=namespaces)
+            async with served(source, People(a=("jobs",))) as (_, url), visiting("a") as session:
+                jobs = await (await session.get(f"{url}/api/jobs")).json()
+                assert [job["namespace"] for job in jobs] == ["team"]
+                assert (await session.get(f"{url}/api/jobs/team/sums/yaml")).status == 200
+        refused.add("team")
+        source = ClusterSource(api, Servers(), namespaces=["gone", "team"])
+        async with served(source, People(a=("jobs",))) as (_, url), visiting("a") as session:
+            assert (await session.get(f"{url}/api/jobs")).status == 503, "no list at all is no empty list"
 
 
 async def test_all_visitors_together_have_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rlhfspec.cluster import names
-from rlhfspec.cluster.api import JOB_VERSION, Api
+from rlhfspec.cluster.api import JOB_VERSION, Api, from_each
 from rlhfspec.errors import ClusterRefused, ClusterUnavailable
 from rlhfspec.operator.looking.cache import WARNINGS, Cache, Json, Kind
 from rlhfspec.operator.looking.queue import Key
@@ -101,11 +101,10 @@ class Informers:
         """List everything anew. Raises ClusterUnavailable when the API server is away."""
         if self._labelled is not None:
             await self._list(api, self._labelled, None)
-        for namespace, source in list(self._places()):
-            try:
-                await self._list(api, source, namespace)
-            except ClusterRefused as refused:
-                self._is(namespace, source, refused)
+        places = list(self._places())
+        async for (namespace, source), answer in from_each(places, lambda place: self._list(api, place[1], place[0])):
+            if isinstance(answer, ClusterRefused):
+                self._is(namespace, source, answer)
         for key in self._cache.jobs():
             self._tell(key)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,15 +11,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlhfspec.cluster import names
-from rlhfspec.cluster.api import JOB_VERSION, Api
+from rlhfspec.cluster.api import JOB_VERSION, Api, from_each
 from rlhfspec.dashboard.jobs.folder import shown
 from rlhfspec.dashboard.jobs.kept import Kept
 from rlhfspec.dashboard.jobs.source import Address, Condition, JobDetail, JobHead, JobKey, Pod, RunFolderInfo, RunPlace
-from rlhfspec.errors import InvalidRequest
+from rlhfspec.errors import ClusterRefused, InvalidRequest
 from rlhfspec.runs.live.redis_users import DASHBOARD
 
 _LIST_SECONDS = 2.0
 _MOST_CHARACTERS = 500  # of a message
+log = logging.getLogger("rlhfspec.dashboard")
 SPEAKING = ("Starting", "Running", "Suspending")  # phases in which a run has somebody to listen to
 
 
@@ -41,11 +43,12 @@ class ClusterSource:
         self._api = api
         self._servers = servers
         self._namespaces = tuple(namespaces) or ("",)
-        self._lists: Kept[Sequence[dict[str, Any]]] = Kept(seconds=_LIST_SECONDS)
+        self._refused: set[str] = set()
+        self._jobs: Kept[Mapping[JobKey, dict[str, Any]]] = Kept(seconds=_LIST_SECONDS)
         self._pods: Kept[Sequence[dict[str, Any]]] = Kept(seconds=_LIST_SECONDS)
 
     async def jobs(self) -> Sequence[JobHead]:
-        return [head_of(job) for job in (await self._all()).values()]
+        return [head_of(job) for job in (await self._jobs.get("", self._all)).values()]
 
     async def job(self, key: JobKey) -> JobDetail:
         job = await self._found(key)
@@ -75,14 +78,21 @@ class ClusterSource:
 
     async def _all(self) -> Mapping[JobKey, dict[str, Any]]:
         found: dict[JobKey, dict[str, Any]] = {}
-        for namespace in self._namespaces:
-            ask = partial(self._listed, JOB_VERSION, names.KIND, namespace)
-            for job in await self._lists.get(namespace, ask):
-                found[JobKey(job["metadata"]["namespace"], job["metadata"]["name"])] = job
+        refused: dict[str, ClusterRefused] = {}
+        async for namespace, jobs in from_each(self._namespaces, partial(self._listed, JOB_VERSION, names.KIND)):
+            if isinstance(jobs, ClusterRefused):
+                refused[namespace] = jobs
+            else:
+                found |= {JobKey(job["metadata"]["namespace"], job["metadata"]["name"]): job for job in jobs}
+        for namespace in refused.keys() - self._refused:
+            log.warning("jobs of namespace %s are not shown: %s", namespace, refused[namespace])
+        self._refused = set(refused)
+        if len(refused) == len(self._namespaces):
+            raise refused[self._namespaces[0]]
         return found
 
     async def _found(self, key: JobKey) -> dict[str, Any]:
-        job = (await self._all()).get(key)
+        job = (await self._jobs.get("", self._all)).get(key)
         if job is None:
             raise InvalidRequest("job", str(key)[:300], "is not there")
         return job
