@@ -1,1 +1,0 @@
-"""Small utilities for all packages: arrays, locks, clocks, ranks, the object store."""

@@ -1,11 +1,4 @@
-"""Clock that leaves out the time in which the process was stopped (Ctrl-Z, SIGSTOP, suspend).
-
-Example:
-    >>> clock, hour = AwakeClock(), 3600.0
-    >>> began = clock.now()
-    >>> clock.now() - began < hour
-    True
-"""
+"""Clock that leaves out the time in which the process was stopped (Ctrl-Z, SIGSTOP, suspend)."""
 
 from __future__ import annotations
 
@@ -18,8 +11,9 @@ STOPPED_SECONDS = 5.0
 
 
 class AwakeClock:
-    """Implementation of rlhfspec.messages.transport.clock.Clock; a supervisor must ask it about every second. A late
-    question counts as a stop, unless the process has computed meanwhile."""
+    """Clock for a supervisor that asks it about every second.
+
+    A late question counts as a stop, unless the process has computed meanwhile."""
 
     def __init__(
         self,

@@ -1,15 +1,4 @@
-"""Lock of a folder that one process at a time writes.
-
-Example:
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / ".lock"
-    >>> held = take_lock(path)
-    >>> take_lock(path)  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ...
-    BlockingIOError: [Errno 11] another run writes here (process ...)
-    >>> os.close(held); os.close(take_lock(path))
-"""
+"""Lock of a folder that one process at a time writes."""
 
 from __future__ import annotations
 
@@ -20,7 +9,9 @@ from pathlib import Path
 
 
 def take_lock(path: Path, *, wait: bool = False) -> int:
-    """Return an open file with the lock, which ends when it is closed or the process ends, even by a kill."""
+    """Return an open file with the lock, which ends when it is closed or the process ends.
+
+    Raise BlockingIOError, naming the holder, where it is taken."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

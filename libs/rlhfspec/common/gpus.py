@@ -1,9 +1,4 @@
-"""Selection of the GPUs that a process may see: one each, so that every thread computes on the right one.
-
-Example:
-    >>> of_rank(["1", "2"], {"LOCAL_RANK": "1"})
-    ['2']
-"""
+"""Selection of the GPUs that a process may see."""
 
 from __future__ import annotations
 
@@ -16,11 +11,7 @@ _NODE = re.compile(r"nvidia\d+")
 
 
 def visible(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """Return the GPUs that this process sees, as in CUDA_VISIBLE_DEVICES, without asking CUDA.
-
-    >>> visible({"CUDA_VISIBLE_DEVICES": "3,MIG-d5"}), visible({"CUDA_VISIBLE_DEVICES": ""})
-    (['3', 'MIG-d5'], [])
-    """
+    """Return the GPUs that this process sees, as in CUDA_VISIBLE_DEVICES, without asking CUDA."""
     told = environment.get(VISIBLE)
     if told is not None:
         return [name.strip() for name in told.split(",") if name.strip() not in ("", "-1")]
@@ -35,8 +26,8 @@ def of_rank(gpus: Sequence[str], environment: Mapping[str, str]) -> list[str]:
 
 
 def see_only(told: str | None, environment: MutableMapping[str, str]) -> None:
-    """Restrict this process to the given GPUs (comma-separated), or to its own of several ranks. It must not have asked
-    CUDA for anything yet."""
+    """Restrict this process to the given GPUs (comma-separated), or to its own of several ranks, before it asks
+    CUDA."""
     gpus = visible(environment) if told is None else visible({VISIBLE: told})
     mine = of_rank(gpus, environment)
     if told is not None or mine != gpus:

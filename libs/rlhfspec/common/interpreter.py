@@ -1,5 +1,3 @@
-"""Checks of the interpreter before anything else is imported: docstrings and UTF-8."""
-
 from __future__ import annotations
 
 import locale

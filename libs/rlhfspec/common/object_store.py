@@ -1,15 +1,6 @@
-"""Copies of files between a prefix of an object store and a local folder.
+"""Copies of files between a prefix of an object store (S3, Google Cloud Storage, Azure) and a local folder.
 
-Works with S3 and compatible stores, Google Cloud Storage and Azure through obstore; credentials come from its variables
-(AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, ...) or the machine's identity.
-
-Example:
-    >>> store = ObjectStore("s3://bucket/team", Path("/storage"))
-    >>> store.uri
-    's3://bucket/team'
-    >>> store.fetch(store.sizes("data/sums.jsonl"))                     # doctest: +SKIP
-    >>> store.push([Path("/storage/runs/sums/steps.jsonl")])            # doctest: +SKIP
-"""
+Credentials come from obstore's variables, such as AWS_ACCESS_KEY_ID, or the machine's identity."""
 
 from __future__ import annotations
 
@@ -37,8 +28,9 @@ _OF_THE_JOB = ("PermissionDeniedError", "UnauthenticatedError", "InvalidPathErro
 
 
 class ObjectStore:
-    """A store's prefix paired with a folder; paths are relative to both. Calls block; threads may share it. Raises
-    StorageUnavailable where the store does not answer, and InvalidRequest where a retry cannot help."""
+    """A store's prefix paired with a folder, to both of which paths are relative. Threads may share it.
+
+    Raises StorageUnavailable where the store does not answer, and InvalidRequest where a retry cannot help."""
 
     def __init__(self, uri: str, base: Path, *, patience_seconds: float = _PATIENCE_SECONDS) -> None:
         from obstore.store import from_url
@@ -57,7 +49,7 @@ class ObjectStore:
             )
 
     def sizes(self, *prefixes: str) -> dict[str, int]:
-        """Return the sizes of these objects and of those below these names, if any."""
+        """Return the sizes of these objects and of those below these names."""
         import obstore
 
         found: dict[str, int] = {}
@@ -78,7 +70,7 @@ class ObjectStore:
             return {each["path"]: each["size"] for each in obstore.list_with_delimiter(self._store)["objects"]}
 
     def fetch(self, sizes: Mapping[str, int]) -> int:
-        """Fetch these objects, each whole or not at all, except those already here. Return the bytes copied."""
+        """Fetch these objects, each whole or not at all, except those already here; return the bytes copied."""
         missing = {path: size for path, size in sizes.items() if not self._is_there(path, size)}
         with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
             for path, size in missing.items():
@@ -88,7 +80,7 @@ class ObjectStore:
         return sum(missing.values())
 
     def push(self, files: Iterable[Path]) -> int:
-        """Push files in this order, except those that are gone. Return the bytes copied."""
+        """Push files in this order, except those that are gone; return the bytes copied."""
         import obstore
 
         total = 0
@@ -163,7 +155,7 @@ class ObjectStore:
 
 
 def main() -> int:
-    """Run `python -m rlhfspec.common.object_store URI FOLDER PATH`, for a shell without the store's own tool."""
+    """Fetch a path, for a shell without the store's own tool."""
     parser = argparse.ArgumentParser(
         prog="python -m rlhfspec.common.object_store", description="Fetches what a store has."
     )
@@ -201,7 +193,6 @@ def _writing(file: Path) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the error's first line, without the library's details."""
     text = str(error).partition("\n\nDebug source")[0]
     return " ".join(text.split())[:500]
 

@@ -1,16 +1,6 @@
 """RLHFJob: the one strict schema of the command line, the custom resource and the chart. This module is torch-free.
 
-YAML is camelCase, Python snake_case. Defaults of the algorithm are filled in when a job is read.
-
-Example:
-    >>> job = RLHFJob.model_validate({
-    ...     "apiVersion": "rlhfspec.io/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "sums"},
-    ...     "spec": {"model": {"path": "m"}, "dataset": {"path": "d.jsonl"}, "algorithm": {"name": "dapo"},
-    ...              "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]}},
-    ... })
-    >>> job.spec.algorithm.clip_high, job.spec.training.max_staleness
-    (0.28, 0)
-"""
+YAML is camelCase, Python snake_case."""
 
 from __future__ import annotations
 
@@ -201,7 +191,6 @@ class Algorithm(Block):
 
     @property
     def shares_prompts(self) -> bool:
-        """Return whether a prompt has several responses, so that its KV is worth keeping."""
         return self.samples_per_prompt > 1
 
 
@@ -387,15 +376,14 @@ class Spec(Block):
         return ENGINES[self.generation.engine.name].is_movable
 
     def num_processes(self, stage: str) -> int:
-        """Return the number of processes that form one worker of the stage."""
         several = {"trainer": self.roles.trainer.ranks, "generator": self.roles.generator.tensor_parallel}
         return several.get(stage, 1)
 
     @property
     def prefetch(self) -> int:
-        """Return how many samples a generator fetches beyond those that its engine can run. The default is small
-        because other generators cannot take fetched samples. Where samples can move, it covers a whole group, so that
-        its prompt is prefilled once."""
+        """Return how many samples a generator fetches beyond those that its engine can run.
+
+        Other generators cannot take fetched samples, so they are few; a group at least where samples can move."""
         given = self.roles.generator.prefetch
         if given is not None:
             return given
@@ -403,12 +391,12 @@ class Spec(Block):
 
     @property
     def pulled_at_a_time(self) -> int:
-        """Return how many samples are pulled at a time: at most one group, which shares the KV of its prompt."""
+        """Return how many samples are pulled at a time: at most a group, which shares the KV of its prompt."""
         return max(min(self.algorithm.samples_per_prompt, self.prefetch), 1)
 
     @property
     def samples_in_flight(self) -> int:
-        """Return the most samples that may be requested at a time, over all steps that staleness lets begin."""
+        """Return the most samples requested at a time, over all steps that staleness lets begin."""
         training = self.training
         return training.prompts_per_step * self.algorithm.samples_per_prompt * (1 + training.max_staleness)
 

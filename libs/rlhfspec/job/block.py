@@ -1,14 +1,4 @@
-"""The base class and number types of the blocks of a job. `marked` lists the fields that carry a `Mark`.
-
-Example:
-    >>> class Wait(Block):
-    ...     max_seconds: Seconds = Field(1.0, description="The longest.")
-    ...     poll_seconds: Annotated[Seconds, Mark.RESUMABLE] = 0.1
-    >>> Wait.model_validate({"maxSeconds": 2}).max_seconds
-    2.0
-    >>> list(marked(Wait, Mark.RESUMABLE))
-    ['pollSeconds']
-"""
+"""The base class and number types of the blocks of a job."""
 
 from __future__ import annotations
 
@@ -36,7 +26,7 @@ class Block(BaseModel):
 
 
 class Mark(Enum):
-    """A property of a field. A mark on a block holds for all fields in it."""
+    """A property of a field, or of all fields in a block."""
 
     MUTABLE = "may change while the job runs"
     MUTABLE_WHILE_SUSPENDED = "may change while the job is suspended, for the pods that are made when it goes on"
@@ -55,7 +45,7 @@ def marked(block: type[Block], mark: Mark) -> Iterator[str]:
 
 
 def blocks_of(annotation: Any) -> list[type[Block]]:
-    """Return the blocks that a field may hold: directly, in a list or in a union."""
+    """Return the blocks that a field may hold, directly, in a list or in a union."""
     if isinstance(annotation, type) and issubclass(annotation, Block):
         return [annotation]
     return [block for inner in get_args(annotation) for block in blocks_of(inner)]

@@ -1,12 +1,4 @@
-"""Fields of a job that have an effect in a cluster only. `rlhfspec run` ignores them and lists them
-(`job.file.remarks`).
-
-Example:
-    >>> Replicas.model_validate({"min": 1, "max": 4}).max
-    4
-    >>> PodOptions.model_validate({"resources": {"limits": {"nvidia.com/gpu": 1}}}).resources["limits"]
-    {'nvidia.com/gpu': 1}
-"""
+"""Fields of a job that have an effect in a cluster only."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""How a job generates: sampling parameters, engine and speculation.
-
-Example:
-    >>> Generation.model_validate({"maxTokens": 8, "speculation": {"mode": "off"}}).max_tokens
-    8
-"""
+"""How a job generates: sampling parameters, engine and speculation."""
 
 from __future__ import annotations
 

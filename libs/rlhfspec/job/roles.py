@@ -1,9 +1,4 @@
-"""The roles of a run: their workers, what happens when one fails, and samples that move between generators.
-
-Example:
-    >>> GeneratorWorkers.model_validate({"workers": 2, "link": "tcp"}).workers
-    2
-"""
+"""The roles of a run: their workers, what happens when one fails, and samples that move between generators."""
 
 from __future__ import annotations
 

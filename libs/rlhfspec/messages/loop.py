@@ -1,13 +1,4 @@
-"""The map of the loop: every stage, what it consumes and produces, what it waits for, and what unblocks it.
-
-Subjects, consumers, service folders, chart keys and the supervisor's messages derive from this table.
-
-Example:
-    >>> subject("sums", "3f2a", Sample)
-    'rlhf.sums.3f2a.sample'
-    >>> [stage.name for stage in consumers_of(Sample)]
-    ['reward', 'reference', 'critic', 'trainer']
-"""
+"""The map of the loop: every stage, what it consumes and produces, what it waits for, and what unblocks it."""
 
 from __future__ import annotations
 
@@ -56,9 +47,10 @@ LAST_DECLARED = WorkerInfo  # declared last, so its existence implies all others
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A stage of the loop. `max_held`: most records of one type that its workers together hold unacknowledged.
-    `max_deliveries`: most deliveries of a record before it becomes a dead letter; None: no limit. `watches`: records of
-    other stages that it observes. They are not kept for it and must not affect tokens or curves."""
+    """A stage of the loop.
+
+    `max_held`: most records of one type that its workers together hold unacknowledged. `max_deliveries`: of a record
+    before it becomes a dead letter; None: no limit. `watches`: records that must not affect tokens or curves."""
 
     name: str
     consumes: tuple[type[Record], ...]
@@ -144,17 +136,16 @@ BY_NAME = {stage.name: stage for stage in (*STAGES, *OBSERVERS)}
 
 
 def subject(job: str, uid: str, record: type) -> str:
-    """Return the subject of a record type in one run of a job; runs of the same name differ in uid."""
     return f"rlhf.{job}.{uid}.{record.__name__.lower()}"
 
 
 def dead_letters(job: str, uid: str) -> str:
-    """Return the subject of records that no worker could handle. It is state, so that watchers see all of them."""
+    """Return the subject, of state, for records that no worker could handle."""
     return f"rlhf.{job}.{uid}.dead"
 
 
 def state_key(record: Record) -> str:
-    """Return the key under which only the latest state record is kept."""
+    """Return the key of which only the latest state record is kept."""
     if isinstance(record, WorkerInfo):
         return f"{record.stage}-{record.worker}"
     return record.role if isinstance(record, Weights) else ""
@@ -165,7 +156,6 @@ def consumers_of(record: type[Record]) -> list[Stage]:
 
 
 def work_consumer(stage: Stage) -> Consumer:
-    """Return the consumer of a stage; its workers compete under the stage's name."""
     return Consumer(
         name=stage.name,
         ack_wait_seconds=ACK_WAIT_SECONDS,
@@ -175,11 +165,6 @@ def work_consumer(stage: Stage) -> Consumer:
 
 
 def work_consumers(record: type[Record], running: Collection[str]) -> list[Consumer]:
-    """Return the consumers of a work record among the stages that run in a job.
-
-    >>> [consumer.name for consumer in work_consumers(Sample, {"reward", "trainer"})]
-    ['reward', 'trainer']
-    """
     return [work_consumer(stage) for stage in consumers_of(record) if stage.name in running]
 
 
@@ -190,11 +175,7 @@ class Declaration(NamedTuple):
 
 
 def declarations(job: str, uid: str, running: Collection[str]) -> list[Declaration]:
-    """Return the declarations that open a run, in order. Only running stages get consumers.
-
-    >>> [each.subject for each in declarations("sums", "3f2a", {"reward", "trainer"})][-2:]
-    ['rlhf.sums.3f2a.dead', 'rlhf.sums.3f2a.workerinfo']
-    """
+    """Return the declarations that open a run, in order; only running stages get consumers."""
     made = [_declaration(job, uid, record, running) for record in KINDS if record is not LAST_DECLARED]
     return [
         *made,

@@ -33,7 +33,7 @@ class Beside(TyperCommand):
 
 
 class WithCommandsBeside(TyperGroup):
-    """Command group that includes commands of other distributions. Types are those of the click that typer uses."""
+    """Command group that includes commands of other distributions."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *BENCH]

@@ -1,4 +1,4 @@
-"""`rlhfspec run`: all stages of a job in one process. The run folder is finished however the run ends."""
+"""`rlhfspec run`: all stages of a job in one process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class LocalRun(JobRun):
         self._check_columns()
 
     def _move_endpoint(self, worker: int) -> MoveEndpoint:
-        """Return a move endpoint without addresses: workers of one process call each other."""
+        """Return a move endpoint without addresses, for workers of one process."""
         info = WorkerInfo(
             id=incarnation_of("generator", worker),
             job=self._job.metadata.name,
@@ -128,7 +128,6 @@ class LocalRun(JobRun):
                 service.sources.check_columns(prompts.columns)
 
     def _refuse_ranks(self) -> None:
-        """Raise if torchrun started this process with several ranks."""
         trainer = self._job.spec.roles.trainer
         if trainer.ranks not in (1, rank_told(os.environ).num_ranks):
             nodes = f"--nnodes {trainer.nodes} " if trainer.nodes > 1 else ""

@@ -21,15 +21,7 @@ LIMITS = {
 
 @contextmanager
 def exit_on_problems() -> Iterator[None]:
-    """Turn errors of user input and of the disk into a message and an exit code.
-
-    >>> try:
-    ...     with exit_on_problems():
-    ...         raise InvalidRequest("steps", 0, "must be >= 1")
-    ... except typer.Exit as ended:
-    ...     ended.exit_code
-    2
-    """
+    """Turn errors of user input and of the disk into a message and an exit code."""
     try:
         yield
     except InvalidRequest as error:
@@ -45,9 +37,8 @@ def exit_on_problems() -> Iterator[None]:
 
 
 def said_of(error: OSError) -> str:
-    """
-    >>> said_of(PermissionError(errno.EACCES, "Permission denied", "model.safetensors"))
-    'model.safetensors: Permission denied'
+    """Return a message with the file, and for a limit of the system its name.
+
     >>> said_of(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"))
     "Resource temporarily unavailable (a limit on processes and threads: ulimit -u, or the container's)"
     """

@@ -13,12 +13,7 @@ def wide_console() -> Console:
 
 
 class StatusLine:
-    """Line that shows the current activity when called with it. Example:
-
-    >>> with StatusLine(Console(force_terminal=False)) as status:
-    ...     status("halfway")
-    halfway
-    """
+    """Line that shows the current activity when called with it."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)

@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit without unwinding, which would abort under a running computation. Everything has been written by then."""
+    """Exit without unwinding, which would abort under a running computation."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

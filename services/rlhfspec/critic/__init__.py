@@ -1,1 +1,0 @@
-"""The critic stage: expected value of a response at each token."""

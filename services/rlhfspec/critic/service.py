@@ -1,5 +1,3 @@
-"""The critic stage: values before each token, under the critic of the sample's step."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,9 +15,6 @@ from rlhfspec.training.weights import WeightStore
 
 
 class CriticService(TokenScoringService):
-    """Critic stage. Consumes Sample, Weights; produces Score; waits for finished samples, and the critic's weights;
-    unblocked by generator, trainer."""
-
     def __init__(
         self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, scorer: ValueScorer, weights: WeightStore
     ) -> None:

@@ -1,1 +1,0 @@
-"""The generating stage: samples every prompt on the engine."""

@@ -1,5 +1,3 @@
-"""Builder of one worker of the generating stage. With several processes this is rank 0; the others follow it."""
-
 from __future__ import annotations
 
 import signal

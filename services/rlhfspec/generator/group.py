@@ -1,4 +1,4 @@
-"""Processes of one generator that share a model. Rank 0 is the worker and starts the others; all end together."""
+"""Processes of one generator that share a model: rank 0 is the worker and starts the others; all end together."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def led(job: RLHFJob) -> Iterator[Ranks | None]:
 
 @contextmanager
 def joined_by(job: RLHFJob) -> Iterator[Ranks]:
-    """Join the group that the environment names. Raise InvalidRequest if two ranks would share a GPU."""
+    """Join the group that the environment names."""
     from rlhfspec.common.ranks.meeting import joined
     from rlhfspec.huggingface.devices import device_of
 
@@ -91,7 +91,7 @@ def refuse_shared(places: Sequence[tuple[str, str | None]]) -> None:
 
 
 def _keep(rank: int, environment: dict[str, str], leaving: Event) -> None:
-    """Start a rank and end as it ends. The system kills it when this thread ends."""
+    """Start a rank and end as it ends; the system kills it when this thread ends."""
     told = os.environ | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     told.setdefault(STARTED, "generator")
     other = subprocess.Popen([sys.executable, "-m", "rlhfspec.generator", *sys.argv[1:]], env=told)

@@ -1,8 +1,4 @@
-"""Sharing of learnt drafters between generators, and with later processes through the run's folder.
-
-A drafter takes over weights that learnt from more tokens. It shares its own after a quarter more tokens than any
-announced, or 32,768 more.
-"""
+"""Sharing of learnt drafters between generators, and with later processes through the run's folder."""
 
 from __future__ import annotations
 
@@ -150,7 +146,7 @@ class LearntSharing:
             log.warning("what the drafter cost is not written down: %s", error)
 
     async def _hand_out(self, learnt: Learnt) -> None:
-        """Write the drafter into the folder, then publish it. A failure is not fatal: the next attempt may succeed."""
+        """Write the drafter into the folder and publish it, or leave that to the next attempt."""
         began = time.monotonic()
         self._announced = learnt.version
         num_bytes = sum(tensor.nbytes for tensor in learnt.tensors.values())

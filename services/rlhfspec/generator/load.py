@@ -1,5 +1,3 @@
-"""Load of a generator: a record a few times a second, and the cost on each sample."""
-
 from __future__ import annotations
 
 import secrets
@@ -19,8 +17,7 @@ Experts = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class LoadMeter:
-    """Meter of the engine's steps; `load` returns a record when one is due. `incarnation` is the process's: it voids
-    earlier records. A leaving worker sets `is_leaving`."""
+    """Meter of the engine's steps. A new `incarnation` voids earlier records."""
 
     def __init__(
         self,
@@ -134,7 +131,7 @@ class LoadMeter:
         return record
 
     def experts(self) -> Experts:
-        """Return the rows per expert since the last report, or nothing right after one."""
+        """Return the rows per expert since the last report, if that is due."""
         if not self._is_due(self._experts_said):
             return ()
         self._experts_said = self._now()

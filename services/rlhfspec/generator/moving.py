@@ -30,11 +30,7 @@ MOST_ADVICE = 32  # followed at once; the rest of a flood is lost, as advice may
 
 @dataclass(frozen=True, slots=True)
 class MovedPrompt:
-    """Prompt data that moves with a sample, beside the engine's state.
-
-    >>> MovedPrompt.read(MovedPrompt(b"record", {"traceparent": "00-ab-cd-01"}, 1.5).to_bytes())
-    MovedPrompt(record=b'record', headers={'traceparent': '00-ab-cd-01'}, seconds=1.5)
-    """
+    """Prompt data that moves with a sample, beside the engine's state."""
 
     record: bytes  # its prompt
     headers: Mapping[str, str]
@@ -47,7 +43,6 @@ class MovedPrompt:
 
     @classmethod
     def read(cls, data: bytes) -> MovedPrompt:
-        """Parse the data. Raise MalformedRecord if it is malformed."""
         try:
             moved = read(records_pb2.MovedPrompt.FromString(data), cls)
         except DecodeError as error:
@@ -58,7 +53,7 @@ class MovedPrompt:
 
 
 class PromptCustody:
-    """Implementation of `moves.migration.base.Custody` for running samples. `inbox`: source of prompts."""
+    """Implementation of `moves.migration.base.Custody` for running samples."""
 
     def __init__(self, state: GeneratorState, inbox: Inbox[Prompt], meter: LoadMeter) -> None:
         self._state = state
@@ -111,14 +106,14 @@ class OwnMoves:
             self._begin(move)
 
     def settle(self) -> None:
-        """Forget completed moves. Raise an unexpected error of a move, which ends this worker."""
+        """Forget completed moves, or raise an unexpected error of one, which ends this worker."""
         for task in [task for task in self._moves if task.done()]:
             self._moves.discard(task)
             if not task.cancelled():
                 task.result()
 
     async def leave(self) -> None:
-        """Move running samples to others while there is time. A peer that leaves or is silent is asked only once."""
+        """Move running samples to others while there is time; a peer that leaves or is silent is asked only once."""
         await self.mover.refuse()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_SECONDS):

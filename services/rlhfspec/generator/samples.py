@@ -1,5 +1,3 @@
-"""Conversion of prompts to engine requests, and of completions to samples."""
-
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -15,7 +13,7 @@ _MOST_PROMPTS = 4096
 
 
 class Histories:
-    """The newest `keep` responses of each recent prompt, for drafting. They change no token.
+    """The newest `keep` responses of each recent prompt, for drafting, which change no token.
 
     >>> histories = Histories(keep=2)
     >>> for response in ((1,), (2,), (3,)):

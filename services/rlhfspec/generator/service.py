@@ -1,5 +1,3 @@
-"""The generating stage: an engine between an inbox of prompts and a subject of samples."""
-
 from __future__ import annotations
 
 import asyncio
@@ -31,11 +29,9 @@ _R = TypeVar("_R", bound=Record)
 
 
 class GeneratorService(Service):
-    """Generating stage. Consumes Prompt, Weights; produces Sample, Load; waits for prompts, and room in the KV cache;
-    unblocked by prompts, trainer.
+    """Generating stage, which acknowledges a prompt after its sample is published, so that none is lost.
 
-    A prompt is acknowledged after its sample is published, so a lost generator loses no sample. On stop, running
-    samples move to other generators; the rest is returned."""
+    On stop, running samples move to other generators; the rest is returned."""
 
     def __init__(self, job: RLHFJob, context: GeneratorContext, engine: EngineProtocol) -> None:
         super().__init__("generator", context.worker, context.vitals)
@@ -114,7 +110,7 @@ class GeneratorService(Service):
                 await self._wait()
 
     async def _load_weights(self) -> None:
-        """Load the newest announced version. Running samples continue under it; each token records its version."""
+        """Load the newest announced version, under which running samples continue."""
         newer = [record for record in self.state.wanted if record.version > self._engine.weights_version]
         self.state.wanted.clear()
         if newer:
@@ -167,13 +163,12 @@ class GeneratorService(Service):
         return finished
 
     async def _hand_out(self, finished: Sequence[Completion]) -> None:
-        """Publish completions while the engine continues; at most one burst is in flight."""
+        """Publish completions while the engine continues, at most one burst at a time."""
         await self._published()
         made = [self._made(completion) for completion in finished]
         self._publishing = asyncio.create_task(self._publish(self._meter.load(), made))
 
     def _made(self, completion: Completion) -> tuple[Delivery[Prompt], Sample]:
-        """Return a finished sample and its prompt. Its response is kept for later drafts."""
         delivery, seconds = self.state.end(completion.id)
         self._histories.add(completion.prompt_token_ids, completion.token_ids)
         experts = self._meter.experts()
@@ -260,7 +255,7 @@ class GeneratorService(Service):
         return self._moves.mover.moving if self._moves is not None else frozenset()
 
     async def _leave(self) -> None:
-        """Move running samples away where possible, return the rest, and share the last learnt drafter."""
+        """Move running samples away, return the rest, and share the last learnt drafter."""
         num_running = len(self.state.running)
         if self._moves is not None:
             with self.vitals.working("handing over what runs", deadline_seconds=self._deadline):

@@ -21,9 +21,10 @@ class RunningSample:
 
 
 class GeneratorState:
-    """Queues of one generator: pulled prompts, running samples, wanted weights, and the rebalancer's plan. Only the
-    generator's loop removes from it. An arrival sets `news`, which ends a wait and a burst. Prompts are pulled as the
-    engine has room, and `prefetch` more, a `piece` at a time.
+    """Queues of one generator: pulled prompts, running samples, wanted weights, and the rebalancer's plan.
+
+    Only the generator's loop removes from it. An arrival sets `news`, which ends a wait and a burst. Prompts are pulled
+    as the engine has room, and `prefetch` more, a `piece` at a time.
 
     >>> from types import SimpleNamespace as Fake
     >>> a, b = (Fake(record=Fake(id=id)) for id in "ab")

@@ -1,1 +1,0 @@
-"""The prompts of each step, in an order that is a function of seed and step."""

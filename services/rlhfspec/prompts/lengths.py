@@ -12,13 +12,7 @@ _NEWEST = 0.25  # weight of an answer against those before it: the policy's habi
 
 
 class PromptLengths:
-    """Running mean of answer lengths, for each recent prompt.
-
-    >>> lengths = PromptLengths()
-    >>> lengths.add_length((50, 43), 12); lengths.add_length((50, 43), 20)
-    >>> lengths.work((50, 43)), lengths.work((51,))
-    (16.0, 15.0)
-    """
+    """Running mean of answer lengths, for each recent prompt."""
 
     def __init__(self) -> None:
         self._means: OrderedDict[int, float] = OrderedDict()  # by the hash of the prompt: a clash costs nothing

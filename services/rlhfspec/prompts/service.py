@@ -1,5 +1,3 @@
-"""The first stage: publishes the prompts of a step as soon as its weights may sample them."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -25,9 +23,7 @@ from rlhfspec.training.data import PromptRow, Prompts
 
 
 class PromptsService(Service):
-    """Prompts stage. Consumes Weights, Demand; produces Prompt, DatasetInfo; waits for a weights version not older than
-    the step allows; unblocked by trainer. Prompts of a step that should take longest, with their answers, come
-    first, so that it ends early. Where prompts come again, it watches how long their answers were."""
+    """Prompts stage, which publishes a step's prompts as soon as its weights may sample them, longest work first."""
 
     def __init__(
         self,
@@ -92,7 +88,7 @@ class PromptsService(Service):
                 await delivery.ack()
 
     async def _publish_steps(self, version: int) -> None:
-        """Publish every step that this version may sample: the next, and as many more as staleness allows."""
+        """Publish every step that this version may sample: the next, and as many as staleness allows."""
         if self.held_out and self._evaluation.is_due(version, self._last_step):
             await self._publish(f"the evaluation after step {version}", evaluation_prompts, self.held_out, version)
         newest = min(version + 1 + self._job.spec.training.max_staleness, self._last_step)
@@ -108,7 +104,7 @@ class PromptsService(Service):
 
 
 def prompts_of(job: RLHFJob, prompts: Prompts, step: int, round: int, count: int | None) -> list[Prompt]:
-    """Return the records of a step, or of one of its demands. Pure. Replicas of a prompt are adjacent."""
+    """Return the records of a step, or of one of its demands, with replicas of a prompt adjacent."""
     name, training = job.metadata.name, job.spec.training
     version = max(step - 1 - training.max_staleness, 0)
     ids = [
@@ -123,7 +119,7 @@ def prompts_of(job: RLHFJob, prompts: Prompts, step: int, round: int, count: int
 
 
 def evaluation_prompts(job: RLHFJob, held_out: Prompts, step: int) -> list[Prompt]:
-    """Return the held-out prompts for the policy after a step. Pure. Every evaluation uses the same noise."""
+    """Return the held-out prompts for the policy after a step, with the same noise at every evaluation."""
     name, evaluation = job.metadata.name, job.spec.evaluation
     assert evaluation is not None, "an evaluation is asked for where the job has one"
     return [

@@ -1,1 +1,0 @@
-"""The rebalancing stage: advises moves of samples between generators, from their signals."""

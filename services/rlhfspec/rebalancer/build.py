@@ -1,5 +1,3 @@
-"""Builder of the rebalancing worker."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

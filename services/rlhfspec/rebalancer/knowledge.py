@@ -1,4 +1,4 @@
-"""Knowledge of the rebalancer: samples per generator, step costs, moves. A restart recovers it within a second."""
+"""Knowledge of the rebalancer, which a restart recovers within a second."""
 
 from __future__ import annotations
 
@@ -98,8 +98,9 @@ class StageWork:
 
 
 class FleetKnowledge:
-    """Knowledge of the fleet. `draw` returns a unique move id by number. `work` and `elastic` are set if the number of
-    generators varies, `learns` if drafters learn."""
+    """Knowledge of the fleet. `draw` returns a unique move id by number.
+
+    `work` and `elastic` are set if the number of generators varies, `learns` if drafters learn."""
 
     def __init__(
         self,
@@ -273,7 +274,7 @@ class FleetKnowledge:
     def _curves(
         self, loads: list[Load], curves: dict[int, LearnedCurve], unknown: tuple[Floats, Floats] | None = None
     ) -> tuple[Floats, Floats]:
-        """Return the cost curve of each generator; those without data take the known default or the fleet's."""
+        """Return the cost curve of each generator, without data the known default or the fleet's."""
         told = [
             (load.step_seconds, load.sequence_seconds) for load in loads if load.step_seconds + load.sequence_seconds
         ]

@@ -1,5 +1,3 @@
-"""The rebalancing stage: reads the load of generators and advises moves of samples."""
-
 from __future__ import annotations
 
 import secrets
@@ -21,8 +19,7 @@ _MOST_NAMED = 64  # generators in a line
 
 
 class RebalancerService(Service):
-    """Rebalancing stage. Watches Load, Moved, Sample; produces Move, Plan; waits for loads of generators; unblocked by
-    nothing: it needs nothing. If it dies, is late or wrong, balance suffers, never a token."""
+    """Rebalancing stage, on which balance depends, but never a token."""
 
     def __init__(self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, moves: MovesFile) -> None:
         super().__init__("rebalancer", worker, vitals)
@@ -57,7 +54,7 @@ class RebalancerService(Service):
                     await self._plan()
 
     async def _hear(self, loads: Inbox[Load], all_moved: Inbox[Moved], samples: Inbox[Sample]) -> bool:
-        """Record the signals and return whether there is news. Samples update knowledge and are no news."""
+        """Record the signals and return whether there is news."""
         with self.vitals.waiting(f"generators to say what they have; {self.knowledge.num_moves} moves so far"):
             arrived = await self.unless_stopped(loads.pull(max_records=_AT_ONCE, timeout_seconds=self._interval))
         now = self._bus.clock.now()
@@ -97,7 +94,7 @@ class RebalancerService(Service):
 
 
 def elastic_of(spec: Spec) -> Elastic | None:
-    """Return the limits of an elastic fleet, or None if the job fixes the number of generators."""
+    """Return the limits of an elastic fleet, if the job has one."""
     replicas = spec.roles.generator.replicas
     return None if replicas is None else Elastic(least=replicas.min, most=replicas.max)
 

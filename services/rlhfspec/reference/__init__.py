@@ -1,1 +1,0 @@
-"""The reference stage: log-probs of samples under the initial policy."""

@@ -1,5 +1,3 @@
-"""Builder of one worker of the reference stage."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

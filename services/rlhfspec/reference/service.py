@@ -1,5 +1,3 @@
-"""The reference stage: log-probs under the initial policy, for the KL."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,8 +11,6 @@ from rlhfspec.training.scoring.log_probs import LogProbScorer
 
 
 class ReferenceService(TokenScoringService):
-    """Reference stage. Consumes Sample; produces Score; waits for finished samples; unblocked by generator."""
-
     def __init__(self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, scorer: LogProbScorer) -> None:
         deadline = job.spec.roles.reference.deadline_seconds
         super().__init__("reference", worker, vitals, bus, deadline_seconds=deadline, at_once=scorer.at_once)

@@ -1,1 +1,0 @@
-"""The rewarding stage: the reward of each response."""

@@ -1,5 +1,3 @@
-"""The rewarding stage: scores as many samples at a time as the sources allow."""
-
 from __future__ import annotations
 
 import asyncio
@@ -17,8 +15,7 @@ from rlhfspec.training.scoring.rewards.sources import RewardSources
 
 
 class RewardService(Service):
-    """Rewarding stage. Consumes Sample, DatasetInfo; produces Score; waits for finished samples; unblocked by prompts,
-    generator. If a source scores whole prompt groups, samples wait until their group is complete."""
+    """Rewarding stage. If a source scores whole prompt groups, samples wait until their group is complete."""
 
     def __init__(self, worker: int, vitals: Vitals, bus: StageBus, *, job: RLHFJob, sources: RewardSources) -> None:
         super().__init__("reward", worker, vitals)

@@ -1,4 +1,4 @@
-"""One worker's process over all its restarts. It writes its own log, so that a dead supervisor never blocks it."""
+"""One worker's process over all its restarts, which writes its own log, so that a dead supervisor never blocks it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Starter(Protocol):
     async def start(self, name: str, arguments: Sequence[str], log: Path) -> Process: ...
 
     async def begin(self) -> bool:
-        """Restart what the starter needs beside the workers; return whether it had ended."""
+        """Restart what the starter needs; return whether it had ended."""
         ...
 
 
@@ -104,7 +104,7 @@ class Child:
                 os.kill(self.pid, signal.SIGTERM)
 
     def abandon(self) -> None:
-        """Kill the process for good. Callable from any thread."""
+        """Kill the process for good, from any thread."""
         self.is_abandoned = True
         self.kill()
 
@@ -145,7 +145,6 @@ class Child:
         return Ended(exits.failure_of(code), f"{exits.said(code)}{self._for_memory(code)}{self._while()}{last}")
 
     def _for_memory(self, code: int) -> str:
-        """Return a hint at the out-of-memory killer, which the system does not name."""
         ran_out = code == -signal.SIGKILL and exits.num_killed_for_memory() > self._num_killed_before
         return " as memory ran out" if ran_out else ""
 
@@ -170,7 +169,6 @@ class Child:
         return []
 
     def _kill_family(self) -> None:
-        """Kill all processes that carry the mark of this worker and run."""
         marks = {f"{STARTED}={self._name}".encode(), f"{MARK}={self._starter.environment[MARK]}".encode()}
         kill(pid for pid in marked_with(marks) if pid != os.getpid())
 

@@ -1,6 +1,4 @@
-"""Supervision of worker processes: start, watch, restart as the failure policy allows, and stop.
-When all workers wait for too long, the run ends and every wait is named.
-"""
+"""Supervision of worker processes: start, watch, restart as the failure policy allows, and stop."""
 
 from __future__ import annotations
 
@@ -36,9 +34,9 @@ Say = Callable[[str], None]
 
 
 class Children(Service):
-    """Supervisor of worker processes. consumes: Heartbeat, WorkerInfo, StepReport; produces: nothing; waits for: the
-    end of a process; unblocked by: every stage. `start` returns when every worker is ready or has left; `run` when the
-    trainer is done and all have left, or after `stop`."""
+    """Supervisor of worker processes.
+
+    `start` returns when every worker is ready or has left; `run` when all have left, or after `stop`."""
 
     def __init__(
         self,
@@ -74,7 +72,7 @@ class Children(Service):
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start all workers and wait until each is ready or has left. Raise what ends the run first."""
+        """Start all workers and wait until each is ready or has left."""
         inboxes = [
             await self._bus.of("view").subscribe(WorkerInfo),
             await self._bus.of("view").subscribe(Heartbeat),
@@ -107,7 +105,7 @@ class Children(Service):
         self._gone.set()
 
     def abandon(self) -> None:
-        """Kill every process for good. Callable from any thread."""
+        """Kill every process for good, from any thread."""
         for child in self._children.values():
             child.abandon()
 
@@ -253,7 +251,7 @@ class Children(Service):
             self._say(line if child.stage == "trainer" else f"{child.stage} {child.worker}: {line}")
 
     def _ask_those_started_by_hand(self) -> None:
-        """Ask hand-started workers of this machine to stop. They would wait for servers that are gone."""
+        """Ask hand-started workers of this machine to stop, which would wait for servers that are gone."""
         of_this_run = processes_of(self._bus.uid)  # a record may name any process
         for info in self.known.run.infos:
             if (info.stage, info.worker) not in self._children and info.pid in of_this_run:
@@ -261,7 +259,7 @@ class Children(Service):
                     os.kill(info.pid, signal.SIGTERM)
 
     async def _leave(self) -> None:
-        """Ask all workers to stop; kill and name those that exceed the grace. None is restarted."""
+        """Ask all workers to stop; kill and name those that exceed the grace."""
         self._leaving.set()
         grace = _LEAVE_SECONDS if self._over.is_set() else GRACE_SECONDS
         for task, child in self._keeping.items():
@@ -281,7 +279,7 @@ class Children(Service):
 
 
 def joined(known: KnownRun, info: WorkerInfo) -> bool:
-    """Record a ready worker; return whether it is new and was started by hand, from another shell."""
+    """Record a ready worker; return whether it is new and was started by hand."""
     worker = known.run.workers.get((info.stage, info.worker))
     is_new = worker is None or worker.process is None or (worker.is_by_hand and worker.phase == "left")
     if is_new:

@@ -1,5 +1,3 @@
-"""Commands of a run's workers: module, ranks, threads and GPUs of each process."""
-
 from __future__ import annotations
 
 import os
@@ -39,8 +37,9 @@ def arguments_of(job: RLHFJob, place: ProcessPlace, gpus: Dealt, stage: str, wor
 
 
 def _threads_of_a_generator(job: RLHFJob) -> int | None:
-    """Return the threads of each of several generators, or None for torch's default. All other processes keep the
-    number of threads of a run in one process, because the bits of the trainer's sums may depend on it."""
+    """Return the threads of each of several generators, or None for torch's default.
+
+    Other processes keep the default, as the bits of the trainer's sums may depend on it."""
     count = workers_of(job)["generator"] * job.spec.num_processes("generator")
     if count == 1:
         return None

@@ -1,5 +1,3 @@
-"""Assignment of a machine's GPUs to processes: one each, shared only if the job says so."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -15,8 +13,9 @@ Dealt = dict[tuple[str, int], list[str]]  # (stage, worker) -> the GPUs of its p
 
 
 def deal(job: RLHFJob, gpus: Sequence[str]) -> Dealt:
-    """Return the GPUs of each process; empty if the job uses none or names one for all. Raise InvalidRequest if there
-    are too few and the job does not allow sharing."""
+    """Return the GPUs of each process, if the job leaves that open.
+
+    Raise InvalidRequest if there are too few and the job does not allow sharing."""
     spec = job.spec
     if not gpus or spec.device not in ("auto", "cuda") or spec.training.exact_on_policy:
         return {}

@@ -23,8 +23,9 @@ Models = dict[str, dict[str, Any]]  # by role: how each was found right when it 
 
 
 class JobRun(ABC):
-    """One run of a job in one folder: call `build`, `begin`, `stages`, `finish`, `close`, in this order. written: the
-    user's job; job: the same with resolved `tiny:` names; base_folder: the job file's."""
+    """One run of a job in one folder: call `build`, `begin`, `stages`, `finish`, `close`, in this order.
+
+    written: the user's job; job: the same with resolved `tiny:` names; base_folder: the job file's."""
 
     def __init__(
         self, written: RLHFJob, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View, *, resume: bool
@@ -46,7 +47,7 @@ class JobRun(ABC):
 
     @abstractmethod
     def build(self, say: Say) -> None:
-        """Load data, rewards and models. Raise InvalidRequest, naming the field, and leave nothing behind."""
+        """Load data, rewards and models; raise InvalidRequest, naming the field, and leave nothing behind."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -54,7 +55,7 @@ class JobRun(ABC):
 
     @abstractmethod
     async def stages(self) -> None:
-        """Run until the last step, or until `stop` is set. Raise the StageError that ended the run."""
+        """Run until the last step or `stop`; raise the StageError that ended the run."""
 
     @property
     @abstractmethod
@@ -64,7 +65,7 @@ class JobRun(ABC):
         finish_folder(self.folder, self._job, outcome, reason, resume_command=resume_command).print(console)
 
     def leave_no_trace(self) -> None:
-        """Delete the folder if the user leaves or the job is refused before anything began."""
+        """Delete the folder if nothing began."""
         if self._is_new and not self.folder.steps():
             self.folder.discard()
 

@@ -1,10 +1,8 @@
 """Fork server: starts a worker in tenths of a second by forking a process that has the imports done.
 
-    python -m rlhfspec.supervisor.launcher SUPERVISOR MODULE ...  # a JSON line in for each process, its pid out
-
-It forks twice, so that a started process is the supervisor's child (an orphan goes to the nearest subreaper) and the
-launcher may be restarted. A fork copies no threads, so it has none but those of numpy's BLAS, which restarts its own.
-"""
+It reads a JSON line for each process and writes its pid. It forks twice, so that a started process is the supervisor's
+child (an orphan goes to the nearest subreaper) and the launcher may be restarted. A fork copies no threads, so it has
+none but those of numpy's BLAS, which restarts its own."""
 
 from __future__ import annotations
 
@@ -78,7 +76,7 @@ class Launched:
 
 
 class Launcher:
-    """Fork server for processes that share an environment but for their name. Linux only."""
+    """Fork server for processes that share an environment but for their name."""
 
     def __init__(
         self,
@@ -100,7 +98,7 @@ class Launcher:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self, name: str, arguments: Sequence[str], log: Path) -> Launched:
-        """Run `python ARGUMENTS` (which begin with -m) and append its output to `log`."""
+        """Run `python -m ...` and append its output to `log`."""
         request = json.dumps({"name": name, "arguments": list(arguments), "log": str(log)})
         async with self._one_at_a_time:
             for _ in range(MOST_KILLS):
@@ -133,7 +131,7 @@ class Launcher:
         return int(await replies.readline())
 
     async def begin(self) -> bool:
-        """Start the launcher early, so that a restart need not wait for imports. Return False if it runs already."""
+        """Start the launcher early, so that a restart need not wait for imports; return False if it runs already."""
         async with self._one_at_a_time:
             return await self._begin()
 
@@ -151,7 +149,7 @@ class Launcher:
         return True
 
     async def close(self) -> int:
-        """Close the launcher and return its exit code. Started processes continue."""
+        """Close the launcher and return its exit code; started processes continue."""
         self._kill()
         process, self._process = self._process, None
         return await process.wait() if process is not None else 0
@@ -206,7 +204,7 @@ def _become(request: dict[str, Any], supervisor: int, replies: int) -> NoReturn:
 
 
 def _rename(name: str) -> None:
-    """Write the name into the environment block, at the reserved room, so that /proc shows it."""
+    """Write the name over the reserved room of the environment block, so that /proc shows it."""
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     place = libc.getenv(STARTED.encode())

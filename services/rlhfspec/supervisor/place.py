@@ -1,5 +1,3 @@
-"""Files of a run with processes while it lasts: RUN/processes, and a folder in memory."""
-
 from __future__ import annotations
 
 import secrets
@@ -41,7 +39,7 @@ class ProcessPlace:
         self._scratch.make()
 
     def remove(self) -> None:
-        """End every process of the run, remove its files and release the guardians, despite errors on the way."""
+        """End every process of the run, remove its files and release the guardians, despite errors."""
         with ExitStack() as leaving:
             leaving.callback(self.guardians.release)
             leaving.callback(self._scratch.remove)

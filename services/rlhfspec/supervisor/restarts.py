@@ -1,10 +1,3 @@
-"""Restart policy of failed workers: the job's `failurePolicy`. Example:
-
->>> restarts = Restarts(FailurePolicy(maxRestarts=1, backoffSeconds=2.0), random.Random(0))
->>> 1.0 <= restarts.delay_after("error") <= 2.0, restarts.delay_after("error")
-(True, None)
-"""
-
 from __future__ import annotations
 
 import random
@@ -16,7 +9,7 @@ MOST_UNCOUNTED = 20  # whatever the policy: a worker that dies over and over, an
 
 
 class Restarts:
-    """Restarts of one worker. `num_counted`, `num_uncounted`: failures since the last trained step."""
+    """Restarts of one worker by the job's `failurePolicy`, counted since the last trained step."""
 
     def __init__(
         self, policy: FailurePolicy, draw: random.Random, *, num_counted: int = 0, num_uncounted: int = 0

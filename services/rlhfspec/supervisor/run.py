@@ -1,4 +1,4 @@
-"""A run with a process for each worker. RUN/processes has what they need to find each other; RUN/logs stays."""
+"""A run with a process for each worker."""
 
 from __future__ import annotations
 

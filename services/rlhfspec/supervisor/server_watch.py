@@ -28,9 +28,7 @@ _STEADY_SECONDS = 10.0  # a server that ran for so long did not end over and ove
 
 
 class ServerWatch(Service):
-    """Watch over servers. consumes, produces: nothing; waits for: the unasked end of a server; unblocked by: the end of
-    the run. Raises `ServerFailed` when a server ends repeatedly, `StorageError` when the disk is full. `until`: no
-    process needs the servers any more."""
+    """Watch over servers until no process needs them; raises `ServerFailed` or, for a full disk, `StorageError`."""
 
     def __init__(
         self,
@@ -109,7 +107,7 @@ class ServerWatch(Service):
 
 
 async def _end_of_one(pids: Sequence[int]) -> None:
-    """Wait until one of these own processes ends. No other code reaps them."""
+    """Wait until one of these own processes ends."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     with ExitStack() as leaving:
         for pid in pids:

@@ -1,5 +1,3 @@
-"""The servers of a run with processes, and the connections file for its processes."""
-
 from __future__ import annotations
 
 from contextlib import AsyncExitStack

@@ -1,1 +1,0 @@
-"""The training stage: learns from a step's samples once all are scored."""

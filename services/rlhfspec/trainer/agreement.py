@@ -1,18 +1,7 @@
 """The check that an engine generates with the trainer's weights: its log-probs are the trainer's, up to rounding.
 
 The statistic is a step's mean |generator's log-prob - trainer's| over the tokens of the version that the trainer had.
-Tokens of older versions are not compared, nor is a step that has no others. What rounds most decides how much is
-allowed:
-
-| precision | when | largest mean measured | allowed |
-|---|---|---|---|
-| exact | `training.exactOnPolicy`, until the trainer is started again | 0 | 0 |
-| float32 | generator and trainer compute in float32 | 8e-7 of tiny models | 1e-3, as GPUs may multiply in TF32 |
-| bfloat16 | one of them computes in bfloat16 | .012 of a model of 135M | .1 |
-| quantised | the engine's arguments quantise weights or KV | - | 1 |
-
-A head that kept the weights before a step at a learning rate of 1e-2 gave a mean of .07.
-"""
+What rounds most decides how much is allowed."""
 
 from __future__ import annotations
 
@@ -22,12 +11,12 @@ from rlhfspec.job import Spec
 from rlhfspec.training.learning.learner import LearnReport
 from rlhfspec.training.learning.rollouts import Rollouts
 
-_ALLOWED = {"exact": 0.0, "float32": 1e-3, "bfloat16": 0.1, "quantised": 1.0}
+_ALLOWED = {"exact": 0.0, "float32": 1e-3, "bfloat16": 0.1, "quantised": 1.0}  # float32: GPUs may multiply in TF32
 _QUANTISE = {"quantization", "quantization_config", "kv_cache_dtype"}  # arguments of an engine
 
 
 def precision_of(spec: Spec) -> str:
-    """Return the job's row in this module's table of precisions."""
+    """Return the job's key in `_ALLOWED`."""
     spec = settled(spec, device_of(spec))
     if _QUANTISE & spec.generation.engine.arguments.keys():
         return "quantised"
@@ -38,7 +27,7 @@ def precision_of(spec: Spec) -> str:
 
 
 class Agreement:
-    """Limits of a job's engine and precisions. Made once, as settling a job may log."""
+    """Limits of a job's engine and precisions, made once, as settling a job may log."""
 
     def __init__(self, spec: Spec) -> None:
         self._engine = spec.generation.engine.name

@@ -1,5 +1,3 @@
-"""Builder of the training stage. Under torchrun this is rank 0, and the other ranks follow it."""
-
 from __future__ import annotations
 
 import os
@@ -118,7 +116,7 @@ def follow(job: RLHFJob) -> None:
 
 
 def _meeting(job: RLHFJob) -> dict[str, Any]:
-    """Return the arguments of the process group. Rank 0 is silent while other stages work on a step."""
+    """Return the arguments of the process group; rank 0 is silent while other stages work on a step."""
     roles = job.spec.roles
     deadline = roles.trainer.deadline_seconds
     return {

@@ -1,20 +1,4 @@
-"""Collection of one step: what has arrived, what is missing, what is trained on. Pure; arrival order has no effect.
-
-Example: two prompts with two samples each; the second prompt's rewards are all equal, so a third prompt is demanded.
-
-    >>> shape = StepShape(job="sums", step=1, num_prompts=2, samples_per_prompt=2, stages=("reward",), max_demands=1)
-    >>> collector = Collector(shape)
-    >>> collector.waits_for()
-    '4 samples and 4 reward scores of step 1'
-    >>> for prompt, rewards in ((0, (0.0, 1.0)), (1, (1.0, 1.0))):
-    ...     for replica, reward in enumerate(rewards):
-    ...         collector.add_sample(example_sample(prompt, replica))
-    ...         collector.add_score(example_score(prompt, replica, reward))
-    >>> collector.is_complete, collector.demand()
-    (True, Demand(id='sums/1/demand/1', job='sums', step=1, round=1, num_prompts=1))
-    >>> collector.is_complete, collector.waits_for()
-    (False, '2 samples and 2 reward scores of step 1')
-"""
+"""Collection of one step: what has arrived, what is missing, what is trained on. Pure; arrival order has no effect."""
 
 from __future__ import annotations
 
@@ -56,7 +40,7 @@ class Chosen:
 
 
 class Collector:
-    """Collector of one step's records. Samples of a demand are kept, and count once this trainer makes it."""
+    """Collector of one step's records; samples of a demand count once this trainer makes it."""
 
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
@@ -138,7 +122,7 @@ class Collector:
         return sorted(asked_for, key=lambda sample: sample.sort_key)
 
     def _is_asked_for(self, sample_id: str) -> bool:
-        """Return whether a sample belongs to a round asked for. Each round has its own places (`data.order`)."""
+        """Return whether a sample belongs to a round asked for, each of which has its own places (`data.order`)."""
         round, offset = divmod(int(sample_id.split("/")[-2]), self.shape.num_prompts)
         return round < len(self._asked) and offset < self._asked[round]
 

@@ -26,8 +26,7 @@ log = logging.getLogger("rlhfspec.stage")
 
 
 class LoadedModels(Service):
-    """Recorder of loaded models. Consumes WorkerInfo; produces nothing but the manifest's models; waits for: a worker's
-    load report; unblocked by: every stage."""
+    """Recorder of the loaded models in the manifest."""
 
     def __init__(self, bus: StageBus, folder: RunFolder) -> None:
         super().__init__("folder", 0, Vitals())  # no process has to hear of it
@@ -47,7 +46,7 @@ class LoadedModels(Service):
 
 
 class KeptFolder:
-    """Run folder held from before the trainer's first write until its process ends, with the reason."""
+    """Run folder held from before the trainer's first write until its process ends."""
 
     def __init__(self, job: RLHFJob, folder: RunFolder, bus: StageBus, mirror: Mirror | None = None) -> None:
         self._job = job
@@ -64,7 +63,7 @@ class KeptFolder:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Finish the folder unless the error is temporary. Log the error even if the end cannot be written."""
+        """Finish the folder unless the error is temporary, and log the error even if the end cannot be written."""
         try:
             if error is None:
                 self._finish(*self._ended())

@@ -1,5 +1,3 @@
-"""Records of training: run folder lines, trackers, checkpoints, and the final policy."""
-
 from __future__ import annotations
 
 from collections import Counter, defaultdict
@@ -29,7 +27,7 @@ Export = Callable[[dict[str, Any]], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """The trainer's time from one step's end to the next. Writing a step, with its checkpoint, counts for the next."""
+    """The trainer's time between two ends of steps; writing a step, with its checkpoint, counts for the next."""
 
     began_unix: float
     passed: float
@@ -48,7 +46,7 @@ class Trained:
 
 
 class RunRecorder:
-    """Recorder of a run's steps, called from the trainer's thread in step order."""
+    """Recorder of a run's steps, called from the trainer's thread."""
 
     def __init__(
         self,
@@ -116,14 +114,13 @@ class RunRecorder:
         return any(evaluation.step == step for evaluation in self._evaluations)
 
     def checkpoint(self, step: int, state: dict[str, Any] | Writes) -> None:
-        """Write a checkpoint; it is on disk on return."""
         assert self._checkpoints is not None, "restore comes first"
         kept = best(self._evaluations).step if self._evaluations else None
         self._checkpoints.save(step, {LEARNER: state}, best=kept)
         self._send()
 
     def _send(self) -> None:
-        """Send the folder to its object store. Call this before acknowledging records, which cannot be made again."""
+        """Send the folder to its object store, before records that cannot be made again are acknowledged."""
         if self._mirror is not None:
             self._mirror.send()
 
@@ -139,7 +136,7 @@ class RunRecorder:
 
 
 def step_metrics(job: RLHFJob, trained: Trained) -> StepMetrics:
-    """Return a step's line. Pure: all but the trainer's own time is a function of its records."""
+    """Return a step's line, which is a function of its records in all but the trainer's own time."""
     chosen, samples = trained.chosen, trained.chosen.samples
     seconds = _seconds(trained.time, chosen.all_samples, chosen.all_scores)
     num_generated = sum(len(sample.token_ids) for sample in chosen.all_samples)

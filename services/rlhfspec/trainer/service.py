@@ -1,6 +1,6 @@
 """The training stage: collect a step, learn from it, publish new weights.
-A step's records are acknowledged once a checkpoint covers them, so a restarted trainer repeats it to the same bits.
-"""
+
+A step's records are acknowledged once a checkpoint covers them, so a restarted trainer repeats it to the same bits."""
 
 from __future__ import annotations
 
@@ -32,10 +32,6 @@ _LATE_SECONDS = 0.5  # a sample may come after its last score
 
 
 class TrainerService(Service):
-    """Training stage. Consumes Sample, Score, DatasetInfo; produces Weights, Demand, StepReport, EvaluationReport;
-    waits for every sample of the step and every score of a sample; unblocked by prompts, generator, reward, reference,
-    critic."""
-
     def __init__(
         self,
         worker: int,
@@ -110,7 +106,7 @@ class TrainerService(Service):
         self._saved_at = self._learner.version
 
     async def _hear_of_the_data(self, infos: Inbox[DatasetInfo]) -> bool:
-        """Wait for the number of steps with prompts. Return False if asked to stop first."""
+        """Wait for the number of steps with prompts; return False if asked to stop first."""
         while not self.stopping.is_set():
             with self.vitals.waiting("how many steps the data lasts"):
                 arrived = await self.unless_stopped(infos.pull(max_records=1, timeout_seconds=PULL_SECONDS))
@@ -134,7 +130,7 @@ class TrainerService(Service):
         return None
 
     async def _evaluated(self) -> bool:
-        """Evaluate, if due, before these weights are trained further. Return False if asked to stop first."""
+        """Evaluate, if due, before these weights are trained further; return False if asked to stop first."""
         step = self._learner.version
         if not self._is_evaluation_due(step) or self._recorder.is_evaluated(step):
             return True
@@ -152,7 +148,7 @@ class TrainerService(Service):
         return True
 
     async def _complete(self, collector: Collector) -> bool:
-        """Add records of any step until this one is complete. Return False if asked to stop first."""
+        """Add records of any step until this one is complete; return False if asked to stop first."""
         pace = Pace(_LATE_SECONDS, PULL_SECONDS)
         while not collector.is_complete:
             if self.stopping.is_set():
@@ -233,7 +229,7 @@ class TrainerService(Service):
             await self._save()
 
     def _is_checkpoint_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due. Evaluated policies are saved too, as the best one is kept."""
+        """Return whether a checkpoint is due, also of an evaluated policy, as the best one is kept."""
         due = step % self._job.spec.checkpoint.every_steps == 0 or step == self._last_step
         return due or self._is_evaluation_due(step)
 
@@ -250,7 +246,7 @@ class TrainerService(Service):
         return [*records, self._weights.put(name, "policy", version, self._learner.policy_state())]
 
     async def _publish_weights(self, records: Sequence[Weights]) -> None:
-        """Publish under ids of this process, so that versions of a restarted trainer are not taken for duplicates."""
+        """Publish under ids of this process, so that a restarted trainer's versions are not taken for duplicates."""
         for record in records:
             await self._bus.publish(replace(record, id=f"{record.id}/{self._start}"))
 

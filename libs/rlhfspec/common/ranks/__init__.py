@@ -1,16 +1,4 @@
-"""This process's rank and the ranks' secret, read from torchrun's environment variables.
-
-Example:
-    >>> told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    >>> rank_told(told | {SECRET: "of this run"})
-    RankTold(rank=1, num_ranks=2, leader='10.0.0.1:29500')
-    >>> rank_told({"RANK": ""})
-    RankTold(rank=0, num_ranks=1, leader='')
-    >>> rank_told({"RANK": "abc", "WORLD_SIZE": "2"})
-    Traceback (most recent call last):
-        ...
-    rlhfspec.errors.InvalidRequest: RANK: in the environment, must be a whole number (got 'abc')
-"""
+"""This process's rank and the ranks' secret, read from torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -27,8 +15,6 @@ VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE
 
 @dataclass(frozen=True, slots=True)
 class RankTold:
-    """Rank, number of ranks, and address of rank 0 (empty: a single rank)."""
-
     rank: int
     num_ranks: int
     leader: str
@@ -36,7 +22,7 @@ class RankTold:
 
 
 def rank_told(environment: Mapping[str, str]) -> RankTold:
-    """Return the environment's rank. InvalidRequest names a wrong or missing variable."""
+    """Return the environment's rank; raise InvalidRequest that names a wrong or missing variable."""
     rank, num_ranks = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if not 0 <= rank < num_ranks:
         problem = f"in the environment, must be below WORLD_SIZE ({num_ranks}); torchrun sets both, others unset it"
@@ -56,22 +42,13 @@ def rank_told(environment: Mapping[str, str]) -> RankTold:
 
 
 def local_rank(environment: Mapping[str, str]) -> int | None:
-    """Return this rank's number on its machine, or None for a single rank.
-
-    >>> told = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
-    >>> local_rank(told | {SECRET: "of this run"})
-    1
-    """
+    """Return this rank's number on its machine, or None for a single rank."""
     told = rank_told(environment)
     return _number(environment, "LOCAL_RANK", told.rank) if told.num_ranks > 1 else None
 
 
 def set_of_ranks(ranks_per_node: int, *, nodes: int = 1) -> list[str]:
-    """Return python's arguments that start a worker as several ranks; they precede the worker's own.
-
-    >>> [*set_of_ranks(2), "-m", "rlhfspec.trainer"]
-    ['-m', 'rlhfspec.worker.ranks', '--nodes', '1', '--ranks-per-node', '2', '-m', 'rlhfspec.trainer']
-    """
+    """Return the arguments of python that start a worker as several ranks, before the worker's own."""
     return ["-m", "rlhfspec.worker.ranks", "--nodes", str(nodes), "--ranks-per-node", str(ranks_per_node)]
 
 

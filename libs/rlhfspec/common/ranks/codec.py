@@ -2,12 +2,8 @@
 
     [length of the JSON, length of the first part] | the JSON and all small tensors | each large tensor
 
-Example:
-    >>> text, tensors = encoded({"step": 2, "betas": (0.9, 0.99), "weight": torch.ones(2)})
-    >>> text
-    b'{"step": 2, "betas": {"$tuple": [0.9, 0.99]}, "weight": {"$tensor": ["float32", [2]]}}'
-    >>> decoded(text, iter(tensors))
-    {'step': 2, 'betas': (0.9, 0.99), 'weight': tensor([1., 1.])}
+>>> encoded({"step": 2, "betas": (0.9, 0.99), "weight": torch.ones(2)})[0]
+b'{"step": 2, "betas": {"$tuple": [0.9, 0.99]}, "weight": {"$tensor": ["float32", [2]]}}'
 """
 
 from __future__ import annotations
@@ -31,8 +27,7 @@ _DTYPES = {
 
 
 def encoded(value: Any) -> tuple[bytes, list[Tensor]]:
-    """Return a value as JSON, and its tensors in the order in which the JSON mentions them. A value is None, a number,
-    text, a tensor, or a list, tuple or dictionary of values."""
+    """Return a value as JSON, and its tensors in the order in which the JSON mentions them."""
     tensors: list[Tensor] = []
 
     def plain(each: Any) -> Any:
@@ -68,7 +63,7 @@ def _filled(value: Any, tensor: Callable[[str, list[int]], Tensor]) -> Any:
 
 
 def send(value: Any, group: Any, source: int) -> None:
-    """Send a value to all others of a group; they must call `receive`."""
+    """Send a value to all others of a group, which must call `receive`."""
     text, tensors = encoded(value)
     sent = [_bytes_of(tensor) for tensor in tensors]
     first = torch.cat([
@@ -102,7 +97,7 @@ def receive(group: Any, source: int) -> Any:
 
 
 def gather(value: Any, group: Any, num_ranks: int) -> list[Any]:
-    """Return the values of all ranks of a group, in rank order; they must hold no tensors."""
+    """Return the values, which hold no tensors, of all ranks of a group, in rank order."""
     text, tensors = encoded(value)
     assert not tensors, "a gathered value has no tensors"
     length = torch.tensor([len(text)])

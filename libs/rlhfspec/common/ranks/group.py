@@ -1,11 +1,4 @@
-"""Ranks that work as one process: their exchanges, and the commands of rank 0.
-
-Example:
-    >>> import torch
-    >>> ranks = Ranks()
-    >>> ranks.num_ranks, ranks.add(torch.tensor([1.0])).tolist(), ranks.gather("mine")
-    (1, [1.0], ['mine'])
-"""
+"""Ranks that work as one process: their exchanges, and the commands of rank 0."""
 
 from __future__ import annotations
 
@@ -24,7 +17,7 @@ STOP = "stop"  # the command that ends `obey`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process's place among the ranks. Every rank must take part in each exchange."""
+    """This process's place among the ranks, all of which must take part in each exchange."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -42,7 +35,7 @@ class Ranks:
 
     @property
     def has_the_whole_layer(self) -> bool:
-        """Return whether this rank keeps the values that all ranks of a layer have alike."""
+        """Return whether this rank keeps what all ranks of a layer have alike."""
         return self.tensor is None or self.tensor.rank == 0
 
     def mine(self, micro_batches: list[list[int]]) -> list[list[int]]:
@@ -50,18 +43,16 @@ class Ranks:
         return micro_batches[self.sharing.rank :: self.sharing.num_ranks]
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the sharing ranks."""
         if self.sharing.num_ranks > 1:
             tensor = tensor.clone()
             dist.all_reduce(tensor, group=self.sharing.host)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the JSON value of every rank, by rank."""
         return [value] if self.num_ranks == 1 else codec.gather(value, self.host, self.num_ranks)
 
     def gather_of_micro_batches(self, value: Any) -> list[Any]:
-        """Return the value of each sharing rank, in order; ranks of one layer have the same."""
+        """Return the value of each sharing rank, which the ranks of one layer have alike."""
         return self.gather(value)[:: self.tensor.num_ranks if self.tensor else 1]
 
     def broadcast(self, value: Any = None, *, source: int = 0) -> Any:
@@ -77,7 +68,7 @@ class Ranks:
             codec.send([str(name), arguments], self.commands, 0)
 
     def obey(self, table: Mapping[str, Callable[..., None]], *, stage: str) -> None:
-        """Run the commands of rank 0 until it says stop. Raises StageStalled when none comes for too long."""
+        """Run the commands of rank 0 until STOP; raise StageStalled when none comes for too long."""
         assert self.rank > 0, "rank 0 leads"
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Meeting of ranks: a process joins its set and gets its process groups. Every wait has a deadline."""
+"""Meeting of ranks: a process joins its set and gets its process groups."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def joined(
     tell_seconds: float = _TELL_SECONDS,
     tensor_parallel: int = 1,
 ) -> Iterator[Ranks]:
-    """Join the ranks given by the environment, or only this process if there are none. `timeout_seconds`: for one
-    exchange while all work. `silence_seconds`: for rank 0's next command, as it waits for other stages. `tell_seconds`:
-    after which a waiting rank logs so. `tensor_parallel`: ranks that cut each layer."""
+    """Join the ranks given by the environment, or only this process if there are none.
+
+    `timeout_seconds`: for one exchange. `silence_seconds`: for rank 0's next command. `tell_seconds`: after which a
+    waiting rank logs so. `tensor_parallel`: ranks that cut each layer."""
     told = rank_told(os.environ)
     if told.num_ranks == 1:
         yield Ranks()
@@ -69,7 +70,7 @@ def joined(
 def _host_group(
     told: RankTold, timeout: timedelta, members: Sequence[int] | None = None, *, patience: timedelta | None = None
 ) -> Any:
-    """Create a host group of these ranks, or all, with proof of the secret. `patience`: for one later exchange."""
+    """Create a host group of these ranks, or all. `patience`: for one later exchange."""
     members = range(told.num_ranks) if members is None else members
     group = dist.new_group(list(members), timeout=patience or timeout, backend="gloo")
     if told.rank in members:
@@ -97,7 +98,7 @@ def _cutting(ranks: Ranks, told: RankTold, tensor_parallel: int, timeout: timede
 
 
 class _WaitsForOthers:
-    """Guard of a wait: logs when it takes long, and names the missing ranks in torch's error."""
+    """Guard that logs a long wait, and names the missing ranks in torch's error."""
 
     def __init__(self, told: RankTold, stage: str, timeout_seconds: float, tell_seconds: float) -> None:
         self._told, self._stage, self._seconds = told, stage, timeout_seconds
@@ -118,7 +119,6 @@ class _WaitsForOthers:
 
 @contextmanager
 def _on_loopback(is_local: bool) -> Iterator[None]:
-    """Make gloo listen on loopback only, in groups created inside."""
     if not is_local:
         yield
         return
@@ -133,11 +133,7 @@ def _on_loopback(is_local: bool) -> Iterator[None]:
 
 
 def _group_of(device: torch.device) -> dict[str, Any]:
-    """Return the arguments of the ranks' process group; makes the device this process's current one.
-
-    >>> _group_of(torch.device("cpu"))
-    {'backend': 'gloo'}
-    """
+    """Return the arguments of the process group, after making the device the current one."""
     if device.type == "cpu":
         return {"backend": "gloo"}
     module: Any = torch.get_device_module(device)

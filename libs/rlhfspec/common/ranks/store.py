@@ -1,8 +1,6 @@
 """The store by which ranks find each other, sealed with the ranks' secret, as torch's TCPStore is open to all.
 
-Keys are HMACs, and values are encrypted for their key; writes without the secret end the meeting with an error. Keep a
-reference to the store (as `joined` does): torch forgets a Python store without one.
-"""
+Keys are HMACs, and values are encrypted for their key. Keep a reference to the store, which torch does not hold."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def opened(told: RankTold, timeout: timedelta) -> SealedStore:
-    """Open the store; rank 0 listens, on loopback only if that is its address. Raises RuntimeError on timeout."""
+    """Open the store, on which rank 0 listens, on loopback only if that is its address."""
     host, _, port = told.leader.rpartition(":")
     host = host.strip("[]")
     options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False}
@@ -37,11 +35,7 @@ def opened(told: RankTold, timeout: timedelta) -> SealedStore:
 
 
 def is_here(leader: str) -> bool:
-    """Return whether an address is on loopback, so that all ranks are on one machine.
-
-    >>> is_here("127.0.0.1:29500"), is_here("[::1]:29500"), is_here("sums-trainer-0.ranks:29500")
-    (True, True, False)
-    """
+    """Return whether an address is on loopback."""
     return leader.rpartition(":")[0].strip("[]") in _LOOPBACK
 
 
@@ -99,8 +93,9 @@ class SealedStore(Store):
 
 
 def prove(group: Any, rank: int, num_ranks: int, secret: bytes, timeout: timedelta) -> None:
-    """Have each pair of a gloo group prove that it knows the secret; raise RuntimeError if one does not. gloo accepts
-    the first connection, so every connection must be proved before anything else is sent."""
+    """Have each pair of a gloo group prove that it knows the secret; raise RuntimeError if one does not.
+
+    gloo accepts the first connection, so every connection must be proved before anything else is sent."""
     own = [os.urandom(32) for _ in range(num_ranks)]
     theirs = _exchanged(own, group, rank, timeout)
     answers = [_proof(secret, rank, challenge) for challenge in theirs]

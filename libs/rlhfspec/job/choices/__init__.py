@@ -1,4 +1,4 @@
-"""Tables of everything that a job can choose by name, with its implementation and its line in the docs. Torch-free."""
+"""Tables of everything that a job can choose by name, with its implementation. Torch-free."""
 
 from __future__ import annotations
 

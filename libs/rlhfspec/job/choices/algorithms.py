@@ -1,11 +1,6 @@
 """The algorithms that `algorithm.name` can choose (docs/algorithms).
 
-`make` is a function of `rlhfspec.training.learning.estimators` that turns token rewards into advantages.
-
-Example:
-    >>> ALGORITHMS["dapo"].defaults["clip_high"], ALGORITHMS["ppo"].has_critic
-    (0.28, True)
-"""
+`make` is a function of `rlhfspec.training.learning.estimators` that turns token rewards into advantages."""
 
 from __future__ import annotations
 
@@ -20,8 +15,6 @@ _ESTIMATORS = "rlhfspec.training.learning.estimators"
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmEntry(Entry):
-    """An algorithm. `about` describes its advantage."""
-
     paper: str = ""  # number at arxiv.org
     compares_responses: bool = False  # needs at least two responses to each prompt
     has_critic: bool = False  # the advantage uses the values of a critic, which is trained too

@@ -1,12 +1,7 @@
-"""The drafters that `generation.speculation.mode` can choose, besides off and adaptive (the selector chooses).
+"""The drafters that `generation.speculation.mode` can choose, besides off and adaptive.
 
-`make` is a class that implements `rlhfspec.engine.drafting.base.Drafter`. A drafter that needs `model.drafter`
-receives a `rlhfspec.engine.drafting.model.DraftEngine`; others receive nothing.
-
-Example:
-    >>> may_run_draft_model("adaptive"), may_run_draft_model("suffix")
-    (True, False)
-"""
+`make` is an `engine.drafting.base.Drafter`. One that needs `model.drafter` receives a `DraftEngine` of
+`drafting.model`."""
 
 from __future__ import annotations
 
@@ -36,7 +31,7 @@ class DrafterEntry(Entry):
 
     @property
     def runs_draft_model(self) -> bool:
-        """Return whether each draft level costs a forward, which is measured; other drafters draft in one go."""
+        """Return whether each draft level costs a forward; other drafters draft in one go."""
         return _DRAFT_MODEL in self.needs
 
 

@@ -1,11 +1,6 @@
 """The engines that `generation.engine.name` can choose (docs/engines.md).
 
-`make` takes the job and a loader of its tokenizer, and returns an `rlhfspec.engine.base.EngineProtocol`.
-
-Example:
-    >>> ENGINES["own"].is_movable
-    True
-"""
+`make` takes the job and a loader of its tokenizer, and returns an `rlhfspec.engine.base.EngineProtocol`."""
 
 from __future__ import annotations
 
@@ -18,11 +13,11 @@ from rlhfspec.job.choices.registry import Entry, Registry, imported
 
 @dataclass(frozen=True, kw_only=True)
 class EngineEntry(Entry):
-    """An engine and its abilities. `is_movable`: it is a `MovableByTokens`; otherwise samples stay where they began.
-    `takes_a_group`: `make` accepts the processes that hold the model together. `divides_models`: it starts them itself.
-    `is_exact`: its log-probs equal the trainer's bit for bit where a job asks for that. `argument_problem`: module:name
-    of a function of (argument name, all arguments); `missing`: of a function of all arguments. Both return one line, or
-    None."""
+    """An engine and its abilities.
+
+    `takes_a_group`: `make` accepts the processes that hold the model together; `divides_models`: it starts them itself.
+    `is_exact`: its log-probs equal the trainer's bit for bit. `argument_problem`: module:name of a function of
+    (argument name, all arguments); `missing`: of a function of all arguments. Both return one line, or None."""
 
     is_movable: bool = False
     takes_a_group: bool = False
@@ -32,11 +27,7 @@ class EngineEntry(Entry):
     missing: str = ""
 
     def problems(self, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yield (argument, problem) for each argument that the engine refuses.
-
-        >>> list(ENGINES["own"].problems({"quantization": "fp8"}))
-        [('quantization', 'the engine own takes no arguments: remove it')]
-        """
+        """Yield (argument, problem) for each argument that the engine refuses."""
         of_one = imported(self.argument_problem) if self.argument_problem else self._none
         for name in arguments:
             if problem := of_one(name, arguments):

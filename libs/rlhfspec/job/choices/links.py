@@ -1,9 +1,4 @@
-"""The links that carry KV to another generator (docs/links.md): `roles.generator.link` names one, or auto.
-
-Example:
-    >>> [entry.name for entry in LINKS.values() if entry.in_auto]
-    ['memory', 'shm', 'tcp']
-"""
+"""The links that carry KV to another generator (docs/links.md): `roles.generator.link` names one, or auto."""
 
 from __future__ import annotations
 

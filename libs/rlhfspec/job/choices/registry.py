@@ -1,10 +1,4 @@
-"""The shape of a choice by name, and of a table of choices. Implementations are imported on first use.
-
-Example:
-    >>> colours = Registry("colour", Entry(name="violet", about="like a violet", make="colorsys:rgb_to_hsv"))
-    >>> colours["violet"].load()(1.0, 0.0, 0.0)
-    (0.0, 1.0, 1.0)
-"""
+"""The shape of a choice by name, and of a table of choices. Implementations are imported on first use."""
 
 from __future__ import annotations
 
@@ -16,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One choice. Each kind of choice subclasses it with fields of its own."""
+    """One choice."""
 
     name: str  # as written in a job
     about: str  # one line, for the docs
@@ -28,11 +22,6 @@ class Entry:
 
 
 def imported(place: str) -> Any:
-    """Return the object at module:name.
-
-    >>> imported("math:floor")(2.5)
-    2
-    """
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 
@@ -41,8 +30,7 @@ E = TypeVar("E", bound=Entry)
 
 
 class Registry(Mapping[str, E], Generic[E]):
-    """Entries by name, in display order. `field` is the field of the job's spec that names one; `beside` are its other
-    allowed values, such as auto."""
+    """Entries by name, in display order. `field` names one; `beside`: its other allowed values."""
 
     def __init__(self, field: str, *entries: E, beside: tuple[str, ...] = ()) -> None:
         self.field = field
@@ -67,11 +55,6 @@ class Registry(Mapping[str, E], Generic[E]):
         return tuple(name for name, entry in self._entries.items() if holds(entry))
 
     def missing(self, need: str) -> str:
-        """Return the message for a job that chose an entry without the field it needs.
-
-        >>> entries = Entry(name="a", about="", make=""), Entry(name="b", about="", make="", needs=("model.drafter",))
-        >>> Registry("f", *entries, beside=("auto",)).missing("model.drafter")
-        'needs model.drafter; without one take a or auto'
-        """
+        """Return the message for a choice without the field that it needs."""
         others = (*self.where(lambda entry: not entry.needs), *self._beside)
         return f"needs {need}; without one take {' or '.join(others)}"

@@ -1,11 +1,4 @@
-"""The vLLM arguments that `generation.engine.arguments` accepts, and why it refuses others.
-
-Example:
-    >>> problem_of("max_modl_len", {})
-    'no argument that this engine takes; did you mean max_model_len?'
-    >>> problem_of("max_model_len", {})
-    'is dataset.maxPromptTokens and generation.maxTokens: remove it'
-"""
+"""The vLLM arguments that `generation.engine.arguments` accepts, and why it refuses others."""
 
 from __future__ import annotations
 

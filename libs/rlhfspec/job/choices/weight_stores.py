@@ -1,11 +1,6 @@
-"""The stores that carry new weights from the trainer to generators (docs/weights.md). The start command picks one.
+"""The stores that carry new weights from the trainer to generators (docs/weights.md), chosen by the start command.
 
-`make` is a function of a `rlhfspec.training.weights.base.StorePlace`.
-
-Example:
-    >>> BETWEEN_PROCESSES
-    ('file', 'grpc')
-"""
+`make` is a function of a `rlhfspec.training.weights.base.StorePlace`."""
 
 from __future__ import annotations
 
@@ -18,8 +13,7 @@ _WEIGHTS = "rlhfspec.training.weights"
 
 @dataclass(frozen=True, kw_only=True)
 class WeightStoreEntry(Entry):
-    """A weight store. `about` says how a version travels; `needs` are fields of
-    `rlhfspec.messages.access.connections.Connections`."""
+    """A weight store. `needs`: fields of `messages.access.connections.Connections`."""
 
     between: str  # one line, for the docs
     is_between_processes: bool = True

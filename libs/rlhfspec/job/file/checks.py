@@ -1,18 +1,6 @@
-"""Checks for contradictions between fields of a job. Each finding names a field and the fix.
+"""Checks for contradictions between fields of a job that an API server cannot express; the others are in `rules`.
 
-Checks that an API server can express too are in `rules`. A default never counts as a contradiction, so that a
-resolved job can be read back.
-
-Example:
-    >>> from rlhfspec.job import RLHFJob
-    >>> job = RLHFJob.model_validate({
-    ...     "apiVersion": "rlhfspec.io/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "sums"},
-    ...     "spec": {"model": {"path": "m"}, "dataset": {"path": "d.jsonl"}, "algorithm": {"samplesPerPrompt": 1},
-    ...              "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]}},
-    ... })
-    >>> [finding.problem for finding in check(job)]
-    ['grpo compares the responses to one prompt: must be >= 2']
-"""
+A default never counts as a contradiction, so that a resolved job can be read back."""
 
 from __future__ import annotations
 
@@ -51,7 +39,7 @@ def _check_dataset(job: RLHFJob) -> Iterator[Finding]:
 
 
 def _check_critic(job: RLHFJob) -> Iterator[Finding]:
-    """Yield a finding for arguments of a critic's optimizer; the rule table cannot, as they have no type in the CRD."""
+    """Yield a finding for arguments of a critic's optimizer, which have no type in the CRD."""
     algorithm = job.spec.algorithm
     if not algorithm.entry.has_critic and job.spec.training.critic_optimizer.arguments:
         problem = f"{algorithm.name} has no critic: remove it"

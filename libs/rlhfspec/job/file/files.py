@@ -1,12 +1,4 @@
-"""Checks that the files and folders a job names exist, before anything is loaded.
-
-Example:
-    >>> import tempfile
-    >>> folder = Path(tempfile.mkdtemp())
-    >>> _ = (folder / "train.jsonl").write_text("")
-    >>> [finding.problem for finding in _check_data("./tain.jsonl", "spec.dataset.path", folder)]
-    ['no such file or folder; did you mean ./train.jsonl?']
-"""
+"""Checks that the files and folders a job names exist, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -40,7 +32,8 @@ MOST_HEAD_BYTES = 100 << 20  # the limit of safetensors itself
 
 
 def check_files(job: RLHFJob, base: Path, *, with_environment: bool = True) -> Iterator[Finding]:
-    """Yield findings for paths that do not exist or have the wrong kind, relative to the job file's folder `base`.
+    """Yield findings for paths, relative to `base`, that do not exist or have the wrong kind.
+
     `with_environment`: also check that the environment variables named by the job are set."""
     for name in MODEL_FIELDS:
         path = getattr(job.spec.model, name)
@@ -87,7 +80,7 @@ def _check_model(path: str, field: str, base: Path) -> Iterator[Finding]:
 
 
 def _check_readable(place: Path, path: str, field: str) -> Iterator[Finding]:
-    """Refuse files that this user cannot read, because safetensors would report them as missing."""
+    """Refuse files that this user cannot read, which safetensors would report as missing."""
     inside = sorted(place.iterdir()) if place.is_dir() and os.access(place, os.R_OK) else []
     for file in [place, *(file for file in inside if file.is_file() and not file.name.startswith("."))]:
         if not os.access(file, os.R_OK):
@@ -111,7 +104,6 @@ def _check_reward_model(source: ModelSource, field: str, base: Path) -> Iterator
 
 
 def _check_sizes(job: RLHFJob, base: Path) -> Iterator[Finding]:
-    """Compare positions and vocabularies, where the model configurations state them."""
     model, drafter = job.spec.model, job.spec.model.drafter
     config = _text_config(model.path, base)
     if drafter not in (None, AUTO) and job.spec.generation.speculation.mode in ("model", "adaptive"):
@@ -158,7 +150,7 @@ def _check_lora(job: RLHFJob, base: Path) -> Iterator[Finding]:
 
 
 def _config(path: str, base: Path) -> dict[str, Any]:
-    """Return the content of config.json; empty where it cannot be read, because loading reports why."""
+    """Return the content of config.json, or an empty dictionary, because loading reports why it cannot be read."""
     try:
         config = json.loads((Path(resolve(path, base)) / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -172,7 +164,7 @@ def _text_config(path: str, base: Path) -> dict[str, Any]:
 
 
 def _parts_of_tensors(folder: Path) -> set[str]:
-    """Return the dot-separated parts of all tensor names in a checkpoint, from its safetensors headers."""
+    """Return the parts of all tensor names in a checkpoint."""
     names: set[str] = set()
     for file in folder.glob("*.safetensors") if folder.is_dir() else ():
         with suppress(OSError, ValueError), file.open("rb") as weights:
@@ -212,7 +204,7 @@ def _check_data(path: str, field: str, base: Path) -> Iterator[Finding]:
 
 
 def _check_function(function: str, field: str, base: Path) -> Iterator[Finding]:
-    """Parse a module beside the job without running it. Any other module only has to be importable."""
+    """Parse a module beside the job without running it; any other only has to be importable."""
     module, _, name = function.partition(":")
     file = base.joinpath(*module.split(".")).with_suffix(".py")
     top = module.split(".")[0]

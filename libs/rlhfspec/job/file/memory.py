@@ -1,16 +1,4 @@
-"""Checks that this machine has the memory the job needs: a lower bound, computed before anything is loaded.
-
-Example:
-    >>> from rlhfspec.job import RLHFJob
-    >>> job = RLHFJob.model_validate({
-    ...     "apiVersion": "rlhfspec.io/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "sums"},
-    ...     "spec": {"model": {"path": "m"}, "dataset": {"path": "d.jsonl"}, "training": {"promptsPerStep": 10**8},
-    ...              "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]}},
-    ... })
-    >>> for finding in check_memory(job, Path(), available_bytes=16 << 30):
-    ...     print(f"{finding.field}: {finding.problem}")
-    spec.training.promptsPerStep: 800,000,000 samples are in flight at once, 819.6 GiB at least, and 16.0 GiB are free
-"""
+"""Checks that this machine has the memory the job needs: a lower bound, without loading anything."""
 
 from __future__ import annotations
 
@@ -28,7 +16,7 @@ ENGINE_BYTES = 16 << 20  # of an engine with a model of a few million parameters
 
 
 def check_memory(job: RLHFJob, base: Path, *, available_bytes: int | None = None) -> Iterator[Finding]:
-    """Yield findings for demands beyond the free memory. With a GPU, models are not counted."""
+    """Yield findings for demands beyond the free memory; with a GPU, models are not counted."""
     free = free_bytes() if available_bytes is None else available_bytes
     training = job.spec.training
     num_samples = training.prompts_per_step * job.spec.algorithm.samples_per_prompt * (1 + training.max_staleness)
@@ -50,14 +38,14 @@ def check_memory(job: RLHFJob, base: Path, *, available_bytes: int | None = None
 
 
 def _engine_bytes(job: RLHFJob, base: Path) -> int:
-    """Return the bytes of an engine's weights, from file sizes; the loaded precision may double or halve them."""
+    """Return the bytes of an engine's weights, which the loaded precision may double or halve."""
     folder = Path(resolve(job.spec.model.path, base))
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
     return size // 2 if job.spec.generation.dtype == "bfloat16" else size
 
 
 def weights_bytes(job: RLHFJob, base: Path, *, num_versions: int) -> int:
-    """Return the bytes of versions of policy and critic that the trainer publishes; 0 while model files are missing."""
+    """Return the bytes of published versions of policy and critic; 0 while model files are missing."""
     model = job.spec.model
     handed_out = [model.path, *([model.critic or model.path] if job.spec.algorithm.entry.has_critic else [])]
     size = sum(_num_parameters(Path(resolve(path, base))) for path in handed_out)
@@ -65,7 +53,7 @@ def weights_bytes(job: RLHFJob, base: Path, *, num_versions: int) -> int:
 
 
 def _num_parameters(folder: Path) -> int:
-    """Count parameters by safetensors headers; files of another format count as float32."""
+    """Count parameters by safetensors headers; other files count as float32."""
     if not folder.is_dir():
         return 0
     files = list(folder.glob("*.safetensors"))
@@ -82,7 +70,7 @@ def _num_numbers(file: Path) -> int:
 
 
 def free_bytes() -> int:
-    """Return the bytes that this process may still allocate, on the machine and in its container."""
+    """Return the bytes that this process may still allocate, in its container too."""
     meminfo = Path("/proc/meminfo")
     found = [1 << 62]
     if meminfo.exists():

@@ -1,13 +1,7 @@
-"""Resolution of paths in a job file, relative to the job file's folder; `~` is the home folder.
+"""Resolution of paths in a job file, relative to its folder; `~` is the home folder.
 
-A text is a local path if it starts with `.`, `/` or `~`, has two or more slashes, ends like a data file, or exists
-(or its first folder does) beside the job file. `tiny:NAME` is a model or dataset made on this machine
-(`rlhfspec.tiny`). Everything else is a Hugging Face hub id: `name` or `owner/name`.
-
-Example:
-    >>> resolve("/data/sums.jsonl", Path("/jobs")), resolve("./m", Path("/jobs")), resolve("owner/name", Path("/jobs"))
-    ('/data/sums.jsonl', '/jobs/m', 'owner/name')
-"""
+A text is a local path if it starts with `.`, `/` or `~`, has two or more slashes, ends like a data file, or exists (or
+its first folder does) beside the job file. `tiny:NAME` is made on this machine. All else is a Hugging Face hub id."""
 
 from __future__ import annotations
 
@@ -30,7 +24,6 @@ MADE_OF_THE_POLICY = ("drafter", AUTO)  # (field of spec.model, value) that name
 
 
 def is_local(path: str, base: Path) -> bool:
-    """Return whether the text is a local path, as opposed to a hub id."""
     if path.startswith(MADE_HERE):
         return False
     if path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(("/", *DATA_SUFFIXES)):
@@ -39,7 +32,7 @@ def is_local(path: str, base: Path) -> bool:
 
 
 def resolve(path: str, base: Path) -> str:
-    """Return an absolute local path, or a hub id unchanged. The function is idempotent."""
+    """Return an absolute local path, or a hub id unchanged."""
     if not is_local(path, base):
         return path
     return os.path.normpath(base.absolute() / Path(path).expanduser())
@@ -72,15 +65,7 @@ def with_resolved_paths(job: RLHFJob, base: Path) -> RLHFJob:
 
 
 def input_paths(spec: Mapping[str, Any], base: Path) -> list[str]:
-    """Return the files and folders below `base` that a job reads, to be fetched from an object store, existing or not.
-
-    `spec` may be unresolved or invalid.
-
-    >>> spec = {"model": {"path": "models/small"}, "dataset": {"path": "./data/sums.jsonl"},
-    ...         "rewards": {"sources": [{"type": "function", "function": "rewards.sums:exact"}]}}
-    >>> input_paths(spec, Path("/storage"))
-    ['models/small', 'data/sums.jsonl', 'rewards.py', 'rewards']
-    """
+    """Return the files and folders below `base` that a job, perhaps invalid, reads, existing or not."""
     found = (_below(text, base) for text in _named(spec) if isinstance(text, str))
     return list(dict.fromkeys(path for path in found if path))
 
@@ -105,6 +90,7 @@ def _block(spec: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _below(text: str, base: Path) -> str | None:
     """Return the path relative to `base`, or None for anything outside it.
+
     >>> [_below(text, Path("/storage")) for text in ("/storage/m", "./d.csv", "tiny:sums", "/etc", "../m", "s3://b/m")]
     ['m', 'd.csv', None, None, None, None]
     """

@@ -1,11 +1,4 @@
-"""Pydantic's errors in the words of the job file: the field's path, its line, the requirement, the nearest name.
-
-Example:
-    >>> known_keys(("spec", "checkpoint"), {})
-    ['everySteps', 'keep', 'export']
-    >>> unknown_key(("spec", "stepps"), {"spec": {}})
-    'unknown key; did you mean training.steps?'
-"""
+"""Pydantic's errors in the words of the job file: the field's path, its line, the requirement, the nearest name."""
 
 from __future__ import annotations
 
@@ -42,8 +35,7 @@ _SOURCES: Path_ = ("spec", "rewards", "sources")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One problem of a job that fits the schema: a field and the fix. `depends_on`: other fields that led to it. If one
-    of them is wrong itself, the finding is not reported."""
+    """One problem of a job that fits the schema, unreported if a field that it `depends_on` is wrong itself."""
 
     field: str
     problem: str
@@ -69,7 +61,7 @@ def explain(error: ValidationError, value: Any, places: Mapping[Path_, str]) -> 
 
 
 def place_of(path: Path_, places: Mapping[Path_, str]) -> str:
-    """Return the place of a value, or of the innermost block around it that the file contains."""
+    """Return the place of a value, or of the innermost block around it in the file."""
     while path and path not in places:
         path = path[:-1]
     return places.get(path, "") if path else ""
@@ -80,7 +72,7 @@ def known_keys(path: Path_, value: Any) -> list[str]:
 
 
 def unknown_key(path: Path_, value: Any) -> str:
-    """Return a message with the nearest key of the block, or the block where such a key belongs."""
+    """Return a message with the nearest key, here or in another block."""
     if (told := _TOLD.get(path)) is not None:
         return f"unknown key; {told}"
     known = known_keys(path[:-1], value)
@@ -132,7 +124,6 @@ def _one_of(given: Any, options: list[str]) -> str:
 
 
 def _bounds(field: FieldInfo | None) -> str:
-    """Return the bounds of a field as text, such as " >= 1 and < 10"; empty if it has none."""
     texts = []
     for bound in _metadata(field) if field else ():
         if isinstance(bound, Ge):
@@ -184,7 +175,7 @@ def _field_at(path: Path_, value: Any) -> FieldInfo | None:
 
 
 def _blocks_at(path: Path_, value: Any) -> list[type[Block]]:
-    """Return the blocks allowed at a path; the one that matches the value's `type` comes first."""
+    """Return the blocks allowed at a path, first the one that matches the value's `type`."""
     blocks: list[type[Block]] = [RLHFJob]
     for part in path:
         value = value[part] if _has(value, part) else None
@@ -202,7 +193,7 @@ def _has(value: Any, part: str | int) -> bool:
 
 
 def _all_fields(block: type[Block], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (name, path inside spec) of every field. Outer blocks come last, so that they win in a dict."""
+    """Yield (name, path inside spec) of every field, outer blocks last, so that they win in a dict."""
     for field in reversed(block.model_fields.values()):
         path = f"{prefix}{field.alias}"
         for inner in blocks_of(field.annotation):

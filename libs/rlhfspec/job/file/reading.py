@@ -1,15 +1,4 @@
-"""Reading of a job file into an RLHFJob. All problems are reported at once, each with its place, field and fix.
-
-Example:
-    >>> import tempfile
-    >>> file = Path(tempfile.mkdtemp()) / "job.yaml"
-    >>> _ = file.write_text("apiVersion: rlhfspec.io/v1alpha1\\nkind: RLHFJob\\nspec:\\n  trainig: {steps: 3}\\n")
-    >>> try:
-    ...     read_job(file)
-    ... except JobError as error:
-    ...     print(error.problems[-1])
-    line 4: spec.trainig: unknown key; did you mean training?
-"""
+"""Reading of a job file into an RLHFJob."""
 
 from __future__ import annotations
 
@@ -32,7 +21,8 @@ from rlhfspec.job.file.yaml_text import Path_, dotted, parse, parse_value, parts
 
 
 def read_job(path: Path, overrides: Sequence[str] = (), *, base: Path | None = None, runs_here: bool = True) -> RLHFJob:
-    """Read and check the job in a YAML or JSON file, and make its local paths absolute; raise JobError for problems.
+    """Read and check the job in a YAML or JSON file, make its paths absolute, or raise JobError with all problems.
+
     overrides: `training.steps=3`, a path inside `spec` and a YAML value; later ones win. base: where relative paths
     start; None: the file's folder. runs_here: also check the memory and the environment of this machine."""
     base = path.parent if base is None else base
@@ -54,8 +44,7 @@ def read_job(path: Path, overrides: Sequence[str] = (), *, base: Path | None = N
 def _validate(
     value: dict[str, Any], places: dict[Path_, str], base: Path, runs_here: bool
 ) -> tuple[RLHFJob | None, list[Problem]]:
-    """Check each field, then combinations of fields. Wrong fields are removed first, so that the others are still
-    checked."""
+    """Check each field, then combinations of fields, without those that are wrong."""
     job, problems, wrong = None, list[Problem](), set[str]()
     try:
         job = RLHFJob.model_validate(value)
@@ -89,7 +78,7 @@ def _without(value: Any, wrong_paths: Sequence[Path_]) -> RLHFJob | None:
 
 
 def _override(job: dict[str, Any], places: dict[Path_, str], override: str) -> list[Problem]:
-    """Apply one `path=value` to the job. The schema checks later whether the path exists."""
+    """Apply one `path=value` to the job; the schema checks later whether the path exists."""
     name, equals, text = override.partition("=")
     where = f"--set {shown_override(override)}"
     keys = parts_of(name.strip().removeprefix("spec."))

@@ -1,15 +1,4 @@
-"""Remarks on settings that are allowed but probably a mistake. `validate` prints them; they are never errors.
-
-Example:
-    >>> from rlhfspec.job import RLHFJob
-    >>> job = RLHFJob.model_validate({
-    ...     "apiVersion": "rlhfspec.io/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "sums"},
-    ...     "spec": {"model": {"path": "m"}, "dataset": {"path": "d.jsonl"}, "generation": {"topK": 5},
-    ...              "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]}},
-    ... })
-    >>> list(remarks(job))
-    ['generation.topK: a mask is part of sampling and not of the trained log-probs; importanceCap corrects for it']
-"""
+"""Remarks on settings that are allowed but probably a mistake."""
 
 from __future__ import annotations
 
@@ -55,16 +44,7 @@ def remarks(job: RLHFJob) -> Iterator[str]:
 
 
 def left_aside(job: RLHFJob) -> str | None:
-    """Return one line that names the fields which only a cluster uses, or None if the job sets none.
-
-    >>> left_aside(RLHFJob.model_validate({
-    ...     "apiVersion": "rlhfspec.io/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "sums"},
-    ...     "spec": {"model": {"path": "m"}, "dataset": {"path": "d.jsonl"}, "storage": {"claim": "c"},
-    ...              "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]},
-    ...              "roles": {"generator": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}},
-    ... }))
-    'left aside outside a cluster: storage, roles.generator.resources'
-    """
+    """Return one line that names the fields which only a cluster uses, if the job sets any."""
     written = job.model_dump(by_alias=True, exclude_defaults=True)["spec"]
     named = [path for path in CLUSTER_ONLY if _is_in(written, path)]
     return f"left aside outside a cluster: {', '.join(named)}" if named else None

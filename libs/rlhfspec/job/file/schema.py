@@ -1,15 +1,7 @@
 """The schema of a job for editors (JSON Schema) and for a Kubernetes custom resource (structural OpenAPI v3).
 
-A structural schema has types everywhere and no references, unions of objects or closed objects: the API server refuses
-unknown fields itself. Texts, lists and maps are bounded, which bounds the cost of rules. The rules of
-`cluster.crd_rules` and `checks`, which a job's first pod also runs, express everything else.
-
-Example:
-    >>> json_schema()["properties"]["kind"]["const"]
-    'RLHFJob'
-    >>> structural_schema()["properties"]["spec"]["properties"]["training"]["properties"]["steps"]["minimum"]
-    1
-"""
+A structural schema has types everywhere and no references, unions of objects or closed objects. Texts, lists and maps
+are bounded, which bounds the cost of rules."""
 
 from __future__ import annotations
 
@@ -55,7 +47,7 @@ _POD_TEMPLATE = {
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the schema for editors. It refuses unknown keys and omits defaults that depend on the algorithm."""
+    """Return the schema for editors, which refuses unknown keys and omits defaults that depend on the algorithm."""
     schema = RLHFJob.model_json_schema(by_alias=True)
     definitions = schema.pop("$defs")
     inlined: dict[str, Any] = _inline(schema, definitions)
@@ -85,11 +77,7 @@ def pod_templates(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def in_cel(name: str) -> str:
-    """Return a field's name in a CEL rule, with reserved words escaped.
-
-    >>> in_cel("function"), in_cel("path")
-    ('__function__', 'path')
-    """
+    """Return a field's name in a CEL rule, with reserved words escaped."""
     reserved = {"break", "const", "continue", "else", "for", "function", "if", "import", "in", "let", "namespace"}
     return f"__{name}__" if name in reserved | {"loop", "package", "return", "var", "void", "while"} else name
 
@@ -157,7 +145,7 @@ def _structural(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _union(branches: list[dict[str, Any]], with_null: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge branches into one schema: null becomes nullable, and objects with different `type` get a rule for each."""
+    """Merge branches: null becomes nullable, and objects with different `type` get a rule for each."""
     nullable = {"nullable": True} if len(branches) < len(with_null) else {}
     if len(branches) == 1:
         return _structural(branches[0]) | nullable

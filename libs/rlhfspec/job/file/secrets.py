@@ -1,13 +1,11 @@
 """Hiding of secrets that a job sends to reward endpoints, and filling them in from the environment.
 
 Header values, and user, password, query and fragment of URLs are hidden wherever a job's fields are shown.
-`${NAME}` in a URL or a header's value is the environment variable NAME; `filled_in` inserts it before sending.
 
-Example:
-    >>> shown_url("https://me:pw@judge.example/v1?key=abc")
-    'https://...@judge.example/v1?...'
-    >>> shown_override("rewards.sources[0].headers.key=abc"), shown_override("training.steps=3")
-    ('rewards.sources[0].headers.key=...', 'training.steps=3')
+>>> shown_url("https://me:pw@judge.example/v1?key=abc")
+'https://...@judge.example/v1?...'
+>>> shown_override("rewards.sources[0].headers.key=abc"), shown_override("training.steps=3")
+('rewards.sources[0].headers.key=...', 'training.steps=3')
 """
 
 from __future__ import annotations
@@ -29,17 +27,12 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 def shown_url(url: str) -> str:
-    """Return the URL with secrets hidden. Everything before the last `@` counts as user and password, to be safe."""
+    """Return the URL with secrets hidden, for safety everything before the last `@`."""
     url = re.sub(r"^(\w+://)?.*@", rf"\1{HIDDEN}@", url, flags=re.DOTALL)
     return re.sub(r"([?#]).*$", rf"\1{HIDDEN}", url, flags=re.DOTALL)
 
 
 def shown_value(path: Path_, value: Any) -> Any:
-    """Return the value of a field with secrets hidden.
-
-    >>> shown_value(("spec", "rewards", "sources", 0, "headers", "key"), "abc")
-    '...'
-    """
     if isinstance(value, dict):
         return {name: shown_value((*path, name), child) for name, child in value.items()}
     if isinstance(value, list):
@@ -50,7 +43,7 @@ def shown_value(path: Path_, value: Any) -> Any:
 
 
 def shown_override(override: str) -> str:
-    """Return the text of `--set` with secrets hidden; a block that holds an endpoint is hidden as a whole."""
+    """Return the text of `--set` with secrets hidden, as a whole for a block that holds an endpoint."""
     name, equals, text = override.partition("=")
     if not equals:
         return HIDDEN if "header" in name or "://" in name else name
@@ -61,22 +54,21 @@ def shown_override(override: str) -> str:
 
 
 def holds_secrets(job: RLHFJob) -> bool:
-    """Return whether the job itself contains secrets, as opposed to names of environment variables."""
+    """Return whether the job contains secrets, as opposed to names of environment variables."""
     sources = [source for source in job.spec.rewards.sources if isinstance(source, HttpSource)]
     sent = [value for source in sources for value in source.headers.values()]
     return any(not _VARIABLE.search(value) for value in sent) or any(_is_secret(source.url) for source in sources)
 
 
 def _is_secret(url: str) -> bool:
-    """Return whether the URL contains a password, a user without password (a token), a query value or a fragment."""
+    """Return whether the URL has a password, a user without one (a token), a query value or a fragment."""
     parts = urlsplit(_VARIABLE.sub("", url))
     token = parts.username if parts.password is None else parts.password
     return bool(token or parts.fragment or any(pair.partition("=")[2] for pair in parts.query.split("&")))
 
 
 def request_of(source: HttpSource, field: str) -> tuple[str, dict[str, str]]:
-    """Return URL and headers as they are sent. Raise InvalidRequest for unset variables and for invalid URLs or
-    headers."""
+    """Return URL and headers as they are sent; raise InvalidRequest for unset variables and invalid values."""
     url = filled_in(source.url, f"{field}.url")
     try:
         parts = urlsplit(url)
@@ -97,7 +89,7 @@ def request_of(source: HttpSource, field: str) -> tuple[str, dict[str, str]]:
 
 
 def secrets_of(url: str, headers: Sequence[str]) -> list[str]:
-    """Return texts that no message may repeat. Texts under 4 characters are omitted: they occur anywhere."""
+    """Return texts that no message may repeat, but for those under 4 characters, which occur anywhere."""
     parts = urlsplit(url)
     values = [pair.partition("=")[2] for pair in parts.query.split("&")]
     words = [word for value in headers for word in (value, *value.split())]
@@ -106,7 +98,7 @@ def secrets_of(url: str, headers: Sequence[str]) -> list[str]:
 
 
 def filled_in(text: str, field: str) -> str:
-    """Replace `${NAME}` by environment variables. Raise InvalidRequest for a variable that is not set."""
+    """Replace `${NAME}` by environment variables; raise InvalidRequest for an unset one."""
 
     def value_of(match: re.Match[str]) -> str:
         value = os.environ.get(match[1])

@@ -1,11 +1,4 @@
-"""A job to start from: every field with its description. Rarely changed fields are commented out at their defaults.
-
-Example:
-    >>> print(job_text(Choices(name="sums", algorithm="ppo"))[:86])
-    # A job for rlhfspec. Check it with `rlhfspec validate`, start it with `rlhfspec run`.
-    >>> "    #gamma: 1.0" in job_text(Choices(name="sums"))
-    True
-"""
+"""A job to start from: every field with its description, rarely changed ones commented out."""
 
 from __future__ import annotations
 
@@ -82,7 +75,7 @@ def job_text(choices: Choices) -> str:
 
 
 class _Writer:
-    """Writer of blocks. A field is described where it first appears."""
+    """Writer of blocks, which describes a field where it first appears."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
@@ -96,8 +89,7 @@ class _Writer:
         yield from self.field(name, field, prefix, indent, default)
 
     def field(self, name: str, field: FieldInfo, prefix: str, indent: int, default: Any = None) -> Iterator[str]:
-        """Yield one field, or the block it holds. `default`: the default of the block around it, which takes
-        precedence."""
+        """Yield one field, or the block it holds. `default`: of the block around it, which takes precedence."""
         path = f"{prefix}{to_camel(name)}"
         if path == "rewards.sources":
             yield _SOURCES
@@ -111,7 +103,6 @@ class _Writer:
         yield f"{' ' * indent}{'' if path in _ACTIVE else '#'}{to_camel(name)}: {_yaml(self._values.get(path, value))}"
 
     def _block(self, path: str, block: type[Block], indent: int, default: Any) -> Iterator[str]:
-        """Yield a block. Without an active field, its header is commented out too."""
         active = any(known.startswith(f"{path}.") for known in _ACTIVE)
         yield f"{' ' * indent}{'' if active else '#'}{path.rpartition('.')[2]}:"
         for name, field in block.model_fields.items():
@@ -119,7 +110,7 @@ class _Writer:
 
 
 def _yaml(value: Any) -> str:
-    """Return the value as YAML. JSON is YAML; plain words need no quotes, except those that YAML 1.1 reads as booleans.
+    """Return the value as YAML: JSON, or a plain word that YAML 1.1 does not read as a boolean.
 
     >>> _yaml("./model"), _yaml("off"), _yaml(1e-6), _yaml("a: b")
     ('./model', '"off"', '1.0e-06', '"a: b"')

@@ -1,12 +1,6 @@
 """YAML or JSON text as plain values, with the line of every value. Ambiguous YAML is refused with a reason.
 
-Scalars follow YAML 1.2: `1e-6` is a number, only `true` and `false` are booleans, and dates are text.
-
-Example:
-    >>> document = parse("spec:\\n  rate: 1e-6\\n  mode: off\\n", source="job.yaml")
-    >>> document.value, document.lines["spec", "mode"]
-    ({'spec': {'rate': 1e-06, 'mode': 'off'}}, 3)
-"""
+Scalars follow YAML 1.2: `1e-6` is a number, only `true` and `false` are booleans, and dates are text."""
 
 from __future__ import annotations
 
@@ -29,7 +23,7 @@ Path_ = tuple[str | int, ...]
 
 @dataclass(slots=True)
 class Document:
-    """A text as plain values. `lines` maps paths to lines (from 1); `problems` lists what could not be read."""
+    """A text as plain values, the line (from 1) of each path, and what could not be read."""
 
     value: Any
     lines: dict[Path_, int] = field(default_factory=dict)
@@ -37,8 +31,6 @@ class Document:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that resolves plain scalars by YAML 1.2's core schema."""
-
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own shape)
 
 
@@ -56,7 +48,6 @@ _Loader.add_implicit_resolver(
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file. Raise JobError if it cannot be read."""
     if path.is_dir():
         raise _unreadable(path, "this is a folder; name the job file in it")
     if not path.exists():
@@ -79,7 +70,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, *, source: str) -> Document:
-    """Parse a text with one document. Problems that leave the rest readable are collected; others raise JobError."""
+    """Parse a text with one document, collecting problems that leave the rest readable; others raise JobError."""
     if source.endswith(".json"):
         text = text.replace("\t", " ")  # JSON allows tabs between values, YAML does not; strings contain them as \t
     reader = _Reader()
@@ -178,21 +169,13 @@ _TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool",
 
 
 def dotted(path: Path_) -> str:
-    """Return a path in the notation of users.
-
-    >>> dotted(("spec", "rewards", "sources", 0, "weight"))
-    'spec.rewards.sources[0].weight'
-    """
+    """Return a path in the notation of users, such as `spec.rewards.sources[0].weight`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".") or "file"
 
 
 def parts_of(text: str) -> Path_:
-    """Return the parts of a path. List indices stand in brackets or between dots.
-
-    >>> parts_of("sources[0].weight") == parts_of("sources.0.weight") == ("sources", 0, "weight")
-    True
-    """
+    """Return the parts of a path with list indices in brackets or between dots."""
     parts = re.sub(r"\[(\d+)\]", r".\1", text).split(".")
     return tuple(int(part) if part.isdecimal() else part for part in parts)
 

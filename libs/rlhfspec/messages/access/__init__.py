@@ -1,1 +1,0 @@
-"""The rights of each role to publish, consume and read, and connections that use them."""

@@ -1,7 +1,4 @@
-"""A process's connection to NATS as a role of the run, with the role's credentials.
-
-transport = await connect(connections, "reward", name="reward-0", clock=clock)
-"""
+"""A process's connection to NATS in a role of the run, with the role's credentials."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ KEEP_SECONDS = LIFETIME.total_seconds()  # longer than any message waits while a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NatsAccess:
-    """Credentials and inbox of one role's connection to NATS. No other role can read answers under `inbox_prefix`."""
+    """Credentials and inbox of one role's connection to NATS."""
 
     proof: NatsProof
     tls: ssl.SSLContext | None
@@ -30,7 +27,7 @@ class NatsAccess:
 
 
 def access_of(folder: Path | None, role: str, uid: str) -> NatsAccess:
-    """Return access by the role's token (ROLE.creds) if the credentials contain one, else by its key (ROLE.seed)."""
+    """Return access by the role's token (ROLE.creds) if there is one, else by its key (ROLE.seed)."""
     if folder is None:
         return NatsAccess(proof=NO_PROOF, tls=None, inbox_prefix=inbox_of(role, uid))
     creds = folder / f"{role}.creds"

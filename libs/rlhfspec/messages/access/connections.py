@@ -1,14 +1,6 @@
-"""Addresses and credential files by which a process of a run reaches the others: one file, read by every process.
+"""Addresses and credential files by which the processes of a run reach each other.
 
-The file names files with secrets but contains none, so its path may appear in an argument list.
-
-Example:
-    >>> Connections.model_validate_json('{"nats_url": "nats://127.0.0.1:4222"}')
-    Traceback (most recent call last):
-        ...
-    pydantic_core._pydantic_core.ValidationError: 4 validation errors for Connections
-    ...
-"""
+The file names files with secrets but contains none, so its path may appear in an argument list."""
 
 from __future__ import annotations
 
@@ -28,11 +20,12 @@ else:
 
 
 class Connections(BaseModel):
-    """The connections of a run's processes. `credentials`: folder with ca.pem, and for each role (a stage, `view` or
-    `control`) ROLE.pem and ROLE.key for TLS and its NKEY ROLE.seed; None: no TLS and no NKEY. In a cluster it has
-    ROLE.creds in place of ROLE.seed, and servers-ca.pem, which verifies the servers' certificates. `worker_host`: the
-    name in every worker's certificate; None: certificates contain the workers' addresses. Ports: every worker listens
-    on them, at its own address (RLHFSPEC_HOST in its environment); 0: any free port."""
+    """The connections of a run's processes.
+
+    `credentials`: folder with ca.pem, and for each role (a stage, `view` or `control`) ROLE.pem and ROLE.key for TLS
+    and its NKEY ROLE.seed; None: neither. In a cluster it has ROLE.creds in place of ROLE.seed, and servers-ca.pem,
+    which verifies the servers. `worker_host`: the name in every worker's certificate; None: certificates contain
+    addresses. Ports: every worker listens on them at its own address (RLHFSPEC_HOST); 0: any free port."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -66,7 +59,6 @@ class Connections(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a connections file; raise InvalidRequest if it is missing or invalid."""
         return _parsed(cls, path, "--connections", "is no connections file")
 
     def job(self) -> RLHFJob:

@@ -1,18 +1,11 @@
 """The rights of each role on the bus, as NATS subjects: the least that its part of the map (`messages.loop`) needs.
 
-A role is a stage, or `view` or `control`, which observe everything. All others publish what they produce, pull and
-acknowledge what they consume, and receive their own answers only.
+A role is a stage, or `view` or `control`, which observe everything. On a laptop `control` is the supervisor, which
+creates the run's streams. In a cluster the operator does: that right does not restrict which subjects a stream
+captures.
 
-On a laptop `control` is the supervisor: it creates the run's streams (`declares`) and releases a dead worker's records.
-In a cluster many runs share one account, so the operator creates all streams (`rlhfspec.operator.shared.streams`): the
-right to create a stream does not restrict which subjects it captures.
-
-Example:
-    >>> reward = rights_of("reward", "sums", "3f2a")
-    >>> [subject for subject in reward.publish if subject.startswith("rlhf.")]
-    ['rlhf.sums.3f2a.score', 'rlhf.sums.3f2a.heartbeat', 'rlhf.sums.3f2a.workerinfo.*', 'rlhf.sums.3f2a.dead.*']
-    >>> reward.subscribe
-    ('_INBOX_reward_3f2a.>', 'latest.rlhf.sums.3f2a.datasetinfo.*', 'latest.rlhf.sums.3f2a.workerinfo.*')
+>>> [subject for subject in rights_of("reward", "sums", "3f2a").publish if subject.startswith("rlhf.")]
+['rlhf.sums.3f2a.score', 'rlhf.sums.3f2a.heartbeat', 'rlhf.sums.3f2a.workerinfo.*', 'rlhf.sums.3f2a.dead.*']
 """
 
 from __future__ import annotations
@@ -39,13 +32,12 @@ class RoleRights:
 
 
 def inbox_of(role: str, uid: str) -> str:
-    """Return the inbox prefix of a role in a run. No other client can read its answers, not even another run's same
-    role."""
+    """Return the inbox prefix of a role in a run, under which no other client can read answers."""
     return f"_INBOX_{role}_{uid}"
 
 
 def rights_of(role: str, job: str, uid: str, *, declares: bool = False) -> RoleRights:
-    """Return the rights of a role in one run. `declares`: `control` may create streams, only with a NATS of its own."""
+    """Return the rights of a role in one run. `declares`: `control` may create streams."""
     if role not in BUS_ROLES:
         raise InvalidRequest("role", role, f"must be one of {', '.join(BUS_ROLES)}")
     granted = _Granted(role, job, uid)
@@ -123,7 +115,7 @@ class _Granted:
             self.publish.append(f"$JS.API.STREAM.MSG.GET.{stream}")
 
     def _stream(self, subject: str) -> str:
-        """Return the subject's stream. Every role that uses a subject may query its declaration."""
+        """Return the subject's stream, whose declaration every role that uses it may query."""
         stream = stream_name(subject)
         self.publish.append(f"$JS.API.STREAM.INFO.{stream}")
         return stream

@@ -1,12 +1,4 @@
-"""Evaluations on a held-out split: the lines of `evaluations.jsonl`, and the choice of the best one.
-
-Example:
-    >>> runs = [example_evaluation(step=step, reward=reward) for step, reward in ((0, 0.25), (10, 0.75), (20, 0.5))]
-    >>> Evaluation.from_line(runs[1].to_line()) == runs[1]
-    True
-    >>> best(runs).step
-    10
-"""
+"""Evaluations on a held-out split: the lines of `evaluations.jsonl`."""
 
 from __future__ import annotations
 

@@ -1,16 +1,7 @@
 """The metrics of one trained step: a line of `steps.jsonl`.
 
-Two runs of one job agree bit for bit in the *curve*, whatever the speculation, the number of workers, the arrival order
-or the interruptions. *Measurements* describe this run on this machine. A number that does not apply to a job (the KL
-without a reference) is null, not zero.
-
-Example:
-    >>> line = example_step(step=3).to_line()
-    >>> StepMetrics.from_line(line) == example_step(step=3)
-    True
-    >>> curve(line)["weights_version"], "seconds" in curve(line)
-    (3, False)
-"""
+Two runs of one job agree bit for bit in the *curve*; *measurements* describe this run on this machine. A number that
+does not apply to a job is null."""
 
 from __future__ import annotations
 
@@ -42,11 +33,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Return the statistics of the values. Sums are exact, so that the order of values does not matter.
-
-        >>> Spread.of([0.0, 1.0, 1.0, 0.0])
-        Spread(mean=0.5, std=0.5, min=0.0, max=1.0)
-        """
+        """Return the statistics of the values, with exact sums, so that their order does not matter."""
         mean = math.fsum(values) / len(values)
         variance = math.fsum((value - mean) ** 2 for value in values) / len(values)
         return cls(mean=mean, std=math.sqrt(variance), min=float(min(values)), max=float(max(values)))
@@ -66,7 +53,7 @@ class Lengths:
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, max_tokens: int) -> Lengths:
-        """Return the statistics of lengths >= 1. Edges depend on `max_tokens` alone, so that steps can be compared.
+        """Return the statistics of lengths >= 1, with edges that depend on `max_tokens` alone.
 
         >>> Lengths.of([1, 2, 2, 8], max_tokens=8)  # doctest: +NORMALIZE_WHITESPACE
         Lengths(mean=3.25, min=1, p50=2, p95=8, max=8, edges=(0, 1, 2, 3, 4, 5, 6, 7, 8),
@@ -95,8 +82,9 @@ class LogProbDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """Seconds that each stage spent on a step. Stages overlap, so their sum may exceed `step`, the wall time. `waiting`
-    is the trainer's time without work. A stage that does not run in the job has 0."""
+    """Seconds that each stage spent on a step; 0 for a stage that does not run in the job.
+
+    Stages overlap, so their sum may exceed `step`, the wall time. `waiting` is the trainer's time without work."""
 
     generation: float
     reward: float
@@ -147,11 +135,10 @@ class StepMetrics:
 
     @property
     def kl_k3(self) -> float | None:
-        """Return the KL estimate that is comparable between jobs; it is never negative."""
+        """Return the KL estimate that is comparable between jobs."""
         return None if self.kl is None else self.kl["k3"]
 
     def to_line(self) -> str:
-        """Return one line of JSON, with keys in field order and floats at full precision."""
         return json_line(self, f"metrics of step {self.step}")
 
     @classmethod
@@ -185,17 +172,14 @@ def curve(line: str) -> dict[str, Any]:
 
 
 def learner_fields(said: Mapping[str, float]) -> dict[str, Any]:
-    """Return the StepMetrics fields that come from the learner. Other numbers go to `learning`.
-
-    Rewards and lengths are omitted, because `Spread.of` and `Lengths.of` cover them.
+    """Return the StepMetrics fields that come from the learner; other numbers go to `learning`.
 
     >>> said = {name: 0.5 for name in ("policy_loss", "entropy", "clip_fraction", "grad_norm", "learning_rate")}
     >>> said |= {"truncated_fraction": 0.0, "log_prob_difference_max": 3e-7, "log_prob_difference_mean": 4e-8}
-    >>> fields = learner_fields(said | {"staleness_max": 1.0, "approximate_kl": 0.25, "reward_mean": 0.5})
+    >>> said |= {"staleness_max": 1.0, "approximate_kl": 0.25, "reward_mean": 0.5, "kl_k3": 0.125}
+    >>> fields = learner_fields(said)
     >>> fields["kl"], fields["staleness_max"], fields["learning"]
-    (None, 1, {'approximate_kl': 0.25})
-    >>> learner_fields(said | {"staleness_max": 0.0, "kl_k1": -0.25, "kl_k3": 0.125})["kl"]
-    {'k1': -0.25, 'k3': 0.125}
+    ({'k3': 0.125}, 1, {'approximate_kl': 0.25})
     """
     rest = {name: value for name, value in said.items() if not name.startswith(("reward_", "response_"))}
     found: dict[str, Any] = {name: rest.pop(name) for name in _ALWAYS_SAID}
@@ -209,10 +193,6 @@ def learner_fields(said: Mapping[str, float]) -> dict[str, Any]:
 
 
 def length_edges(max_tokens: int) -> tuple[int, ...]:
-    """Return the edges of the histogram of response lengths.
-    >>> length_edges(256)[:3], length_edges(256)[-1]
-    ((0, 16, 32), 256)
-    """
     num_bins = min(NUM_LENGTH_BINS, max_tokens)
     return tuple(round(place * max_tokens / num_bins) for place in range(num_bins + 1))
 
@@ -223,7 +203,7 @@ def _percentile(ordered: Sequence[int], percent: int) -> int:
 
 
 def json_line(metrics: Any, name: str) -> str:
-    """Return a dataclass of numbers as a line of JSON; raise NumericalError if a number is not finite."""
+    """Return a dataclass of numbers as a line of JSON; raise NumericalError if one is not finite."""
     content = asdict(metrics)
     if (found := not_finite(content)) is not None:
         raise NumericalError(f"{name}: {found[0]} is {found[1]}")

@@ -1,5 +1,3 @@
-"""Reports on how loaded models were verified."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

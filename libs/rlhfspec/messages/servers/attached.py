@@ -1,8 +1,6 @@
 """Launcher of a program that is killed when its parent dies: python -I -S attached.py PARENT PROGRAM ARGUMENT ...
 
-The parent-death signal survives exec, so the program needs no support for it. Only the standard library is imported,
-for a fast start.
-"""
+The parent-death signal survives exec. Only the standard library is imported, for a fast start."""
 
 from __future__ import annotations
 
@@ -17,7 +15,6 @@ CANNOT_RUN = 126  # as shells report it
 
 
 def attached(command: Sequence[str]) -> list[str]:
-    """Return the command that runs `command` under this launcher (Linux only)."""
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]

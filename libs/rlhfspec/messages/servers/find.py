@@ -15,7 +15,6 @@ _INSTALL = "pip install 'rlhfspec[processes]' brings it"
 
 
 def nats_server() -> Path:
-    """Return the program beside the interpreter, where the package installs it, else the one in the PATH."""
     beside = Path(sys.executable).with_name("nats-server")
     return _executable(beside) if beside.is_file() else _in_path("nats-server")
 

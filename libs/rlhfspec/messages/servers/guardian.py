@@ -1,11 +1,9 @@
 """Killing and cleanup of a run whose supervisor died, even by SIGKILL.
 
-The supervisor holds the only writing end of a guardian's stdin. At its end of file, the guardian kills every process
-that carries the run's mark in its environment or descends from one that does, and removes the run's data. After a
-clean end the supervisor sends `RELEASED` first. Two guardians run, so that one survives if the other dies with the
-supervisor. This file imports the standard library only and runs as a script, so that it starts before the first
-server.
-"""
+The supervisor holds the only writing end of a guardian's stdin. At its end of file, without `RELEASED` before, the
+guardian kills every process that carries the run's mark in its environment or descends from one that does, and removes
+the run's data. Two run, so that one survives if the other dies with the supervisor. This file runs as a script and
+imports the standard library only, for a fast start."""
 
 from __future__ import annotations
 
@@ -47,8 +45,7 @@ def main() -> None:
 
 
 def end_run(uid: str, remove: Iterable[Path], quiet_seconds: float = _QUIET_SECONDS) -> None:
-    """Kill the run's processes, except guardians, until none appears for a while. Then remove the paths. A folder that
-    another run has made since stays."""
+    """Kill the run's processes until none appears for a while, then remove those paths that are still its own."""
     now = begin = quiet_since = time.monotonic()
     while now - quiet_since < quiet_seconds and now - begin < GIVE_UP_SECONDS:
         if kill(processes_of(uid)):
@@ -82,8 +79,7 @@ def kill(pids: Iterable[int]) -> int:
 
 
 def processes_of(uid: str) -> set[int]:
-    """Return marked processes and all their descendants, as some programs clear the environment; not guardians or this
-    one."""
+    """Return marked processes and their descendants, as some programs clear the environment, without guardians."""
     children: dict[int, list[int]] = {}
     marked = marked_with({f"{MARK}={uid}".encode()}, children)
     spared = {os.getpid(), *guardians_of(uid)}
@@ -101,8 +97,7 @@ def guardians_of(uid: str) -> list[int]:
 
 
 def marked_with(marks: set[bytes], children: dict[int, list[int]] | None = None) -> list[int]:
-    """Return the processes with all of these in their environment. `children` is filled with the children of each
-    parent."""
+    """Return the processes with all of these in their environment; fill `children` by parent."""
     found = []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with suppress(OSError):  # it ended meanwhile, or belongs to another user
@@ -117,13 +112,13 @@ def marked_with(marks: set[bytes], children: dict[int, list[int]] | None = None)
 
 
 def state_and_parent(pid: int) -> tuple[str, int]:
-    """Return state and parent from /proc. The name before them is in brackets, and may contain spaces and brackets."""
+    """Return state and parent from /proc, behind a name that may contain spaces and brackets."""
     state, parent, *_ = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return state, int(parent)
 
 
 class Guardians:
-    """The supervisor's handle on its guardians. Start it before anything that needs cleanup."""
+    """The supervisor's handle on its guardians."""
 
     def __init__(self, run: str, *, remove: Sequence[Path] = ()) -> None:
         self._run = run
@@ -135,7 +130,7 @@ class Guardians:
         return [process.pid for process in self._processes if process.poll() is None]
 
     def start(self) -> bool:
-        """Start missing guardians and return whether any was missing. May be called again."""
+        """Start missing guardians and return whether any was missing."""
         alive = self.pids
         for process in self._processes:
             if process.pid not in alive:
@@ -150,7 +145,7 @@ class Guardians:
         return len(alive) < NUM_GUARDIANS
 
     def release(self, timeout_seconds: float = 5.0) -> None:
-        """Tell the guardians that the run and all its processes have ended."""
+        """Tell the guardians that the run has ended."""
         for process in self._processes:
             assert process.stdin is not None
             with suppress(BrokenPipeError):

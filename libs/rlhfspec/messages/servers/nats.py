@@ -1,19 +1,4 @@
-"""nats-server with JetStream: one account, with one user for each role.
-
-Example:
-    >>> reward = User(public_key="UABC", publish=("rlhf.sums.3f2a.score",), subscribe=("_INBOX_r.>",))
-    >>> print(nats_config({"reward": reward}, None))
-    max_payload: 8388608
-    jetstream {}
-    accounts {
-      JOB {
-        jetstream: enabled
-        users: [
-          {nkey: "UABC", permissions: {publish: {allow: ["rlhf.sums.3f2a.score"]}, subscribe: {allow: ["_INBOX_r.>"]}}}
-        ]
-      }
-    }
-"""
+"""nats-server with JetStream: one account, with one user for each role."""
 
 from __future__ import annotations
 
@@ -32,8 +17,6 @@ _ACCOUNT = "JOB"
 
 
 class NatsRights(Protocol):
-    """Subjects that a role may use, as derived from the map of the loop."""
-
     @property
     def publish(self) -> Sequence[str]: ...
     @property
@@ -54,7 +37,7 @@ class User:
 
 
 def nats_config(users: Mapping[str, User], tls: ServerTls | None) -> str:
-    """Return the server's configuration. Without users everybody may do everything, which is for tests only."""
+    """Return the server's configuration; without users, for tests only, every client may do everything."""
     lines = [f"max_payload: {MAX_PAYLOAD_BYTES}", "jetstream {}"]  # the storage folder is an argument
     if tls is not None:
         lines += [
@@ -112,7 +95,6 @@ class NatsServer(ServerProgram):
         ]  # fmt: skip
 
     async def _ready(self) -> bool:
-        """Return whether the ports file, written once the server listens, is there."""
         for path in self.folder.glob("*.ports"):
             try:
                 url = str(json.loads(path.read_bytes())["nats"][0])

@@ -1,4 +1,4 @@
-"""Base class of servers that the supervisor starts, awaits, stops and restarts. They die with the supervisor."""
+"""Base class of servers that the supervisor starts, and that die with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOOK_SECONDS = 0.01
 
 
 class ServerProgram(ABC):
-    """Server process with a folder of its own for configuration and data. Not safe for concurrent tasks."""
+    """Server process with a folder of its own for configuration and data, not safe for concurrent tasks."""
 
     name: str
 
@@ -76,7 +76,7 @@ class ServerProgram(ABC):
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """Terminate the server, and kill it after a deadline. Data stay. Does nothing if it is not running."""
+        """Terminate the server, and kill it after a deadline. Data stay."""
         if self.pid is not None:
             self._signal(signal.SIGTERM)
             try:

@@ -1,8 +1,4 @@
-"""Valkey or Redis for data that may be lost: in memory, bounded, on a socket that only this user can open.
-
-A run with `--processes` lives on one machine, so its Redis has no port: a Unix socket in a folder of mode 0700, and a
-password. (The bundled server is built without TLS.)
-"""
+"""Valkey or Redis for data that may be lost: in memory, bounded, on a socket that only this user can open."""
 
 from __future__ import annotations
 
@@ -23,8 +19,7 @@ class RedisServer(ServerProgram):
     def __init__(
         self, folder: Path, *, run: str, socket_folder: Path | None = None, password_file: Path | None = None
     ) -> None:
-        """Create a server. `socket_folder`: folder of the socket if its path in `folder` would be too long for the
-        system."""
+        """Create a server whose socket is in `socket_folder` if its path would else be too long."""
         super().__init__(folder, run=run)
         self._password_file = password_file
         self._socket = _socket_path(self.folder, socket_folder or self.folder)
@@ -56,7 +51,6 @@ class RedisServer(ServerProgram):
         return "\n".join([*lines, ""])
 
     async def _ready(self) -> bool:
-        """Return whether the server answers; NOAUTH counts as an answer."""
         try:
             reader, writer = await asyncio.open_unix_connection(self._socket)
         except OSError:

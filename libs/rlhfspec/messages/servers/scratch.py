@@ -1,9 +1,8 @@
 """A run's folder in memory, and the cleanup of such folders of dead runs.
 
-`/dev/shm/rlhfspec-UID` (or a temporary folder if shared memory is missing or full) holds a run's weights and all that
-needs a short name; `RUN/processes` holds keys, servers' data and addresses. Both are removed at the end of the run, or
-by its guardians. The next run of this user removes the rest: a folder whose lock is free belongs to a dead run.
-"""
+`/dev/shm/rlhfspec-UID` (or a temporary folder) holds a run's weights and all that needs a short name; `RUN/processes`
+holds keys, servers' data and addresses. The run removes both, or its guardians, or the next run of this user: a folder
+whose lock is free belongs to a dead run."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ _LOOK_SECONDS = 0.02
 
 
 class Scratch:
-    """Scratch folders of a run. `place` is RUN/processes, created under the name `beginning`. `path` is the folder in
-    memory, one of the candidates `paths`."""
+    """Scratch folders of a run: `place` is RUN/processes, first called `beginning`, and `path` one of `paths`."""
 
     def __init__(self, uid: str, place: Path) -> None:
         self._uid = uid
@@ -46,8 +44,7 @@ class Scratch:
         return self._path
 
     def make(self) -> None:
-        """Make both folders. RUN/processes appears together with its uid: without it, the guardian of a run killed at
-        its start would remove it."""
+        """Make both folders; RUN/processes has its uid at once, or the guardian of a dead run would remove it."""
         self.beginning.mkdir(mode=0o700)
         (self.beginning / UID).write_text(self._uid)
         self.beginning.rename(self._place)
@@ -75,13 +72,14 @@ class Scratch:
 
 
 def end_dead_runs() -> list[str]:
-    """End the processes, keys and memory of runs whose supervisor and guardians died together; return their uids."""
+    """End what is left of runs whose supervisor and guardians died together; return their uids."""
     return [path.name.removeprefix(_PREFIX) for path in _scratch_folders() if _end_if_dead(path)]
 
 
 def end_run_in(place: Path) -> None:
-    """Remove a dead run's RUN/processes. The caller holds the run folder's lock, so that no other run uses it. Wait for
-    the dead run's guardians, which would remove the caller's files too."""
+    """Remove a dead run's RUN/processes, after its guardians, which would remove the caller's files too.
+
+    The caller holds the run folder's lock, so that no other run uses it."""
     with suppress(OSError):
         uid = (place / UID).read_text()
         end_run(uid, [])
@@ -96,7 +94,6 @@ def _wait_for_guardians(uid: str) -> None:
 
 
 def _parents() -> list[Path]:
-    """Return candidate parents: shared memory if writable, and the temporary folder unless none is usable."""
     found = [SHARED_MEMORY] if os.access(SHARED_MEMORY, os.W_OK) else []
     with suppress(OSError):
         found.append(Path(tempfile.gettempdir()))
@@ -104,7 +101,7 @@ def _parents() -> list[Path]:
 
 
 def _scratch_folders() -> Iterator[Path]:
-    """Yield scratch folders that belong to this user and are closed to others, whose content is not trusted."""
+    """Yield scratch folders of this user that are closed to others, whose content is not trusted."""
     for path in [path for parent in _parents() for path in parent.glob(f"{_PREFIX}*")]:
         with suppress(OSError):
             found = path.lstat()

@@ -1,15 +1,7 @@
-"""Configuration files of NATS and Redis that many jobs share. Signed tokens decide on access, not a list of jobs.
+"""Configuration files of NATS and Redis that many jobs share.
 
-NATS runs in operator mode with one account for all jobs (`servers.credentials.jwt`); a client presents the token of
-its role in its run. Redis initially knows only the operator, which creates the users of runs. Both use TLS with a
-certificate of the release and ask clients for none.
-
-Example:
-    >>> rules = redis_rules("s3cret", writes=["rlhfspec:*"], reads=(), commands=("unlink",))
-    >>> print(redis_users({"operator": rules}).decode().splitlines()[1])
-    user operator reset on #1ec1c26b50d5d3c58d9583181af8076655fe00756bf7285940ba3670f99fcba0 \
-%W~rlhfspec:* -@all +ping +unlink
-"""
+NATS runs in operator mode with one account (`servers.credentials.jwt`). Redis initially knows only the operator, which
+creates the users of runs. Both use TLS with a certificate of the release and ask clients for none."""
 
 from __future__ import annotations
 
@@ -29,8 +21,7 @@ MAX_CONTROL_LINE_BYTES = 1 << 16  # a role's token is one line; the server's def
 
 
 def nats_config(operator: str, accounts: Mapping[str, str], system_account: str) -> bytes:
-    """Return the configuration. `operator`, `accounts`: tokens, the latter by public key. The HTTP port is for probes
-    and metrics, which reveal no messages."""
+    """Return the configuration from tokens, those of `accounts` by public key."""
     preloaded = [f"  {account}: {_quoted(token)}" for account, token in accounts.items()]
     lines = [
         f"port: {NATS_PORT}",
@@ -81,7 +72,7 @@ def redis_users(users: Mapping[str, Sequence[str]]) -> bytes:
 
 
 def redis_rules(password: str, *, writes: Sequence[str], reads: Sequence[str], commands: Sequence[str]) -> list[str]:
-    """Return rules that replace all earlier rights of a user. `writes`, `reads`: key patterns."""
+    """Return rules that replace all earlier rights of a user, by key patterns."""
     keys = [f"%W~{pattern}" for pattern in writes] + [f"%R~{pattern}" for pattern in reads]
     proof = f"#{hashlib.sha256(password.encode()).hexdigest()}"
     return ["reset", "on", proof, *keys, "-@all", "+ping", *(f"+{command}" for command in commands)]

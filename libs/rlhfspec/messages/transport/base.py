@@ -1,4 +1,4 @@
-"""Contract of message transport between stages: publish, pull, acknowledge. The semantics are JetStream's.
+"""Contract of message transport between stages, with JetStream's semantics.
 
 A subject is declared, with its kind, before anything is published on it or read from it:
 
@@ -11,18 +11,13 @@ Rules of work:
 
 - A message that is nak'ed, or not acknowledged within `ack_wait_seconds`, is redelivered before new messages, expired
   ones oldest first. `in_progress` restarts the ack wait.
-- After `max_deliveries` a message becomes a dead letter (`dead_letters`), written by its holder or reader.
-- Publishing is de-duplicated by id, while the message is kept and for a time after: False means a duplicate.
+- After `max_deliveries` a message becomes a dead letter, written by its holder or reader.
+- Publishing is de-duplicated by id, while the message is kept and for a time after.
 - A late acknowledgement still counts, because the work is done.
 - Backpressure: a consumer never holds more than `max_unacknowledged` messages. `publish` waits while a subject has
-  `max_pending` unacknowledged messages, and raises `TransportFull`, naming the consumers, at its timeout.
+  `max_pending` unacknowledged messages, and raises `TransportFull` at its timeout.
 
-Nothing waits for watchers: they acknowledge nothing, and lose the oldest messages if they are too slow.
-
-Example:
-    >>> Consumer(name="reward").max_deliveries
-    5
-"""
+Nothing waits for watchers: they acknowledge nothing, and lose the oldest messages if they are too slow."""
 
 from __future__ import annotations
 
@@ -44,19 +39,18 @@ class Consumer:
 
 
 class Receipt(Protocol):
-    """The right to end one delivery. Exactly one of ack, nak and term ends it; later calls do nothing. For state and
-    signals all four methods do nothing."""
+    """The right to end one delivery, once, by ack, nak or term; for state and signals all calls do nothing."""
 
     @property
     def token(self) -> str:
-        """Return a token by which any process may end the delivery (`Transport.adopt`); empty for state and signals."""
+        """Return a token by which any process may end the delivery (`Transport.adopt`)."""
         ...
 
     @property
     def num_deliveries(self) -> int: ...
 
     async def ack(self) -> None:
-        """Mark the work as done: it is never delivered to this consumer again."""
+        """Mark the work as done, so that it is never delivered to this consumer again."""
         ...
 
     async def nak(self, delay_seconds: float = 0.0) -> None:
@@ -124,8 +118,7 @@ class Transport(Protocol):
     async def publish(
         self, subject: str, data: bytes, *, id: str, key: str = "", headers: Mapping[str, str] | None = None
     ) -> bool:
-        """Publish a message durably; return False if its id is already there. Work waits for room (backpressure).
-        `key`: of state, where this becomes the latest value."""
+        """Publish a message durably; return False if its id is already there. `key`: of state."""
         ...
 
     async def subscribe(self, subject: str, consumer: Consumer) -> Subscription:
@@ -137,13 +130,11 @@ class Transport(Protocol):
         ...
 
     async def release(self, subject: str, name: str) -> None:
-        """Redeliver at once all messages held under this name, because their holder is dead. Only for a consumer with
-        one worker: the messages of a living competitor would be given to another."""
+        """Redeliver at once all messages held under this name; only for a consumer whose single worker is dead."""
         ...
 
     async def adopt(self, token: str, subject: str, name: str) -> Receipt:
-        """Return the receipt of a delivery made anywhere. Raise InvalidRequest if the token is of another subject or
-        consumer."""
+        """Return the receipt of a delivery made anywhere; raise InvalidRequest for another subject or consumer."""
         ...
 
     async def close(self) -> None: ...

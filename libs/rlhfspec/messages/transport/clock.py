@@ -1,14 +1,4 @@
-"""Clocks: `SystemClock` follows real time, `FakeClock` advances only in tests.
-
-Example:
-    >>> async def main() -> float:
-    ...     clock = FakeClock()
-    ...     nap = asyncio.create_task(clock.sleep(30.0))
-    ...     await clock.advance(60.0)
-    ...     return clock.now() if nap.done() else -1.0
-    >>> asyncio.run(main())
-    60.0
-"""
+"""Clocks: `SystemClock` follows real time, `FakeClock` advances only in tests."""
 
 from __future__ import annotations
 
@@ -61,7 +51,7 @@ class FakeClock:
             await asyncio.sleep(0)
 
     async def advance(self, seconds: float) -> None:
-        """Let time pass. A task that wakes on the way runs at the time it asked for, before time continues."""
+        """Let time pass. A task that wakes on the way runs at its time, before time continues."""
         end = self._now + seconds
         await self.settle()
         while self._sleepers and self._sleepers[0][0] <= end:

@@ -1,13 +1,4 @@
-"""Dead letters: messages that no consumer could handle, with consumer and reason. The format is in
-protos/rlhfspec/transport.
-
-Example:
-    >>> letter = DeadLetter(
-    ...     subject="rlhf.sums.sample", id="sums/3/7/1", consumer="reward", num_deliveries=5, reason="no ack", data=b"!"
-    ... )
-    >>> decode(encode(letter)) == letter, dead_letter_subject(letter.subject), letter.letter_id
-    (True, 'rlhf.sums.dead', 'sample/reward/sums/3/7/1')
-"""
+"""Dead letters: messages that no consumer could handle, with consumer and reason."""
 
 from __future__ import annotations
 
@@ -34,7 +25,7 @@ class DeadLetter:
 
 
 def dead_letter_subject(subject: str) -> str:
-    """Return the subject with its last word replaced by `dead`, as in `rlhfspec.messages.loop.dead_letters`."""
+    """Return the subject as in `rlhfspec.messages.loop.dead_letters`."""
     return f"{subject.rpartition('.')[0]}.dead"
 
 
@@ -62,5 +53,4 @@ def _text(value: str) -> str:
 
 
 def without_data(letter: DeadLetter, why: str) -> DeadLetter:
-    """Return the letter without its data, which exceeds the size limit."""
     return replace(letter, data=b"", reason=f"{letter.reason} ({why})")

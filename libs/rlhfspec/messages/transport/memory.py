@@ -1,20 +1,7 @@
-"""The transport inside one process, with JetStream's semantics; used by `rlhfspec run` and by tests.
+"""The transport inside one process, with JetStream's semantics, for one event loop.
 
-Memory is bounded: a work subject holds at most `max_pending` messages, a state subject as many keys, and a watcher as
-many unread messages. Ids are remembered while their message is held, plus the last `num_remembered_ids` of a subject.
-Deadlines are processed on every call, and a waiting pull wakes for the next deadline. Use it on one event loop only.
-
-Example:
-    >>> async def main() -> tuple[bool, bool, list[bytes]]:
-    ...     transport = MemoryTransport()
-    ...     await transport.declare("rlhf.sums.sample", "work", [Consumer(name="reward")])
-    ...     first = await transport.publish("rlhf.sums.sample", b"5", id="sums/3/7/1")
-    ...     again = await transport.publish("rlhf.sums.sample", b"5", id="sums/3/7/1")
-    ...     reward = await transport.subscribe("rlhf.sums.sample", Consumer(name="reward"))
-    ...     return first, again, [message.data for message in await reward.pull(8, timeout_seconds=1.0)]
-    >>> asyncio.run(main())
-    (True, False, [b'5'])
-"""
+A work subject holds at most `max_pending` messages, a state subject as many keys, and a watcher as many unread
+messages. Deadlines are processed on every call, and a waiting pull wakes for the next deadline."""
 
 from __future__ import annotations
 
@@ -41,8 +28,6 @@ from rlhfspec.messages.transport.memory_subjects import (
 
 
 class MemoryTransport:
-    """In-process transport. `publish` waits up to `publish_timeout_seconds` for room, then raises `TransportFull`."""
-
     def __init__(
         self,
         *,
@@ -208,7 +193,7 @@ class MemoryTransport:
             queue.make_ready(number)
 
     def dead_letter(self, queue: ConsumerQueue, number: int, reason: str) -> None:
-        """Publish a dead letter and settle the message. Without a declared subject for dead letters, drop it."""
+        """Publish a dead letter, if a subject for them is declared, and settle the message."""
         stored = queue.subject.stored[number]
         letter = dead_letters.DeadLetter(
             subject=queue.subject.name,
@@ -293,7 +278,7 @@ class _Reading:
 
 
 class _MemoryReceipt:
-    """Receipt whose ack and term count even after the deadline, because the work is done."""
+    """Receipt whose ack and term count even after the deadline."""
 
     def __init__(self, transport: MemoryTransport, queue: ConsumerQueue, number: int, num_deliveries: int) -> None:
         self._transport = transport

@@ -1,11 +1,4 @@
-"""State of the memory transport for each subject.
-
-Example:
-    >>> work = WorkSubject("rlhf.sums.sample", [Consumer(name="reward")])
-    >>> work.put(new_message(work, b"5", "sums/3/7/1", {}, dict.fromkeys(work.queues, 0)))
-    >>> work.queues["reward"].next_ready().id
-    'sums/3/7/1'
-"""
+"""State of the memory transport for each subject."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-"""The transport between processes: NATS with JetStream, over nats-py. It needs the extra `rlhfspec[processes]`.
+"""The transport between processes: NATS with JetStream. It needs the extra `rlhfspec[processes]`.
 
-- Each subject has one stream (`jetstream.streams`). Only the caller of `declare` needs rights to create it.
+- Only the caller of `declare` needs rights to create a stream.
 - An outage shorter than `publish_timeout_seconds` raises nothing: calls wait. Duplicates are dropped by id; ids are
   known while their message is kept and for an hour, but after a server restart only those of kept messages.
-- Fencing is in the client (`jetstream.deliveries`): the server accepts a nak or extension from any client with a token,
-  even if another client holds the message by then.
 - The process that holds or pulls an unhandled message writes its dead letter, with its id, so that there is one.
-- Missing rights raise an error with the subject.
 """
 
 from __future__ import annotations
@@ -40,8 +37,7 @@ LAST_ANSWER_SECONDS = 1.0  # for a last try, so that "no answer" does not hide t
 
 
 class NatsTransport:
-    """Transport over NATS. `publish_timeout_seconds`: longest wait of `publish` for room, and of any call for the
-    server. `keeping`: retention of subjects declared here."""
+    """Transport over NATS. `publish_timeout_seconds`: longest wait for room, and of any call for the server."""
 
     def __init__(
         self, connection: Connection, *, max_pending: int, publish_timeout_seconds: float, keeping: Keeping = FOR_EVER
@@ -71,8 +67,7 @@ class NatsTransport:
         connect_timeout_seconds: float = 5.0,
         role: str = "",
     ) -> NatsTransport:
-        """Connect, or raise at once if the server is missing or unfit. `name`: of this process, in the server's
-        listings; `role`: in errors about rights."""
+        """Connect, or raise at once if the server is missing or unfit. `role`: in errors about rights."""
         connection = await Connection.open(
             url,
             name=name,
@@ -92,7 +87,7 @@ class NatsTransport:
         )
 
     def hurry(self, seconds: float) -> None:
-        """From now on, wait for an absent server only `seconds`, also in calls that already wait."""
+        """Wait for an absent server only `seconds` from now on, also in calls that already wait."""
         self._connection.hurry(seconds)
 
     # --- subjects ------------------------------------------------------------------------------------------------
@@ -187,7 +182,7 @@ class NatsTransport:
             wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
     def _patience_seconds(self, problem: str) -> float:
-        """Return the patience for a problem. A full subject gets the full timeout, as it will have room again."""
+        """Return the patience for a problem: the full timeout while a subject is full, as it will have room again."""
         allowed = self._publish_timeout_seconds
         return allowed if problem == "full" else min(allowed, self._connection.patience_seconds)
 
@@ -239,8 +234,8 @@ class NatsTransport:
     # --- deliveries of others ------------------------------------------------------------------------------------
 
     async def release(self, subject: str, name: str) -> None:
-        """Nak all unacknowledged deliveries for their dead holder, oldest first. The server accepts this from any
-        client that may acknowledge, as it checks only the message's number."""
+        """Nak all unacknowledged deliveries, oldest first, as the server accepts from any client that may
+        acknowledge."""
         await self._consumer(subject, name)
         stream = stream_name(subject)
         info = await self._connection.api(f"CONSUMER.INFO.{stream}.{name}")

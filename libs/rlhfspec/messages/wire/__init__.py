@@ -1,1 +1,1 @@
-"""Serialisation of records: protos/rlhfspec/messages/wire/records.proto defines the fields, `codec` translates."""
+"""Serialisation of records: records.proto defines the fields, `codec` translates."""

@@ -1,17 +1,4 @@
-"""Lossless conversion of records to bytes and back: an envelope around the protobuf message of each type.
-
-Messages have the record's field names, so that one rule translates all types.
-
-Example:
-    >>> from rlhfspec.messages.records import Demand
-    >>> demand = Demand(id="sums/3/demand/1", job="sums", step=3, round=1, num_prompts=4)
-    >>> decode(encode(demand)) == demand
-    True
-    >>> decode(b"no record")
-    Traceback (most recent call last):
-    ...
-    rlhfspec.errors.MalformedRecord: malformed record: not protobuf: ...
-"""
+"""Lossless conversion of records to bytes and back: an envelope around the protobuf message of each type."""
 
 from __future__ import annotations
 
@@ -65,7 +52,7 @@ _TYPES = {field: record_type for record_type, field in ENVELOPE_FIELDS.items()}
 
 
 def _choices_of(record_type: type[Record]) -> dict[str, tuple[str, ...]]:
-    """Return the fields with a fixed set of words (Literal), with those words."""
+    """Return the words that each Literal field allows."""
     hints = get_type_hints(record_type)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 

@@ -1,17 +1,7 @@
 """Translation of dataclasses to protobuf messages with the same fields, by the types of the fields.
 
-Scalars map to scalars, tuples to `repeated`, dataclasses to nested messages. Mappings and tuples of pairs become a
-repeated message of two fields of any names, which keeps the order. Fields that may be None are `optional`; a mapping
-that may be None is None if the message has no entries.
-
-Example:
-    >>> from rlhfspec.messages.records import Plan
-    >>> from rlhfspec.messages.wire.records_pb2 import Plan as Message
-    >>> message = Message()
-    >>> write(message, Plan(id="sums/plan/a/1", job="sums", dry={1: "score"}))
-    >>> message.dry[0].generator, read(message, Plan).dry
-    (1, {1: 'score'})
-"""
+Mappings and tuples of pairs become a repeated message of two fields of any names, which keeps the order. Fields that
+may be None are `optional`; a mapping that may be None is None if the message has no entries."""
 
 from __future__ import annotations
 
@@ -23,7 +13,7 @@ T = TypeVar("T")
 
 
 def write(message: Any, value: Any) -> None:
-    """Set all fields of `message`; raise ValueError with the field for a value that it cannot hold."""
+    """Set all fields of `message`; raise UnfitField for a value that it cannot hold."""
     for name, way in _ways(type(value)):
         try:
             way.put(message, name, getattr(value, name))

@@ -1,5 +1,3 @@
-"""`rlhfspec compare`: compare several runs."""
-
 from __future__ import annotations
 
 from collections.abc import Container

@@ -1,5 +1,3 @@
-"""`rlhfspec dashboard`: show runs of this machine in a browser."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""`rlhfspec drafter`: make a drafter, inspect what it learnt in a run, or export it from the run's folder."""
-
 from __future__ import annotations
 
 import json
@@ -204,8 +202,6 @@ def _acceptance(counts: list[tuple[int, ...]]) -> list[str]:
 
     >>> _acceptance([(1, 1), (0, 1, 1)])
     ['2.00', '75%', '25%', '0%', '0%', '0%', '0%']
-    >>> _acceptance([()])[:2]
-    ['-', '-']
     """
     total = sum(map(sum, counts))
     if not total:

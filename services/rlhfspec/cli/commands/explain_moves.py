@@ -1,5 +1,3 @@
-"""`rlhfspec explain-moves RUN`: what the rebalancer planned, why, and the result of each move."""
-
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""`rlhfspec validate`, `init` and `schema`: commands around a job file. They import no torch for a usual job."""
+"""Commands around a job file, which import no torch for a usual job."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _summary(job: RLHFJob) -> list[str]:
 
 
 def _data_lines(job: RLHFJob, with_tokenizer: bool) -> tuple[list[str], dict[str, str] | None]:
-    """Return lines on the data if it is on this machine, and its columns. Prompts are tokenized only on request."""
+    """Return lines on the data if it is on this machine, and its columns."""
     from rlhfspec.training.data import Order, Prompts, load_tokenizer
     from rlhfspec.training.data.columns import columns_of_rows
 

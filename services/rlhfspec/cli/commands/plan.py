@@ -1,5 +1,3 @@
-"""`rlhfspec plan`: the GPUs and memory that a job needs, computed before any GPU is there."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -56,7 +54,7 @@ def plan(
 
 
 def _shapes(spec: Spec) -> dict[str, ModelShape]:
-    """Return model shapes by field of spec.model, without models that are omitted or made of the policy."""
+    """Return model shapes by field of spec.model, for those that are not made of the policy."""
     from rlhfspec.training.planning.shape import shape_at
 
     named = {name: getattr(spec.model, name) for name in ("path", "drafter", "reference", "critic")}

@@ -1,5 +1,3 @@
-"""`rlhfspec run JOB`: train in one supervised run folder, or resume with --resume."""
-
 from __future__ import annotations
 
 import asyncio
@@ -71,8 +69,6 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """The `rlhfspec run` command as the user gave it."""
-
     job: Path
     overrides: list[str]
     out: Path
@@ -82,10 +78,8 @@ class _Command:
     def to_go_on(self, more_steps: int | None) -> str:
         """Return the command that continues the run, without secrets; a completed run needs more steps.
 
-        >>> _Command(Path("my job.yaml"), ["training.seed=7"], Path("out/a")).to_go_on(None)
-        "rlhfspec run 'my job.yaml' --set training.seed=7 --out out/a --resume"
-        >>> _Command(Path("job.yaml"), ["training.steps=2"], Path("out/a"), processes=True).to_go_on(4)
-        'rlhfspec run --processes job.yaml --set training.steps=4 --out out/a --resume'
+        >>> _Command(Path("my job.yaml"), ["training.steps=2"], Path("out/a"), processes=True).to_go_on(4)
+        "rlhfspec run --processes 'my job.yaml' --set training.steps=4 --out out/a --resume"
         """
         overrides = self.overrides
         if more_steps is not None:
@@ -115,7 +109,7 @@ def _run(job: RLHFJob, command: _Command, console: Console) -> RunOutcome:
 
 
 def _prepared(job: RLHFJob, command: _Command, console: Console, status: StatusLine) -> JobRun:
-    """Prepare the run. With --processes this imports nothing heavy: the stages' own processes do."""
+    """Prepare the run, with --processes without importing anything heavy."""
     kind = _process_run() if command.processes else _local_run(status)
     from rlhfspec.messages.servers.scratch import end_dead_runs
     from rlhfspec.prepare.tiny_paths import with_tiny_paths
@@ -155,7 +149,6 @@ def _leave_before_it_began(run: JobRun) -> None:
 
 
 def _follow(job: RLHFJob) -> None:
-    """Train on a rank other than 0 until rank 0 stops."""
     from rlhfspec.prepare.tiny_paths import with_tiny_paths
     from rlhfspec.trainer.build import follow
 
@@ -181,7 +174,7 @@ async def _stages(run: JobRun) -> None:
 
 
 def _stop(run: JobRun) -> None:
-    """Stop the run in order at the first call, at once at the second. The last checkpoint remains."""
+    """Stop the run in order at the first call, at once at the second."""
     if run.stop.is_set():
         leave_at_once("stopped at once; the last checkpoint stands")
     run.stop.set()

@@ -1,5 +1,3 @@
-"""`rlhfspec tiny`: models for benchmark, demo and tests."""
-
 from __future__ import annotations
 
 from typing import Annotated

@@ -1,5 +1,3 @@
-"""`rlhfspec top`: where each worker runs, and its current activity."""
-
 from __future__ import annotations
 
 import asyncio

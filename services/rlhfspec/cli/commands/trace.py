@@ -1,5 +1,3 @@
-"""`rlhfspec trace RUN SAMPLE`: the life of one sample, from prompt to training."""
-
 from __future__ import annotations
 
 import json

@@ -1,1 +1,0 @@
-"""Rules on contradictions within a job, written once for `rlhfspec` and for an API server."""

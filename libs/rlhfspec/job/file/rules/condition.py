@@ -3,12 +3,8 @@
 An API server fills in defaults of fields, but not of missing blocks. So a field is read with its default, unless the
 condition compares it, or a block around it, with None.
 
-Example:
-    >>> condition = "model.critic is None or generation.maxTokens < 100"
-    >>> to_cel(condition)
-    '!self.spec.?model.?critic.hasValue() || self.spec.?generation.?maxTokens.orValue(256) < 100'
-    >>> fields_of(condition)
-    ('model.critic', 'generation.maxTokens')
+>>> to_cel("model.critic is None or generation.maxTokens < 100")
+'!self.spec.?model.?critic.hasValue() || self.spec.?generation.?maxTokens.orValue(256) < 100'
 """
 
 from __future__ import annotations
@@ -62,7 +58,7 @@ def to_cel(condition: str) -> str:
 
 
 class _Translator:
-    """Translator of Python expressions to CEL. `nullable`: paths that the condition compares with None."""
+    """Translator of Python expressions to CEL. `nullable`: paths compared with None."""
 
     def __init__(self, nullable: tuple[str, ...]) -> None:
         self._nullable = nullable
@@ -90,7 +86,7 @@ class _Translator:
         return json.dumps(ast.literal_eval(node))
 
     def _part(self, node: ast.AST, also: type[ast.AST] = ast.BoolOp) -> str:
-        """Return the CEL text, in parentheses if the operation could bind less tightly than its parent."""
+        """Return the CEL text, in parentheses if it could bind less tightly than its parent."""
         is_range = isinstance(node, ast.Compare) and len(node.ops) > 1
         needs = isinstance(node, ast.BoolOp | ast.BinOp | also) or is_range
         return f"({self.text(node)})" if needs and not _is_none(node) else self.text(node)
@@ -102,7 +98,7 @@ class _Translator:
 
 
 def _default(path: str) -> str:
-    """Return the default of a field as CEL; some defaults depend on the algorithm."""
+    """Return the default of a field, which may depend on the algorithm, as CEL."""
     block, _, name = path.rpartition(".")
     default = json.dumps(info_of(path).default)
     own: dict[str, list[str]] = {}
@@ -117,7 +113,7 @@ def _default(path: str) -> str:
 
 
 def value_at(spec: Spec, path: str) -> Any:
-    """Return the value of a field of spec, such as model.critic; None if its block is None."""
+    """Return the value of a field of spec; None if its block is None."""
     block: Any = spec
     for name in path.split("."):
         block = None if block is None else getattr(block, to_snake(name))
@@ -153,7 +149,6 @@ class _AtPaths(ast.NodeTransformer):
 
 
 def _path(node: ast.AST) -> str:
-    """Return the field that the expression names, or "" for other expressions. Every field lies in a block."""
     return ast.unparse(node) if isinstance(node, ast.Attribute) else ""
 
 

@@ -1,7 +1,6 @@
 """Rules on contradictions among a job's reward sources, in Python and in CEL.
 
-A CEL rule of the whole job cannot point at an item, so the API server names the list, and the message names the field.
-"""
+A CEL rule of the whole job cannot point at an item, so it points at the list, and the message names the field."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""The table of contradictions in a job, evaluated by `checks` and translated for an API server by `cluster.crd_rules`.
-
-Example:
-    >>> rule = next(rule for rule in RULES if rule.field == "storage.secret")
-    >>> rule.holds, rule.problem
-    ('storage.secret is None or storage.uri is not None', 'needs storage.uri; remove it')
-"""
+"""The table of contradictions in a job, evaluated by `checks` and translated to CEL by `cluster.crd_rules`."""
 
 from __future__ import annotations
 
@@ -25,8 +19,9 @@ _ASIDE = re.compile(r" \([^()]*\{[^()]*\)")  # parentheses that contain values
 
 @dataclass(frozen=True)
 class JobRule:
-    """A rule: `problem` applies to `field` if the condition `holds` (condition.py) is false. `problem` may contain
-    values, such as {algorithm.name}. The API server's message omits them, or is `in_cluster`."""
+    """A rule: `problem` applies to `field` if the condition `holds` (condition.py) is false.
+
+    `problem` may contain values, such as {algorithm.name}. The API server's message is `in_cluster`, or omits them."""
 
     field: str
     holds: str
@@ -37,6 +32,7 @@ class JobRule:
     @property
     def message(self) -> str:
         """Return the message of the API server, which cannot show values.
+
         >>> JobRule("a.b", "a.b < a.c", "{algorithm.name}: must be < c ({a.c})").message
         'this algorithm: must be < c'
         """

@@ -1,1 +1,0 @@
-"""Credentials of servers and roles: certificates, keys and tokens."""

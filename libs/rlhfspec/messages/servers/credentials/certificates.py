@@ -1,10 +1,8 @@
 """The run's own certificate authority, and the credentials of each role.
 
-`create_credentials` fills one folder (mode 0700, files 0600): ca.pem; ROLE.pem and ROLE.key of each role and of the
-server `nats`, for mutual TLS; ROLE.seed, the NKEY of each role; and redis.password. The authority's own key is never
-stored, so no certificate can be added later. A certificate proves "a process of this run, in this
-role"; for NATS only the NKEY proves the role, and so its rights.
-"""
+`create_credentials` fills one folder (mode 0700, files 0600): ca.pem; ROLE.pem and ROLE.key of each role and of `nats`,
+for mutual TLS; ROLE.seed, its NKEY; and redis.password. The authority's own key is never stored, so no certificate can
+be added later. To NATS only the NKEY proves a role."""
 
 from __future__ import annotations
 
@@ -60,8 +58,9 @@ def create_credentials(
 
 @dataclass(frozen=True)
 class Authority:
-    """Certificate authority whose certificates are valid in the time `valid`. All keys, its own unless given, derive
-    from `secret`: the same names and times give the same bytes."""
+    """Certificate authority whose keys, its own unless given, derive from `secret`.
+
+    The same names and times give the same bytes."""
 
     secret: bytes
     key: ec.EllipticCurvePrivateKey
@@ -81,8 +80,7 @@ class Authority:
 
     @classmethod
     def of_pem(cls, secret: bytes, certificate: bytes, key: bytes, begin: datetime, lifetime: timedelta) -> Self:
-        """Return an authority with an existing certificate and key; `secret` derives only the keys of issued
-        certificates."""
+        """Return an authority with an existing certificate and key."""
         try:
             own_key = serialization.load_pem_private_key(key, password=None)
             x509.load_pem_x509_certificate(certificate)
@@ -173,7 +171,7 @@ def _key_usage(*, authority: bool) -> x509.KeyUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTls:
-    """Files of a TLS server. Every client must present a certificate of the authority."""
+    """Files of a TLS server whose clients must present a certificate of the authority."""
 
     certificate: Path
     key: Path
@@ -189,7 +187,7 @@ class ServerTls:
 
 
 def client_tls(folder: Path, role: str, host: str | None = None) -> ssl.SSLContext:
-    """Return a context for calls to servers of the run. Certificates must match `host`, or else the called address."""
+    """Return a context for calls to servers whose certificates match `host`, or else the called address."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, folder, role)
     assert isinstance(context, _ForOneHost)
     context.host = host
@@ -197,8 +195,7 @@ def client_tls(folder: Path, role: str, host: str | None = None) -> ssl.SSLConte
 
 
 def servers_tls(folder: Path, role: str) -> ssl.SSLContext:
-    """Return a context for calls to NATS and Redis. Shared servers are verified by servers-ca.pem, without client
-    certificate."""
+    """Return a context for calls to NATS and Redis; shared ones have servers-ca.pem and ask for no certificate."""
     authority = folder / SERVERS_AUTHORITY
     if not authority.exists():
         return client_tls(folder, role)
@@ -231,7 +228,7 @@ def server_credentials(folder: Path, role: str) -> grpc.ServerCredentials:
 
 
 class _ForOneHost(ssl.SSLContext):
-    """Context that verifies the peer's certificate for the name `host`, for addresses not known beforehand."""
+    """Context that verifies certificates for the name `host`, for addresses not known beforehand."""
 
     host: str | None = None
 

@@ -1,12 +1,4 @@
-"""Keys derived from one secret and a purpose. The same secret gives the same bytes; no key reveals another.
-
-Example:
-    >>> secret = bytes(32)
-    >>> derived(secret, "redis", "reward").hex()[:8], derived(secret, "redis", "trainer").hex()[:8]
-    ('f63a4997', 'fc0124e5')
-    >>> nkey_seed(secret, USER_KEY, "reward")[:2]
-    'SU'
-"""
+"""Keys derived from one secret and a purpose. The same secret gives the same bytes; no key reveals another."""
 
 from __future__ import annotations
 
@@ -40,13 +32,7 @@ def nkey_seed(secret: bytes, kind: int, *purpose: str) -> str:
 
 
 def new_nkey() -> tuple[str, str]:
-    """Return a new user seed and public key. A client proves its role to NATS by the seed; NATS knows the public key
-    only.
-
-    >>> seed, public_key = new_nkey()
-    >>> seed[:2], public_key[:1], len(public_key)
-    ('SU', 'U', 56)
-    """
+    """Return a new user seed, which proves a role, and the public key, by which NATS knows it."""
     seed: bytes = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)
     public_key: bytes = nkeys.from_seed(seed).public_key
     return seed.decode(), public_key.decode()

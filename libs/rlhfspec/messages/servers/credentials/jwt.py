@@ -1,15 +1,7 @@
 """JWTs of a NATS server in operator mode: each names a key and its rights, and is signed by the level above.
 
-The server knows the operator and its preloaded accounts. A user presents a token signed by its account's key and proves
-possession with its seed, so the server needs no list of users.
-
-Example:
-    >>> from rlhfspec.messages.servers.credentials.derived import ACCOUNT_KEY, USER_KEY, nkey_seed
-    >>> account, user = nkey_seed(bytes(32), ACCOUNT_KEY), nkey_seed(bytes(32), USER_KEY, "reward")
-    >>> token = user_jwt(account, user, "reward", publish=["rlhf.sums.3f2a.score"], subscribe=[])
-    >>> claims_of(token)["nats"]["pub"], claims_of(token)["nats"]["sub"]
-    ({'allow': ['rlhf.sums.3f2a.score']}, {'deny': ['>']})
-"""
+A user presents a token signed by its account's key and proves possession with its seed, so the server needs no list of
+users."""
 
 from __future__ import annotations
 

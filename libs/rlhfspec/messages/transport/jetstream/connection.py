@@ -1,8 +1,7 @@
 """One connection to a NATS server that survives restarts of the server: requests are repeated until answered.
 
 It adds to nats-py: a first connection that fails at once with a reason, answers lost with a connection, refused
-subjects (reported to the connection only), and partitions in which a socket never closes.
-"""
+subjects, and partitions in which a socket never closes."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ class Connection:
         connect_timeout_seconds: float,
         role: str = "",
     ) -> Connection:
-        """Connect, or raise at once: InvalidRequest for a wrong setting, TransportUnavailable if nothing answers."""
+        """Connect, or raise at once InvalidRequest for a wrong setting, TransportUnavailable if nothing answers."""
         proof.check()
         connection, opened = cls(url, clock, patience_seconds, role), False
         try:
@@ -112,7 +111,7 @@ class Connection:
         await self.listen(f"{self._inbox}.*", self._on_answer)
 
     async def _give_up(self) -> None:
-        """Abort the socket first: nats-py would wait for a goodbye, which never comes after a failed handshake."""
+        """Abort the socket first: nats-py would wait for a goodbye."""
         if (socket := _socket_of(self._nc)) is not None:
             socket.abort()
         if self._nc.is_connected:
@@ -161,8 +160,7 @@ class Connection:
             await self.clock.sleep(RETRY_SECONDS)
 
     async def api(self, call: str, body: object = None) -> dict[str, Any]:
-        """Call the JetStream API. Server errors are retried, then raised; client errors such as 404 are returned in
-        `error`."""
+        """Call the JetStream API, retry server errors, and return client errors such as 404 in `error`."""
         began = self.clock.now()
         while True:
             answer = await self.until_answered(f"$JS.API.{call}", b"" if body is None else json.dumps(body).encode())
@@ -177,8 +175,7 @@ class Connection:
     async def send(
         self, subject: str, data: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
-        """Send without confirmation. Messages are buffered while the server is away, and dropped if the buffer is
-        full."""
+        """Send without confirmation, buffered while the server is away, as far as there is room."""
         self.refuse("publish", subject)
         with suppress(nats.errors.OutboundBufferLimitError):
             await self._publish(subject, data, reply, headers)
@@ -198,7 +195,7 @@ class Connection:
     # --- listening -----------------------------------------------------------------------------------------------
 
     async def listen(self, subject: str, arrived: Arrived) -> Subscription:
-        """Subscribe. Any answer to a later request implies that the server has accepted or refused the subscription."""
+        """Subscribe. Any answer to a later request implies that the server has accepted or refused it."""
         self.refuse("subscription", subject)
         return await self._nc.subscribe(subject, cb=arrived)
 
@@ -279,13 +276,12 @@ class Connection:
 
 
 def status_of(message: Msg) -> str:
-    """Return the status of an answer without content, such as "404" or "503"; empty for a message."""
+    """Return the status of an answer without content, such as "404"; empty for a message."""
     return "" if message.reply or not message.headers else message.headers.get("Status", "")
 
 
 class _Client(Client):
-    """Client that sends no credentials to a server that answers without TLS after a reconnect. nats-py treats TLS as
-    optional then, and would send a password in plain text."""
+    """Client that sends no credentials to a server without TLS after a reconnect, as nats-py would."""
 
     def _connect_command(self) -> bytes:
         socket = _socket_of(self)
@@ -307,8 +303,7 @@ class _Client(Client):
             socket.abort()
 
     async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
-        """Send a ping behind all unsent data. nats-py's ping overtakes them, so `drain` would take the pong as
-        confirmation, drop later messages, and leave them delivered until their ack wait ends."""
+        """Send a ping behind all unsent data: `drain` would take the pong of an overtaking one as confirmation."""
         answer: asyncio.Future[bool] = asyncio.Future()
         if future is not None:  # it may be cancelled by then, which nats-py treats as a connection error
             answer.add_done_callback(lambda _: None if future.done() else future.set_result(True))
@@ -324,13 +319,12 @@ class _Client(Client):
 
 
 def _socket_of(nc: Client) -> asyncio.WriteTransport | None:
-    """Return the socket, from private attributes of nats-py."""
     writer = getattr(nc._transport, "_io_writer", None)
     return None if writer is None else writer.transport
 
 
 def quiet_about_tls() -> None:
-    """Suppress asyncio's warning about TLS connections closed by their peer, which is harmless."""
+    """Suppress asyncio's warning about TLS connections closed by their peer."""
 
     def is_news(record: logging.LogRecord) -> bool:
         return "eof_received" not in str(record.msg)

@@ -1,8 +1,7 @@
-"""Deliveries of work: their holder may end them, and messages that no holder could handle become dead letters.
+"""Deliveries of work, which their holder may end, and dead letters of messages that no holder could handle.
 
-The server checks only a message's number, so it would accept a refusal from any former holder. Therefore each delivery
-knows its deadline, and afterwards does nothing but acknowledge, which is valid at any time.
-"""
+The server would accept a refusal from any former holder. Therefore each delivery knows its deadline, and afterwards
+does nothing but acknowledge, which is valid at any time."""
 
 from __future__ import annotations
 
@@ -70,13 +69,11 @@ class Consuming:
         self._done: dict[str, float] = {}  # time of acknowledgement by id, oldest first
 
     def is_done(self, id: str) -> bool:
-        """Return whether this id was acknowledged here within the duplicate window. A killed server forgets its last
-        acknowledgements and ids, so it may redeliver a message or accept it twice."""
+        """Return whether this id was acknowledged here; a killed server may redeliver it or accept it twice."""
         return time.monotonic() - self._done.get(id, -math.inf) < DUPLICATE_WINDOW_SECONDS
 
     async def acknowledge(self, token: str, number: int, id: str = "") -> None:
-        """Acknowledge until the server confirms, or has forgotten the delivery after a kill. In the latter case it
-        accepts no acknowledgement before it redelivers the message, which `is_done` recognises."""
+        """Acknowledge until the server confirms, or has forgotten the delivery and will redeliver it (`is_done`)."""
         connection = self.connection
         self._remember(id)
         began = connection.clock.now()
@@ -120,7 +117,7 @@ class Consuming:
         return most is not None and num_deliveries >= most
 
     async def data_of(self, number: int) -> tuple[str, bytes] | None:
-        """Return a stored message's id and data, or None. Only the holder of its token may call this."""
+        """Return a stored message's id and data, or None."""
         found = await self.connection.api(f"STREAM.MSG.GET.{stream_name(self.subject)}", {"seq": number})
         if "error" in found:
             return None
@@ -132,7 +129,7 @@ class Consuming:
 
 
 class NatsReceipt:
-    """The right to end one delivery until its deadline; an acknowledgement also counts later."""
+    """The right to end one delivery until its deadline."""
 
     def __init__(self, consuming: Consuming, token: str) -> None:
         self._consuming = consuming
@@ -144,8 +141,7 @@ class NatsReceipt:
 
     @property
     def is_held(self) -> bool:
-        """Return whether this delivery's lease holds, by real time, as the server's clock continues when this process
-        stops."""
+        """Return whether the lease holds, by real time, as the server's clock continues when this process stops."""
         return time.monotonic() < self._deadline
 
     async def ack(self) -> None:
@@ -221,7 +217,7 @@ class NatsMessage(NatsReceipt):
         return self._consuming.is_done(self.id)
 
     def is_one_too_many(self) -> bool:
-        """Return whether it was delivered once too often; it is then moved to the dead letters."""
+        """Return whether it was delivered once too often, and move it to the dead letters then."""
         most = self._consuming.consumer.max_deliveries
         if most is None or self.num_deliveries <= most:
             return False
@@ -230,7 +226,7 @@ class NatsMessage(NatsReceipt):
         return True
 
     def watch_over(self) -> None:
-        """After the last delivery, move the message to the dead letters at its deadline, without another consumer."""
+        """Move the message to the dead letters at the deadline of its last delivery."""
         if self._consuming.is_last(self.num_deliveries):
             self._consuming.start(self._bury_in_time())
 

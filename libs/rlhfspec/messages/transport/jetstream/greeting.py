@@ -76,12 +76,10 @@ def explained(url: str, error: Exception, proof: NatsProof) -> Exception:
 
 
 def tls_problem(error: ssl.SSLError) -> str:
-    """Return why TLS with a server failed, without OpenSSL's file names. An alert is the other side's complaint.
+    """Return why TLS with a server failed; an alert is the other side's complaint.
 
     >>> tls_problem(ssl.SSLError(1, "[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] tlsv13 alert certificate required"))
     "the server refuses this client's certificate: tlsv13 alert certificate required"
-    >>> tls_problem(ssl.SSLError(9, "[SSL] PEM lib (_ssl.c:3926)"))
-    'TLS fails: PEM lib'
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the server's certificate is not to be trusted: {error.verify_message}"

@@ -1,9 +1,4 @@
-"""Proof of a client's identity to NATS: an NKEY that the server knows, or a token signed by its account.
-
-Example:
-    >>> str(NatsProof()), str(NatsProof(nkey_seed=Path("reward.seed")))
-    ('a connection without credentials', 'the key in reward.seed')
-"""
+"""Proof of a client's identity to NATS: an NKEY that the server knows, or a token signed by its account."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ _CREDS = re.compile(rb"BEGIN NATS USER JWT-+\s+\S+\s+-+END.*BEGIN USER NKEY SEED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NatsProof:
-    """Credential files, at most one of the two. Without any, the client presents nothing."""
+    """Credential files, at most one of the two; without any, the client presents nothing."""
 
     nkey_seed: Path | None = None
     creds: Path | None = None
@@ -34,7 +29,7 @@ class NatsProof:
         return "a connection without credentials"
 
     def check(self) -> None:
-        """Validate the files first, because nats-py does not name the wrong file."""
+        """Validate the files, because nats-py does not name the wrong file."""
         if self.creds is not None:
             found = _CREDS.search(_read("creds", self.creds))
             if found is None:

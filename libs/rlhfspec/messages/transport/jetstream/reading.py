@@ -1,8 +1,7 @@
 """Reading from NATS: pulling work as a consumer, and watching.
 
-A pull requests everything available without waiting, or else waits for one message. (A request for many would stay open
-after the first, and hold up a consumer at its limit.) It waits in slices, as a request is lost with its connection.
-"""
+A pull requests everything available without waiting, or else waits for one message: a request for many would hold up a
+consumer at its limit. It waits in slices, as a request is lost with its connection."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ EMPTY = ("404", "408", _ENDED)
 
 
 class PullReading:
-    """Subscription of one worker of a consumer. Messages that arrive after a cancelled pull stay for the next one."""
+    """Subscription of one worker, which keeps messages that arrive after a cancelled pull for the next one."""
 
     def __init__(self, consuming: Consuming) -> None:
         self._consuming = consuming
@@ -77,7 +76,7 @@ class PullReading:
         return taken
 
     async def _ask(self, num_messages: int, seconds: float) -> str:
-        """Request messages and return the final status; messages arrive in `_ready`."""
+        """Request messages, which arrive in `_ready`, and return the final status."""
         if not await self._connection.until_connected(seconds):
             return _ENDED
         seconds = min(seconds, SLICE_SECONDS)
@@ -132,8 +131,7 @@ class PullReading:
         self._connection.refuse_if_closed(self._consuming.subject)
 
     async def close(self) -> None:
-        """Return unread messages for redelivery, including those the server sent before it received the
-        unsubscription."""
+        """Return unread messages for redelivery, also those that the server sent before the unsubscription."""
         if self._closed:
             return
         self._closed = True
@@ -154,7 +152,7 @@ class PullReading:
 
 
 class WatchReading:
-    """Watcher that keeps the newest unread messages. It reads the latest state at start and after each outage."""
+    """Watcher that keeps the newest unread messages."""
 
     def __init__(self, connection: Connection, subject: str, *, of_state: bool, max_unread: int) -> None:
         self._connection = connection
@@ -208,8 +206,7 @@ class WatchReading:
         self._woken.set()
 
     async def _read_latest(self) -> None:
-        """Read the latest values at start and after each outage. The answer also implies that the subscription is
-        active."""
+        """Read the latest values at start and after each outage, which implies that the subscription is active."""
         num_reconnects = self._connection.num_reconnects
         if self._read_at == num_reconnects:
             return

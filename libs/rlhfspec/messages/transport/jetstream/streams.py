@@ -1,15 +1,12 @@
 """Mapping of subjects to JetStream: one stream each, which stores its own declaration.
 
-- Work: an interest stream with a durable consumer per name; the server never gives a message up.
+- Work: an interest stream with a durable consumer per name.
 - State: the latest message of each key, the last word of the subject. Stored messages are republished under `latest.`
   with their number, for watchers.
 - Signal: a plain subject. Its stream keeps nothing and only records the declaration.
 
-Example:
-    >>> stream_name("rlhf.sums.3f2a.sample"), subject_of("rlhf_sums_3f2a_sample")
-    ('rlhf_sums_3f2a_sample', 'rlhf.sums.3f2a.sample')
-    >>> key_word("policy"), key_word("sums/3.7"), key_word("")
-    ('policy', 'sums%2F3%2E7', '%')
+>>> key_word("policy"), key_word("sums/3.7"), key_word("")
+('policy', 'sums%2F3%2E7', '%')
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ class Declared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
-    """Retention: seconds that unread messages stay, by kind (0: for ever), and extra metadata of each stream."""
+    """Seconds that unread messages stay, by kind (0: for ever), and extra metadata of each stream."""
 
     work_seconds: float = 0.0
     state_seconds: float = 0.0
@@ -63,7 +60,7 @@ def key_word(key: str) -> str:
 
 
 def latest_of(subject: str, word: str = "*") -> str:
-    """Return the subject where stored state is republished; only the server publishes there."""
+    """Return the subject where only the server publishes, to republish stored state."""
     return f"latest.{subject}.{word}"
 
 
@@ -108,7 +105,7 @@ def consumer_config(consumer: Consumer) -> dict[str, Any]:
 def requests_for(
     subject: str, declared: Declared, max_pending: int, keeping: Keeping = FOR_EVER
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Return idempotent JetStream calls (call, body) that declare a subject: the stream first, then each consumer."""
+    """Return idempotent JetStream calls that declare a subject: the stream first, then each consumer."""
     stream = stream_name(subject)
     of_consumers = [
         (f"CONSUMER.CREATE.{stream}.{each.name}", {"stream_name": stream, "config": consumer_config(each)})
