@@ -1,8 +1,6 @@
 """Watchers of the bus, called for each record that leaves a worker, reaches it or is done. They change nothing.
 
-Traces and metrics are made here, so that stages contain no code for them. Headers returned by `publishing` travel with
-the record to the worker that takes it.
-"""
+Headers returned by `publishing` travel with the record to the worker that takes it."""
 
 from __future__ import annotations
 
@@ -39,8 +37,7 @@ class SampleProgress(NamedTuple):
 
 
 class Delivered(NamedTuple):
-    """Circumstances of a delivery. `num`: 1 the first time. `progress`: set if it came from another worker of the
-    stage."""
+    """Circumstances of a delivery. `num`: 1 the first time. `progress`: set if it came from another worker."""
 
     headers: Mapping[str, str]
     num: int = 1

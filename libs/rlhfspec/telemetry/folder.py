@@ -1,7 +1,6 @@
 """Spans in the run folder: `traces/STAGE-N.jsonl`, one line per span, written every second by a background thread.
 
-A killed process loses its last second. If traces cannot be written, the run continues after one warning.
-"""
+If traces cannot be written, the run continues after one warning."""
 
 from __future__ import annotations
 
@@ -74,8 +73,9 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def read_spans(run: Path, *, containing: str = "") -> Iterator[Span]:
-    """Yield the spans of all processes, unordered, also during the run. Incomplete lines are skipped. `containing`:
-    read only lines with this text, as a run may have millions."""
+    """Yield the spans of all processes, unordered, also during the run. Incomplete lines are skipped.
+
+    `containing`: read only lines with this text, as a run may have millions."""
     wanted = containing.encode()
     for path in sorted((run / TRACES).glob("*.jsonl")):
         with path.open("rb") as file:

@@ -1,16 +1,7 @@
 """Merging of a sample's spans from several generators into one sequence of stays and moves.
 
 Each process reports by its own clock. A destination has a sample slightly before its source knows; a killed generator
-reports no end; and a redelivered sample was in no queue while its first holder had it.
-
-Example:
-    >>> shared = {"run": "3f2a", "sample": "sums/3/7/1", "stage": "generator", "step": 3}
-    >>> first = Span(name="generation", worker=0, began=1.0, ended=4.0, **shared)
-    >>> move = Span(name="move", worker=0, began=4.0, ended=4.2, attributes={"how": "kv"}, **shared)
-    >>> second = Span(name="generation", worker=1, began=4.1, ended=9.0, stay=2, **shared)
-    >>> [(span.began, span.ended) for span in joined([first, move, second])]
-    [(1.0, 4.0), (4.0, 4.2), (4.2, 9.0)]
-"""
+reports no end; and a redelivered sample was in no queue while its first holder had it."""
 
 from __future__ import annotations
 

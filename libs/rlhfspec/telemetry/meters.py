@@ -1,16 +1,6 @@
 """Metrics of a process: for Prometheus as text, and for OTLP if a collector is configured (docs/tracing.md).
 
-They come from the bus (`Meters` is a `Watcher`) and the vitals, without code in stages. Numbers are plain Python, at
-about 1 us per record, and are converted on demand; OpenTelemetry instruments take ten times as long.
-
-Example:
-    >>> from rlhfspec.telemetry.tracer import example_sample
-    >>> meters = Meters()
-    >>> meters.published(WorkerPlace("generator", 0), example_sample(), time.time(), True)
-    >>> next(meters.metrics())  # doctest: +NORMALIZE_WHITESPACE
-    Metric(name='records_published', what='Records published', kind='counter',
-           values=[((('stage', 'generator'), ('there', 'false'), ('type', 'sample'), ('worker', '0')), 1)])
-"""
+Numbers are plain Python, converted on demand; OpenTelemetry instruments take ten times as long."""
 
 from __future__ import annotations
 
@@ -131,7 +121,6 @@ class Meters:
         self._elsewhere["reconnects", (("server", server),)] = count
 
     def restarts(self, stage: str, worker: int, count: Callable[[], int]) -> None:
-        """Register a counter of a worker's restarts."""
         self._elsewhere["restarts", _labels(WorkerPlace(stage, worker))] = count
 
     def _loaded(self, place: WorkerPlace, load: Load) -> None:

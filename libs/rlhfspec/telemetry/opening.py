@@ -1,10 +1,4 @@
-"""Opening and closing of all watchers of a process. opentelemetry is imported only if needed.
-
-Example:
-    >>> with watching("sums", "3f2a91c0", run=None) as nothing:
-    ...     nothing.watcher is None, nothing.metrics_text()
-    (True, '')
-"""
+"""Opening and closing of all watchers of a process. opentelemetry is imported only if needed."""
 
 from __future__ import annotations
 
@@ -42,7 +36,7 @@ class Observation:
 def watching(
     job: str, uid: str, *, run: Path | None, otlp_endpoint: str | None = None, metrics: bool = False
 ) -> Iterator[Observation]:
-    """Open the watchers of a process. run: folder for traces; None: no traces. metrics: collect them for Prometheus."""
+    """Open the watchers of a process. run: folder for traces; None: no traces. metrics: for Prometheus."""
     keepers: list[Callable[[Span], None]] = []
     watchers: list[Watcher] = []
     meters = None

@@ -19,8 +19,9 @@ HOW_TO_GET_TRACES = "are written while a job runs, with observability.traces: tr
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Spans of one sample in one run, by begin, with the end of its step last and without repetitions. `stays`,
-    `moves`: the sample at each generator, and between generators."""
+    """Spans of one sample in one run, by begin, with the end of its step last and without repetitions.
+
+    `stays`, `moves`: the sample at each generator, and between generators."""
 
     sample: str
     spans: tuple[Span, ...]
@@ -67,8 +68,9 @@ class Life:
 
 
 def life_of(run: Path, sample: str) -> Life:
-    """Return a sample's life. `sample`: id as in samples.jsonl, with or without the job's name. Raises InvalidRequest
-    with the nearest ids."""
+    """Return a sample's life; raise InvalidRequest with the nearest ids.
+
+    sample: id as in samples.jsonl, with or without the job's name."""
     _refuse_without_traces(run)
     spans = list(read_spans(run, containing=f'{sample}"'))
     names = {span.sample for span in spans if span.sample == sample} or {
@@ -122,10 +124,7 @@ def _refuse_without_traces(run: Path) -> None:
 
 
 def _unknown(sample: str, known: set[str]) -> str:
-    """Return a message with the nearest known ids.
-    >>> _unknown("sums/3/7/9", {"sums/3/7/1", "sums/3/7/0", "sums/12/1/1"})
-    'no trace of it; the nearest: sums/3/7/0, sums/3/7/1'
-    """
+    """Return a message with the nearest known ids."""
     prefix = sample.rpartition("/")[0]
     beside = {name for name in known if prefix and name.rpartition("/")[0].endswith(prefix)}
     near = sorted(beside, key=_in_order)[:3] or difflib.get_close_matches(sample, sorted(known)[:5000], n=3, cutoff=0.0)

@@ -1,13 +1,7 @@
 """Spans: work on one sample, with place and times. Their ids are derived, like those of records.
 
-A trace id is a function of run and sample, a span id of trace and work. So repeated work is the same span, and readers
-can relate spans without lookups. Between processes, the context is a W3C header (`traceparent`).
-
-Example:
-    >>> trace = trace_id("3f2a91c0", "sums/3/7/1")
-    >>> parse(traceparent(trace, span_id(trace, "prompt"))) == (trace, span_id(trace, "prompt"))
-    True
-"""
+A trace id is a function of run and sample, a span id of trace and work. So repeated work is the same span. Between
+processes, the context is a W3C header (`traceparent`)."""
 
 from __future__ import annotations
 
@@ -26,9 +20,11 @@ Attribute = str | int | float | bool
 
 @dataclass(slots=True, kw_only=True)
 class Span:
-    """Work on one sample. Times are Unix seconds. `sent`: publication of the record that it began with, which waited
-    until `began`. `again`: the result existed already. `delivery`: number of the prompt's delivery; `stay`: number of
-    the generator within it. A move ends or interrupts a stay. `is_open`: the stay was not over at `ended`."""
+    """Work on one sample. Times are Unix seconds.
+
+    `sent`: publication of the record that it began with, which waited until `began`. `again`: the result existed
+    already. `delivery`: number of the prompt's delivery; `stay`: number of the generator within it. A move ends or
+    interrupts a stay. `is_open`: the stay was not over at `ended`."""
 
     run: str  # uid
     sample: str
@@ -69,8 +65,7 @@ class Span:
         return max(self.ended - self.began, 0.0)
 
     def to_line(self) -> str:
-        """Return a line of JSON without default values. Hand-written, because it takes a third of the json module's
-        time."""
+        """Return a line of JSON without default values, by hand as it takes a third of the json module's time."""
         more = f',"sent":{self.sent:.6f}' if self.sent is not None else ""
         more += f',"parent":"{self.parent}"' if self.parent else ""
         more += ',"again":true' if self.again else ""
@@ -108,6 +103,7 @@ def span_id(trace: str, what: str) -> str:
 
 def what_was_done(name: str, delivery: int, stay: int) -> str:
     """Return the name of the work, with delivery and stay unless both are 1.
+
     >>> what_was_done("generation", 1, 1), what_was_done("generation", 1, 2)
     ('generation', 'generation 1.2')
     """

@@ -1,14 +1,6 @@
 """Attributes of a sample's spans: the work of each generator that had it.
 
-Records contain totals; the work of a stay is the total minus that at its begin.
-
-Example:
-    >>> from rlhfspec.telemetry.tracer import example_sample
-    >>> came_with = SampleProgress(0, (2,), 1, 2, 1, (("suffix", 1),), at=100.0)
-    >>> told = made_at_the_last(example_sample(), came_with)
-    >>> told["tokens_before"], told["tokens"], told["strategies"], told["engine_steps"]
-    (1, 2, 'suffix x 2', 2)
-"""
+Records contain totals; the work of a stay is the total minus that at its begin."""
 
 from __future__ import annotations
 

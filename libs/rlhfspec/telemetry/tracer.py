@@ -2,17 +2,7 @@
 
 The prompt's span is the root, its child is the generation, whose children are scores and training. If a sample moves,
 every stay is a generation whose parent is the previous stay, and so is the move. Long stays are also reported while
-they last (`OPEN_SECONDS`), as their generator may be killed.
-
-Example:
-    >>> spans: list[Span] = []
-    >>> tracer = Tracer("3f2a91c0", spans.append, now=lambda: 100.0)
-    >>> tracer.publishing(WorkerPlace("generator", 0), example_sample())["traceparent"][:9]
-    '00-3dcb19'
-    >>> tracer.published(WorkerPlace("generator", 0), example_sample(), 99.0, True)
-    >>> spans[0].name, spans[0].attributes["strategies"]
-    ('generation', 'suffix x 3')
-"""
+they last (`OPEN_SECONDS`), as their generator may be killed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Small models for tests, benchmarks and demos, made on this machine and cached.
 
-`ensure()` gives trained ones, `random_model(kind)` untrained ones of many families, `large_kv_model()` one with large
-KV; `resolve(path)` makes a job's `tiny:NAME`; `sums` is a task to train on.
-"""
+`ensure()` gives trained ones, `random_model(kind)` untrained ones of many families, `resolve(path)` makes a job's
+`tiny:NAME`; `sums` is a task to train on."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Endless templated English: learnt in a minute, with real entropy (about .35 nats a byte after training). Example:
-
->>> documents(2, seed=3) == documents(2, seed=3)
-True
->>> prompt = prompts(1, seed=3)[0]  # the beginning of a document, as token ids
->>> prompt[0] == BOS and len(prompt) > 20
-True
-"""
+"""Endless templated English: learnt in a minute, with real entropy."""
 
 from __future__ import annotations
 
@@ -121,11 +114,7 @@ def tokens_of(documents: Iterator[str], num_tokens: int) -> list[int]:
 
 
 def text(num_bytes: int, *, seed: int) -> str:
-    """Return documents cut to `num_bytes`: one token a byte.
-
-    >>> len(text(500, seed=1)), text(500, seed=1).isascii()
-    (500, True)
-    """
+    """Return documents cut to `num_bytes`: one token a byte."""
     found = ""
     for document in _endless(seed):
         found += document + " "

@@ -1,11 +1,6 @@
 """Real text on every machine: sources and docstrings of Python's standard library, every tenth module held out.
-Models learn it less well than templated English, so a draft agrees less often: the harder benchmark. Example:
 
-    >>> prompts(2, seed=3) == prompts(2, seed=3)
-    True
-    >>> set(documents(50, seed=1)).isdisjoint(documents(50, seed=1, held_out=True))
-    True
-"""
+Models learn it less well than templated English, so a draft agrees less often: the harder benchmark."""
 
 from __future__ import annotations
 

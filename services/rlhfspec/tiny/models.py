@@ -3,16 +3,11 @@
     target   4 x 256, 3.3M parameters, trained for a minute
     draft    1 x 128, .3M parameters, trained likewise
     wide     the target widened to 77M: the same function with the memory traffic of a larger model
-    library, library-draft, library-wide  the same three for real text (Python's standard library), learnt less well
+    library, library-draft, library-wide  the same three for real text (Python's standard library)
     sums     2 x 128, .5M parameters: solves sums now and then, the start of the demo's training
     sums-draft  1 x 64, a draft for it
 
-A folder appears by renaming, so it is whole or absent; a lock keeps two processes from making the same one.
-
-Example:
-    >>> from transformers import AutoModelForCausalLM
-    >>> AutoModelForCausalLM.from_pretrained(ensure("draft").draft)  # doctest: +SKIP
-"""
+A folder appears by renaming, so it is whole or absent; a lock keeps two processes from making the same one."""
 
 from __future__ import annotations
 

@@ -3,13 +3,7 @@
     tiny:sums, tiny:sums-draft, tiny:target, ...   folders of models
     tiny:sums.jsonl, tiny:held-out-sums.jsonl      data, with the columns prompt and answer; no sum is in both
 
-Example:
-    >>> check("tiny:sums")
-    >>> check("tiny:sum")
-    Traceback (most recent call last):
-    ...
-    rlhfspec.errors.InvalidRequest: path: must be tiny: and one of draft, ..., wide (got 'tiny:sum')
-"""
+Files appear by renaming."""
 
 from __future__ import annotations
 
@@ -55,7 +49,7 @@ def _model(name: str, report: Callable[[str], None]) -> Path:
 
 
 def _data(name: str) -> Path:
-    """Write the data again by renaming, so that it matches this version and is never partial."""
+    """Write the data again, so that it matches this version."""
     count, seed = DATA[name]
     file = cache_folder().parent / "data" / name
     make_in_cache(file.parent)

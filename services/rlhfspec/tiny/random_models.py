@@ -1,9 +1,4 @@
-"""Tiny models with random weights, one for each attention family under test. Example:
-
->>> model = random_model("qwen3", seed=1)
->>> model.config.vocab_size, next(model.parameters()).dtype
-(97, torch.float32)
-"""
+"""Tiny models with random weights, one for each attention family under test."""
 
 from __future__ import annotations
 

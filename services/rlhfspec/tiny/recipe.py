@@ -1,11 +1,4 @@
-"""Recipe of a tiny model. Torch-free; the hash of a recipe names its cache folder. Example:
-
->>> DRAFT.folder_name.startswith("draft-")
-True
->>> from dataclasses import replace
->>> replace(DRAFT, seed=2).folder_name == DRAFT.folder_name
-False
-"""
+"""Recipe of a tiny model. Torch-free; the hash of a recipe names its cache folder."""
 
 from __future__ import annotations
 
@@ -26,7 +19,7 @@ class Recipe:
     """A byte-level Llama and its training.
 
     batch_shapes: (sequences, tokens a sequence), taken in turn. widened_from_intermediate: if set, the model is widened
-    from a trained one of that FFN width. task: english, library, or sums (the lessons of `rlhfspec.tiny.sums`)."""
+    from a trained one of that FFN width. task: english, library, or sums."""
 
     name: str
     num_layers: int

@@ -1,20 +1,11 @@
 """The task of the demo: addition with worked steps, which a person can check by eye. Torch-free.
 
-A row of the data is a prompt and its answer. A response works from the ones to the left, or just guesses:
-
     prompt     48+75=
     worked     8+5=13 keep 3 carry 1 left 4+7, 4+7+1=12 keep 23 carry 1, answer 123
     guessed    answer 113
 
-The texts that the start is trained on mostly guess and slip now and then, so the start knows how it is done
-without doing it reliably. Numbers have one to four digits: lengths vary and have a tail.
-
-Example:
-    >>> worked("48", "75")
-    '8+5=13 keep 3 carry 1 left 4+7, 4+7+1=12 keep 23 carry 1, answer 123'
-    >>> correct(worked("48", "75"), "123"), correct("answer 113", "123")
-    (1.0, 0.0)
-"""
+The texts that the start is trained on mostly guess and slip now and then, so the start knows how it is done without
+doing it reliably. Numbers have one to four digits: lengths vary and have a tail."""
 
 from __future__ import annotations
 
@@ -36,11 +27,7 @@ _STEP = re.compile(r"\b(\d)\+(\d)(?:\+(1))?=(\d{1,2}) keep (\d)\d* carry ([01])\
 
 
 def worked(left: str, right: str, slips: random.Random | None = None) -> str:
-    """Return all steps and the answer. With `slips`, a step may be off by one, and later steps build on it.
-
-    >>> worked("5", "7")
-    '5+7=12 keep 2 carry 1, answer 12'
-    """
+    """Return all steps and the answer. With `slips`, a step may be off by one, and later steps build on it."""
     carry, digits, parts = 0, "", []
     for place in reversed(range(len(left))):
         one, other = left[place], right[place]
@@ -65,11 +52,7 @@ def answer(left: str, right: str) -> str:
 
 
 def rows(count: int, seed: int, *, without: Sequence[Mapping[str, str]] = ()) -> list[dict[str, str]]:
-    """Return rows with `prompt` and `answer`. `without`: rows whose prompts are excluded.
-
-    >>> rows(2, seed=1) == rows(2, seed=1)
-    True
-    """
+    """Return rows with `prompt` and `answer`. `without`: rows whose prompts are excluded."""
     rng, known = random.Random(seed), {row["prompt"] for row in without}
     pairs = iter(lambda: _pair(rng, rng.choices(NUM_DIGITS, TASK_WEIGHTS)[0]), None)
     found = ({"prompt": f"{left}+{right}=", "answer": answer(left, right)} for left, right in pairs)

@@ -1,8 +1,4 @@
-"""Bytes as tokens: ids 0-255 are bytes, then BOS, EOS, PAD and one unused id: 260, a multiple of 4. Example:
-
->>> decode([BOS, *encode("Grüße"), EOS])
-'Grüße'
-"""
+"""Bytes as tokens: ids 0-255 are bytes, then BOS, EOS, PAD and one unused id: 260, a multiple of 4."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ def decode(token_ids: Iterable[int]) -> str:
 
 
 def hugging_face_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer that `AutoTokenizer.from_pretrained(folder)` loads for tiny models; it prepends BOS."""
+    """Return the tokenizer that `AutoTokenizer.from_pretrained(folder)` loads; it prepends BOS."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,6 @@
 """Costs and gains of drafter learning in a run: one file of lines per generator in the folder `drafter`.
 
-No token depends on these files. A drafter restarts from scratch if they are damaged, which costs only speed.
-"""
+No token depends on these files."""
 
 from __future__ import annotations
 

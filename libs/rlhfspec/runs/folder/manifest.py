@@ -37,7 +37,7 @@ class Resumption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunManifest:
-    """Description of a run. Times are UTC, ISO 8601. A killed run stays "running", as it could not write its end."""
+    """Description of a run. Times are UTC, ISO 8601. A killed run stays "running"."""
 
     job: str
     versions: dict[str, str]
@@ -82,11 +82,6 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of installed packages.
-
-    >>> "rlhfspec" in versions()
-    True
-    """
     found = {}
     for name in PACKAGES:
         try:
@@ -110,8 +105,7 @@ def machine() -> Machine:
 
 
 def _torch() -> tuple[int, str | None]:
-    """Return threads and GPU. Without torch in this process they are 1 and None, because torch is not imported for
-    this."""
+    """Return threads and GPU, or 1 and None if torch is not imported yet, as it is not imported for this."""
     torch = sys.modules.get("torch")
     if torch is None:
         return 1, None

@@ -1,8 +1,6 @@
 """`moves.jsonl` in a run's folder: the rebalancer's plans with reasons, and the outcome of each move.
 
-A line is {"kind": "plan", ...} or {"kind": "moved", ...}. If the file cannot be written, the run continues after one
-warning.
-"""
+A line is {"kind": "plan", ...} or {"kind": "moved", ...}. If the file cannot be written, the run continues."""
 
 from __future__ import annotations
 

@@ -1,17 +1,6 @@
 """The folder of a run (docs/run-folder.md): one writer, append-only, readable and resumable at any time.
 
-Lines are written atomically. A resumed run removes half-written data and all steps after its checkpoint.
-
-Example:
-    >>> import tempfile
-    >>> from rlhfspec.messages.records.metrics import example_step
-    >>> with tempfile.TemporaryDirectory() as place, RunFolder(Path(place) / "run") as folder:
-    ...     _ = folder.begin(example_job(), resume=False)
-    ...     opening = folder.go_on_after(0)
-    ...     folder.append_step(example_step(step=1))
-    ...     [metrics.step for metrics in folder.steps()]
-    [1]
-"""
+Lines are written atomically. A resumed run removes half-written data and all steps after its checkpoint."""
 
 from __future__ import annotations
 
@@ -43,7 +32,7 @@ from rlhfspec.telemetry.folder import TRACES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """State of a folder when it was opened. `missing_steps` should exist according to the checkpoint, but do not."""
+    """State of a folder when it was opened. `missing_steps` should exist according to the checkpoint."""
 
     resumed: bool
     resume_at: int = 0
@@ -53,11 +42,7 @@ class Opening:
     missing_steps: tuple[int, ...] = ()
 
     def told(self) -> Iterator[str]:
-        """Yield messages for the person who resumes the run.
-
-        >>> list(Opening(resumed=True, resume_at=3, num_dropped_steps=1).told())
-        ['resuming after step 3; 1 later step is done again']
-        """
+        """Yield messages for the person who resumes the run."""
         if not self.resume_at:
             yield "no checkpoint yet: beginning from the first step"
             return
@@ -71,8 +56,7 @@ class Opening:
 
 
 class RunFolder:
-    """Writer of a run's files. Paths are valid at once; call `begin` before the first append, `finish` and `close` at
-    the end."""
+    """Writer of a run's files. Call `begin` before the first append, `finish` and `close` at the end."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -110,9 +94,10 @@ class RunFolder:
         models: Mapping[str, Mapping[str, Any]] | None = None,
         processes: Mapping[str, int] | None = None,
     ) -> bool:
-        """Create the folder, or open it to continue; return whether an unreadable manifest was replaced. `models`:
-        model reports by role; `processes`: their number by stage. `resume` also accepts an empty folder, left by a run
-        killed at its start."""
+        """Create the folder, or open it to continue; return whether an unreadable manifest was replaced.
+
+        `models`: model reports by role; `processes`: their number by stage. `resume` also accepts an empty folder, left
+        by a run killed at its start."""
         self._make()
         self.check(job, resume=resume)
         found = self.job_file.exists()
@@ -126,8 +111,7 @@ class RunFolder:
         return found and before is None
 
     def hold(self) -> None:
-        """Lock a folder that another process began, until `close`; raise StorageError if another process holds the
-        lock."""
+        """Lock a folder that another process began, until `close`; raise StorageError if it is locked."""
         try:
             self._lock = take_lock(self.path / ".lock")
         except OSError as error:  # includes BlockingIOError: another process holds it
@@ -170,8 +154,7 @@ class RunFolder:
         )
 
     def append_step(self, metrics: StepMetrics) -> None:
-        """Append a step's line. Call it after the step's samples and before its checkpoint, so every checkpoint has its
-        lines."""
+        """Append a step's line, after its samples and before its checkpoint, so every checkpoint has its lines."""
         assert metrics.step == self._last_step + 1, f"step {metrics.step} follows step {self._last_step}"
         _append(self.steps_file, metrics.to_line())
         self._last_step = metrics.step
@@ -241,7 +224,7 @@ class RunFolder:
 
     @contextmanager
     def _manifest_alone(self) -> Iterator[RunManifest]:
-        """Lock the manifest, read it and yield it. The run's starter and the trainer may both write it."""
+        """Lock the manifest, read it and yield it: the run's starter and the trainer may both write it."""
         lock = take_lock(self._manifest_lock, wait=True)
         try:
             yield self.manifest()
@@ -279,8 +262,7 @@ class RunFolder:
             raise InvalidRequest("--out", str(self.path), f"cannot be written: {error.strerror}") from None
 
     def _refuse_foreign(self) -> None:
-        """Refuse a folder with other files and no manifest. A job's own folder also has a job.yaml, but is no run
-        folder."""
+        """Refuse a folder with other files and no manifest; a job's own folder has a job.yaml."""
         names = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")}
         own = [self.job_file, self.steps_file, self.samples_file, self.checkpoints, self.traces]
         own += [self.processes, self.logs]
@@ -357,8 +339,8 @@ def _storage_errors(path: Path) -> Iterator[None]:
 
 def _keep_up_to(step: int, path: Path) -> tuple[int, int]:
     """Keep readable lines up to `step`; return the number of lines removed behind the last kept line, and before it.
-    Lines are in step order, so the kept part is usually a prefix, and one truncation suffices: it needs no space on a
-    full disk and is crash-safe."""
+
+    Lines are in step order, so usually one truncation suffices: it needs no space on a full disk and is crash-safe."""
     if not path.exists():
         return 0, 0
     with _storage_errors(path), path.open("rb+") as file:

@@ -27,12 +27,7 @@ def as_content(job: RLHFJob) -> dict[str, Any]:
 
 
 def with_new_fields(before: dict[str, Any]) -> dict[str, Any]:
-    """Return a job of an earlier release with today's new fields at their defaults, or unchanged if it is invalid
-    today.
-
-    >>> with_new_fields({"spec": {"training": {"seed": 1}}})
-    {'spec': {'training': {'seed': 1}}}
-    """
+    """Return a job of an earlier release with today's new fields at their defaults, or unchanged if invalid today."""
     try:
         return as_content(RLHFJob.model_validate(before))
     except ValidationError:

@@ -1,12 +1,4 @@
-"""Lines of `samples.jsonl`, which do not depend on time or drafting, and of evaluations, from scored samples.
-
-Example:
-    >>> import json
-    >>> sample = example_sample(step=3, text="4", log_probs=(-0.5, -0.25))
-    >>> score = Score(id=sample.id + "/reward", sample_id=sample.id, job="sums", step=3, stage="reward", values=(1.0,))
-    >>> json.loads(sample_line(sample, score))["log_probs"]
-    {'sum': -0.75, 'mean': -0.375, 'min': -0.5}
-"""
+"""Lines of `samples.jsonl`, which do not depend on time or drafting, and of evaluations, from scored samples."""
 
 from __future__ import annotations
 

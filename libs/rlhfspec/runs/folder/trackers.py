@@ -1,11 +1,4 @@
-"""Reporting of the numbers in `steps.jsonl` to TensorBoard event files and Weights & Biases.
-
-Example:
-    >>> from rlhfspec.messages.records.metrics import example_step
-    >>> numbers = scalars(example_step())
-    >>> numbers["reward/mean"], numbers["kl/k3"], numbers["seconds/generation"]
-    (0.5, 0.001, 2.0)
-"""
+"""Reporting of the numbers in `steps.jsonl` to TensorBoard event files and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -82,8 +75,7 @@ def check_packages(job: RLHFJob) -> None:
 
 
 class TensorBoard:
-    """Writer of event files in `events/`, through tensorboard's own writer. View them by `tensorboard --logdir
-    DIR/events`."""
+    """Writer of event files in `events/`. View them by `tensorboard --logdir DIR/events`."""
 
     def __init__(self, folder: RunFolder, *, resume_at: int = 0) -> None:
         from tensorboard.compat.proto import event_pb2
@@ -150,8 +142,9 @@ class WeightsAndBiases:
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
-    """Return every number of a step by its path; top-level numbers are under `training/`. For experts, each layer has
-    the busiest expert's rows over the mean, which is 1 for an even load."""
+    """Return every number of a step by its path; top-level numbers are under `training/`.
+
+    For experts, each layer has the busiest expert's rows over the mean, which is 1 for an even load."""
     content = {name: value for name, value in asdict(metrics).items() if name not in _NOT_PLOTTED}
     content["expert_rows"] = {
         layer: {"max_over_mean": max(rows) * len(rows) / max(sum(rows), 1)}

@@ -1,19 +1,12 @@
 """Live state of a run in Redis: the activity of every worker, its samples, and the view's last lines. It may be lost.
 
 One process of a run writes the whole state with every beat: the supervisor on one machine, control in a cluster. So an
-emptied Redis is complete one beat later. No process waits for Redis: the newest state replaces an unsent one, and an
-absent or slow Redis costs one log line. Nothing that decides a token, a curve or the fate of a run reads it.
+emptied Redis is complete one beat later. No process waits for Redis, and nothing that decides a token, a curve or the
+fate of a run reads it.
 
     live = LiveState(url, uid, credentials=folder)
     LiveBeats(live, vitals, known, recent)                   # a service; `known`: a KnownRun that receives all records
     view = await read_live(url, uid, credentials=folder)
-
-Example:
-    >>> window = RecentLines()
-    >>> window.step('{"step": 1}')
-    >>> window.sample("sums/1/0/0", "2+2=", "4" * 1000)
-    >>> len(window.now().samples[0].text), window.now().steps
-    (200, ('{"step": 1}',))
 """
 
 from __future__ import annotations
@@ -171,15 +164,17 @@ class LiveState:
 
 
 def _without_times(view: LiveView) -> object:
-    """Return the view without times and idle generators' loads, for comparison: equal views contain no news."""
+    """Return the view without times and idle generators' loads: equal ones contain no news."""
     workers = view.run.workers.values()
     states = [worker.state and worker.state.without_times() for worker in workers]
     return states, [each.load for each in workers if each.load and each.load.num_running], view.window
 
 
 class LiveBeats(Service):
-    """Service that writes the run's live state to Redis. consumes: this process's knowledge of the run; produces: its
-    live state; waits for: the next beat; unblocked by: time."""
+    """Service that writes the run's live state to Redis.
+
+    consumes: this process's knowledge of the run; produces: its live state; waits for: the next beat; unblocked by:
+    time."""
 
     def __init__(self, live: LiveState, vitals: Vitals, known: KnownRun, recent: RecentLines) -> None:
         super().__init__("live", 0, vitals)

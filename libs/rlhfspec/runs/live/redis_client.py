@@ -47,8 +47,7 @@ def client(url: str, timeout_seconds: float, options: dict[str, Any], connected:
 
 
 def _options_of(url: str, credentials: Path) -> dict[str, Any]:
-    """Return password, user and authority, where the credentials contain them. Only a cluster's server has users and
-    TLS."""
+    """Return password, user and authority where given; only a cluster's server has users and TLS."""
     options: dict[str, Any] = {"password": _text_in(credentials / PASSWORD_FILE)}
     if (credentials / USER_FILE).exists():
         options["username"] = _text_in(credentials / USER_FILE)

@@ -1,17 +1,7 @@
 """Users and rights in a Redis that the runs of a cluster share: one user for each run's control, none for workers.
 
-The operator creates the users of open runs and removes them afterwards. Names and passwords derive from the install's
-secret, so nothing is stored, and installs may share a server. Only the operator may list keys (SCAN): a run has one
-key.
-
-Example:
-    >>> run = ClusterRun(namespace="team", uid="3f2a1b9c")
-    >>> name = user_of(bytes(32), run)
-    >>> name, run_of(bytes(32), name)
-    ('rlhfspec:6eb63d927a08:team:3f2a1b9c:control', ClusterRun(namespace='team', uid='3f2a1b9c'))
-    >>> " ".join(rules_of(bytes(32), run))[:9], run_of(b"of another install's secret.....", name)
-    ('reset on ', None)
-"""
+Names and passwords derive from the install's secret, so nothing is stored, and installs may share a server. Only the
+operator may list keys (SCAN): a run has one key."""
 
 from __future__ import annotations
 

@@ -1,22 +1,7 @@
-"""The state of a run's workers, computed by one pure reducer from records and events.
+"""State of a run's workers, computed by one pure reducer from records and events.
 
 The newest information about a worker counts: another order, or repetition, gives the same state. (`busy_seconds` must
-only grow between starts of a process.) Times are readings of one clock of the listener. The view, `rlhfspec top`, the
-dashboard, control's report and `kubectl rlhf` all display this state.
-
-Example:
-    >>> from rlhfspec.messages.records import Heartbeat
-    >>> beat = Heartbeat(
-    ...     id="b", job="sums", stage="reward", worker=0, doing="waiting", what="samples", since_seconds=1.0,
-    ...     overdue_seconds=-1.0, busy_seconds=0.0,
-    ... )
-    >>> run = after(RunState(), [(10.0, beat)])
-    >>> [worker] = run.workers.values()
-    >>> worker.state.what, worker.is_silent(20.0), worker.is_silent(30.0)
-    ('samples', False, True)
-    >>> without_gone(run, now=50.0).workers
-    {}
-"""
+only grow between starts of a process.) Times are readings of one clock of the listener."""
 
 from __future__ import annotations
 
@@ -39,7 +24,7 @@ Phase = Literal["starting", "running", "restarting", "held", "left"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessNews:
-    """A worker's process starts or is gone, as reported by its watcher. Information from earlier processes is void."""
+    """A worker's process starts or is gone. Information from earlier processes is void."""
 
     stage: str
     worker: int
@@ -120,7 +105,6 @@ class RunWorker:
 
     @property
     def worked_at(self) -> float:
-        """Return when it last worked or its process changed."""
         works = self.state is not None and self.state.doing == "working"
         return max(self.busy_at, self.ready_at, self.process_at, self.held_at, self.heard_at if works else NEVER)
 
@@ -129,11 +113,9 @@ class RunWorker:
         return self.state is not None and self.state.doing == "stopped"
 
     def is_silent(self, now: float) -> bool:
-        """Return whether its heartbeats are overdue."""
         return now - self.spoke_at > SILENT_SECONDS
 
     def is_load_silent(self, now: float) -> bool:
-        """Return whether its loads are overdue."""
         return now - self.loaded_at > SILENT_SECONDS
 
     def later(self, seconds: float) -> RunWorker:
@@ -145,7 +127,7 @@ class RunWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """State of a run. `num_wanted`: the number of generators that would pay, by the latest plan; None: unknown."""
+    """State of a run. `num_wanted`: the number of generators that would pay, by the latest plan."""
 
     workers: Mapping[WorkerKey, RunWorker] = field(default_factory=dict)
     num_wanted: int | None = None
@@ -207,8 +189,7 @@ class KnownRun:
 
 
 def after(run: RunState, told: Iterable[Told]) -> RunState:
-    """Return the state after all (time, news). News about no worker of the loop is ignored. The workers are copied once
-    per call, so pass news in batches."""
+    """Return the state after all (time, news). The workers are copied once per call, so pass news in batches."""
     workers = dict(run.workers)
     for at, news in told:
         match news:
@@ -227,8 +208,9 @@ def after(run: RunState, told: Iterable[Told]) -> RunState:
 
 
 def without_gone(run: RunState, *, now: float, after_seconds: float = GONE_SECONDS) -> RunState:
-    """Return the state without workers that left or are silent for long, and without old loads. Held and restarting
-    workers stay."""
+    """Return the state without workers that left or are silent for long, and without old loads.
+
+    Held and restarting workers stay."""
     kept = {}
     for key, worker in run.workers.items():
         if now - worker.loaded_at >= after_seconds or worker.phase == "left":

@@ -1,11 +1,4 @@
-"""Detection of groups whose rewards are all equal: their advantages are zero, so they teach nothing.
-
-Example:
-    >>> equal_reward_groups(["a", "a", "b", "b"], [1.0, 1.0, 0.0, 1.0])
-    1
-    >>> print(equal_reward_groups(["a", "b"], [1.0, 0.0]))  # one sample a prompt: there are no groups
-    None
-"""
+"""Detection of groups whose rewards are all equal: their advantages are zero, so they teach nothing."""
 
 from __future__ import annotations
 

@@ -140,8 +140,7 @@ def _moves(progress: RunProgress) -> Text:
 
 
 def _speed_of_loads(progress: RunProgress) -> Text:
-    """Return the speed: the sum over generators, the mean acceptance of those that drafted, the busiest one's
-    strategy."""
+    """Return the total speed, the mean acceptance of those that drafted, and the busiest one's strategy."""
     loads = progress.loads
     if not loads:
         return Text("no generator has reported yet", "dim")
@@ -152,7 +151,7 @@ def _speed_of_loads(progress: RunProgress) -> Text:
 
 
 def _learning(progress: RunProgress) -> Text | None:
-    """Return the busiest generator's gain from drafter learning, and the total learning time; None if there is none."""
+    """Return the busiest generator's gain from drafter learning, and the total learning time, if any."""
     busiest = max(progress.loads, key=lambda load: load.num_running, default=None)
     if busiest is None or busiest.tokens_while_learning is None:
         return None

@@ -38,7 +38,6 @@ _NOTHING = 1e-6  # with one update per step the policy loss is only rounding
 
 
 def overview(steps: Steps, path: Path, *, title: str, evaluations: Evaluations = ()) -> None:
-    """Plot one run at a glance: learning, stability, drift, speed and time by stage."""
     _save(overview_figure(steps, title=title, evaluations=evaluations), path)
 
 
@@ -241,12 +240,7 @@ def _dress(axis: Axes, title: str, steps: Steps | None, *, legend: bool = False)
 
 
 def ends(steps: Steps) -> tuple[float, float]:
-    """Return the mean reward of the first and of the last few steps: a tenth of them, five at most.
-
-    >>> from rlhfspec.messages.records.metrics import example_step
-    >>> ends([example_step(step=step, reward=step / 10) for step in range(1, 10)])
-    (0.1, 0.9)
-    """
+    """Return the mean reward of the first and of the last few steps: a tenth of them, five at most."""
     few = num_of_ends(steps)
     means = [metrics.reward.mean for metrics in steps]
     return sum(means[:few]) / few, sum(means[-few:]) / few

@@ -1,12 +1,4 @@
-"""The workers of a run in readable form: process, activity, duration, and what each waits for.
-
-Example:
-    >>> from rlhfspec.runs.live.run_state import ProcessNews, RunState, after
-    >>> run = after(RunState(), [(0.0, ProcessNews(stage="reward", worker=0, phase="starting", pid=71))])
-    >>> [state] = process_states(run, now=2.0)
-    >>> state.name, state.pid, state.doing, state.what, state.since_seconds
-    ('reward 0', 71, 'starting', 'its process starts', 2.0)
-"""
+"""The workers of a run in readable form: process, activity, duration, and what each waits for."""
 
 from __future__ import annotations
 

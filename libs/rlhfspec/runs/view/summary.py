@@ -1,13 +1,4 @@
-"""The summary at the end of a run: results, costs, example responses and paths.
-
-Example:
-    >>> from rlhfspec.messages.records.metrics import example_step
-    >>> steps = [example_step(step=step, reward=step / 4) for step in (1, 2, 3)]
-    >>> for row in facts(steps)[:2]:
-    ...     print(*row, sep=": ")
-    reward: 0.250 -> 0.750 (+0.500), mean of the first and of the last step
-    KL to the reference: k3 0.00300 at the end, k3 0.00300 at most
-"""
+"""The summary at the end of a run: results, costs, example responses and paths."""
 
 from __future__ import annotations
 
@@ -125,8 +116,9 @@ def summarize(
     resume_command: str,
     num_texts: int = 0,
 ) -> Summary:
-    """Return the summary of a finished run's folder, and write it there as `summary.md`. num_texts: responses shown
-    from the start and from the end of the run, each."""
+    """Return the summary of a finished run's folder, and write it there as `summary.md`.
+
+    num_texts: responses shown from the start and from the end of the run, each."""
     places = [("run folder", str(folder.path))]
     for label, path in (("pictures", folder.plots), ("policy", folder.export), ("checkpoints", folder.checkpoints)):
         if path.is_dir() and any(path.iterdir()):

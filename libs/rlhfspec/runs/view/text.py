@@ -12,28 +12,16 @@ _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 def visible(text: str) -> str:
-    """Return text of a model with every character that could control a terminal made visible. Line ends stay.
-
-    >>> visible("red \\x1b[31m, back\\b, \\u202e turned")
-    'red ␛[31m, back␈, � turned'
-    """
+    """Return text of a model with every character that could control a terminal made visible. Line ends stay."""
     return "".join(character if _is_safe(character) else _picture(character) for character in text)
 
 
 def one_line(text: str) -> str:
-    """Return the text escaped, on one line.
-    >>> one_line("You add.\\n2+2=\\n")
-    'You add. ↵ 2+2='
-    """
     return visible(text).strip("\n").replace("\n", " ↵ ")
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return the values as a sparkline; each column is the mean of its share, and equal values are drawn low.
-
-    >>> sparkline([0, 1, 2, 3], 4), sparkline([0, 0, 3, 3], 2), sparkline([5, 5], 8)
-    ('▁▃▆█', '▁█', '▁▁')
-    """
+    """Return the values as a sparkline; each column is the mean of its share, and equal values are drawn low."""
     columns = _columns(values, width)
     if not columns:
         return ""
@@ -43,20 +31,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def histogram(counts: Sequence[int]) -> str:
-    """Return bars from zero. Only empty bins are blank.
-
-    >>> histogram([0, 1, 100])
-    ' ▁█'
-    """
+    """Return bars from zero. Only empty bins are blank."""
     most = max(counts, default=0)
     return "".join(_BARS[round((count / most) * (len(_BARS) - 1))] if count else " " for count in counts)
 
 
 def bar(fraction: float, width: int) -> str:
-    """Return a progress bar.
-    >>> bar(0.5, 4)
-    '██░░'
-    """
     full = round(min(1.0, max(0.0, fraction)) * width)
     return "█" * full + "░" * (width - full)
 
@@ -73,11 +53,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return three significant digits, so that columns align; "-" for None.
-
-    >>> number(0.4), number(1234.5), number(3.1e-7), number(0.0), number(2e30), number(None)
-    ('0.400', '1,234', '3.1e-07', '0', '2.0e+30', '-')
-    """
+    """Return three significant digits, so that columns align; "-" for None."""
     if value is None:
         return "-"
     if value == 0:

@@ -1,15 +1,6 @@
 """Display of a run in the terminal: a live panel, or one plain line per step without a terminal.
 
-Text from a model is escaped: its control characters never reach the terminal, and its brackets are not markup.
-
-Example:
-    >>> from rlhfspec.messages.records.metrics import example_step
-    >>> from rlhfspec.runs.folder.run_folder import example_job
-    >>> with View(example_job(steps=9), Console(width=200)) as view:
-    ...     view.step(example_step(step=1))  # doctest: +ELLIPSIS
-    sums: grpo, 9 steps of 16 prompts x 8 samples
-    step 1/9  reward 0.500   KL k3 0.00100   length 27.5    1,234 tok/s  accepted 1.75   3.8s  ETA 30...s  generator/...
-"""
+Text from a model is escaped: its control characters never reach the terminal, and its brackets are not markup."""
 
 from __future__ import annotations
 
@@ -120,8 +111,7 @@ def job_line(job: RLHFJob) -> str:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print the text literally: without markup, highlighting or folding, and with characters outside the encoding
-    replaced."""
+    """Print the text literally, without markup or folding, and with unencodable characters replaced."""
     safe = visible(text).encode(console.encoding, "replace").decode(console.encoding)
     console.print(safe, markup=False, highlight=False, emoji=False, soft_wrap=True)
 

@@ -19,8 +19,10 @@ _HEARD: tuple[type[Record], ...] = (Load, Moved, Plan, Sample, StepReport, Evalu
 
 
 class WatchService(Service):
-    """Service that displays a run. Consumes Sample, Load, Moved, Plan, StepReport, EvaluationReport, Heartbeat;
-    produces nothing; waits for something to show; unblocked by every stage."""
+    """Service that displays a run.
+
+    Consumes Sample, Load, Moved, Plan, StepReport, EvaluationReport, Heartbeat; produces nothing; waits for something
+    to show; unblocked by every stage."""
 
     def __init__(
         self,

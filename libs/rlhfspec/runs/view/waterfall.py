@@ -1,9 +1,4 @@
-"""One sample's trace as text: all work on one time axis, and the waits between.
-
-Example:
-    >>> print(bar([("·", 0.0, 0.5), ("█", 0.5, 1.0)], began=0.0, ended=2.0, width=8))
-    ··██
-"""
+"""One sample's trace as text: all work on one time axis, and the waits between."""
 
 from __future__ import annotations
 
@@ -84,6 +79,7 @@ def _tokens(stay: Span) -> int:
 
 def _of_stays(value: float, in_vain: float) -> str:
     """Return the time of useful stays, and of those in vain.
+
     >>> _of_stays(2.5, 0.0), _of_stays(2.5, 11.0)
     ('2.50 s', '2.50 s, and 11.0 s in vain')
     """
