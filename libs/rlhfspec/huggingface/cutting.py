@@ -36,8 +36,6 @@ _STYLES = (BY_COLUMNS, BY_ROWS, JOINED, LOOKED_UP, "replicate", HEADS_APART)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Layout of a model's cut weights, kept on the model."""
-
     group: Ranks
     shapes: Mapping[str, torch.Size]  # of every weight of the whole model
     axes: Mapping[str, int | None]  # cut dimension of each weight; None: rank 0 has the weight, others zeros

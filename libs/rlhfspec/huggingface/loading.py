@@ -30,7 +30,6 @@ NO_MORE_THREADS = "can't start new thread"  # Python's message
 
 
 def load_model(path: str | Path, *, field: str = "path") -> Any:
-    """Load a model as `load_stored` does, but all in float32."""
     model = load_stored(path, field=field)
     widen(model.parameters())
     return model

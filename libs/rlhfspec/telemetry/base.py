@@ -45,9 +45,7 @@ class Delivered(NamedTuple):
 
 
 class Watcher(Protocol):
-    def publishing(self, place: WorkerPlace, record: Record) -> Mapping[str, str]:
-        """Return headers for a record that is about to leave."""
-        ...
+    def publishing(self, place: WorkerPlace, record: Record) -> Mapping[str, str]: ...
 
     def published(self, place: WorkerPlace, record: Record, began: float, is_new: bool) -> None:
         """Observe a published record. `began`: Unix seconds before publishing. is_new False: it was a duplicate."""

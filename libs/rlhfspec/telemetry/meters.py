@@ -117,7 +117,6 @@ class Meters:
         self._weights[_labels(WorkerPlace(stage, worker), way=way)].add(seconds)
 
     def reconnects(self, server: str, count: Callable[[], int]) -> None:
-        """Register a counter of lost and restored connections to `nats` or `redis`."""
         self._elsewhere["reconnects", (("server", server),)] = count
 
     def restarts(self, stage: str, worker: int, count: Callable[[], int]) -> None:

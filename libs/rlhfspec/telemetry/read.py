@@ -62,7 +62,6 @@ class Life:
 
     @property
     def _delivery(self) -> int:
-        """Return the delivery that produced the sample, or else the latest."""
         finished = (span for span in self.stays if "finish_reason" in span.attributes and not span.again)
         return next(finished, self.stays[-1]).delivery
 

@@ -80,7 +80,6 @@ class Span:
 
     @classmethod
     def from_line(cls, line: str) -> Span:
-        """Parse a line; raise ValueError if it is no span."""
         try:
             span = cls(**json.loads(line))
             _ = span.seconds + span.waited_seconds + span.step + span.delivery + span.stay  # TypeError if not numbers

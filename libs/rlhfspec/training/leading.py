@@ -80,7 +80,6 @@ class Leader:
         self._learner.load_state(state)
 
     def verify(self, folder: Path) -> None:
-        """Have each rank check its share of a checkpoint; raise the first rank's StorageError."""
         self._ranks.command(Command.VERIFY, folder=str(folder))
         _verified(self._ranks, folder)
 
@@ -123,8 +122,6 @@ def follow(learner: Learner, ranks: Ranks, send: Send | None = None) -> None:
 
 
 def _written(learner: Learner, ranks: Ranks, folder: Path) -> list[Written]:
-    """Write this rank's part of the state; return each rank's record, by rank."""
-
     def write() -> Any:
         written = write_part(folder, LEARNER, learner.state(), ranks=ranks, leads=learner.leads)
         return json.dumps(written.document), written.files  # the document has its own $tensor keys
@@ -138,7 +135,7 @@ def _verified(ranks: Ranks, folder: Path) -> None:
 
 
 def _of_each(ranks: Ranks, folder: Path, work: Callable[[], Any]) -> list[Any]:
-    """Run `work` on a folder on each rank and return the results. Raise StorageError on all ranks if one failed."""
+    """Run `work` on each rank and return the results. Raise StorageError on all ranks if one failed."""
     found, problem = None, ""
     try:
         found = work()

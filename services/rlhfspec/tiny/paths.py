@@ -21,14 +21,12 @@ DATA = {TRAINING: (2000, 11), HELD_OUT: (64, 12)}  # rows and seed
 
 
 def check(path: str) -> None:
-    """Raise InvalidRequest if no model or data has that name."""
     known = sorted([*RECIPES, *DATA])
     if path.removeprefix(TINY_PREFIX) not in known or not path.startswith(TINY_PREFIX):
         raise InvalidRequest("path", path, f"must be {TINY_PREFIX} and one of {', '.join(known)}")
 
 
 def resolve(path: str, report: Callable[[str], None] = print) -> str:
-    """Return the path of the model or data; make it first if absent."""
     check(path)
     name = path.removeprefix(TINY_PREFIX)
     return str(_data(name) if name in DATA else _model(name, report))

@@ -70,14 +70,12 @@ def _optimizers(model: LlamaForCausalLM, learning_rate: float) -> tuple[torch.op
 
 
 def _loss(model: LlamaForCausalLM, tokens: Tensor, targets: Tensor, *, autocast: bool) -> Tensor:
-    """Return the mean cross entropy of `targets` after `tokens`, both [sequences, length], without `_IGNORED`."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logits = model(input_ids=tokens, use_cache=False).logits  # [sequences, length, vocab]
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=_IGNORED)
 
 
 def _windows(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield random windows [sequences, tokens] of the corpus, with the next token of each position."""
     text = library if recipe.task == "library" else corpus
     stream = torch.tensor(text.token_stream(recipe.corpus_tokens, seed=recipe.seed))
     generator = torch.Generator().manual_seed(recipe.seed)

@@ -24,7 +24,6 @@ class Precision:
         return torch.float32 if name in self.in_float32 else self.usual
 
     def rounded(self, name: str, parameter: Tensor) -> Tensor:
-        """Return the rounded value in the type that our kernels take."""
         return rounded(parameter, self.of(name))
 
     def holds(self, path: str) -> bool:
@@ -62,7 +61,7 @@ def _without_values(model: Any, dtype: torch.dtype) -> Any:
 
 
 def cast(model: nn.Module, precision: Precision) -> None:
-    """Cast parameters in place; buffers keep their type and values."""
+    """Cast parameters in place, not buffers."""
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(precision.of(name))
 

@@ -99,7 +99,7 @@ class PackedExperts(nn.Module):
     @torch.no_grad()
     def load_weights(self, up: Tensor, down: Tensor, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
                      ) -> None:  # fmt: skip
-        """Pack up [E, 2I or I, H] and down [E, H, I] (or transposes), biases [E, ...], as Hugging Face has them."""
+        """Pack up [E, 2I or I, H] and down [E, H, I] (or transposes), biases [E, ...]."""
         for expert in range(self.num_experts):
             matrices = oriented(self, up[expert]), oriented(self, down[expert])
             biases = [None if bias is None else bias[expert].to(self._dtype) for bias in (up_bias, down_bias)]
@@ -124,7 +124,6 @@ class PackedExperts(nn.Module):
 
 
 def oriented(experts: Any, weight: Tensor) -> Tensor:
-    """Return one expert's matrix as [outputs, inputs]."""
     return weight.T if experts.is_transposed else weight
 
 

@@ -66,7 +66,6 @@ class FusedModel:
         self.guard.forget()
 
     def checked(self, state_dict: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-        """Return the weights with tied ones added; raise ValueError if the set is wrong."""
         tied = _tied_names(self.model)
         given = dict(state_dict)
         for name, source in tied.items():

@@ -32,7 +32,6 @@ class WeightProducts(TorchFunctionMode):
         self._table = self._handlers()
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Multiply rows [..., K] by weight [N, K] -> [..., N]."""
         raise NotImplementedError
 
     def other_product(self, one: Tensor, other: Tensor) -> Any:
@@ -56,7 +55,6 @@ class WeightProducts(TorchFunctionMode):
         self._weights.clear()
 
     def kept_as(self, weight: Tensor) -> torch.dtype:
-        """Return the kept type of a known weight or of a slice of one."""
         return self._weights[weight.untyped_storage().data_ptr()][1]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,7 +100,7 @@ class WeightProducts(TorchFunctionMode):
 
 
 class Guard(WeightProducts):
-    """Weight products on our kernels, so that a row's bits are its own; packed weights are kept until `forget`."""
+    """Weight products on our kernels; packed weights are kept until `forget`."""
 
     def __init__(self, *, arithmetic: str) -> None:
         super().__init__()
@@ -114,7 +112,6 @@ class Guard(WeightProducts):
         return weight.untyped_storage().data_ptr() in self._multiplied
 
     def forget(self) -> None:
-        """Drop the packed weights after a change, so that they are packed again when needed."""
         self._packed.clear()
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:

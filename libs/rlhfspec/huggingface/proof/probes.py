@@ -22,8 +22,6 @@ _SCATTERED_PLACES, _AT_A_PLACE = 8, 4  # tokens of a scattered probe
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Tokens to run behind a number of past positions."""
-
     past: int
     tokens: tuple[int, ...]
 
@@ -37,7 +35,6 @@ class Probe:
 
     @property
     def num_random(self) -> int:
-        """Return the number of first keys and values that are random."""
         return self.past
 
     def __str__(self) -> str:
@@ -81,7 +78,6 @@ def choose(anatomy: Anatomy, config: Any, max_context: int, num_token_ids: int) 
 
 
 def choose_without_cache(anatomy: Anatomy, config: Any, max_context: int, num_token_ids: int) -> tuple[Probe, ...]:
-    """Return the probes for a forward without a cache, which begins at position 0."""
     near = tuple(probe for probe in choose(anatomy, config, max_context, num_token_ids) if not probe.past)
     if max_context <= _LENGTHS[0]:
         return near

@@ -43,7 +43,6 @@ class Rounding(WeightProducts):
     def __init__(
         self, model: Any, precision: Precision, *, arithmetic: str, activations: torch.dtype = torch.float32
     ) -> None:
-        """Take a model with parameters already rounded (`casting`). activations: type of the computation."""
         super().__init__()
         self.activations = activations  # rounded in the second run only, to measure the tolerance
         self.dtype = precision.usual
@@ -147,7 +146,6 @@ class Reference:
 
     @property
     def choices(self) -> list[Tensor]:
-        """Return the experts' indices as if all probes had been in one row."""
         return [torch.cat(each) for each in zip(*(answer.experts for answer in self.answers), strict=True)]
 
     def check(self, found: Sequence[ProbeResult], tolerance: float, *, whose: str) -> float:
@@ -161,7 +159,6 @@ class Reference:
 
 @torch.inference_mode()
 def ask(model: Any, anatomy: Anatomy, probes: Sequence[Probe], *, name: str, rounding: Rounding) -> Reference:
-    """Run the probes; raise UnsupportedModel if the model cannot."""
     with one_layer_wide(model, rounding):
         answers = tuple(_answer(model, anatomy, probe, name, rounding, nullcontext()) for probe in probes)
         rounding.noise = torch.Generator().manual_seed(0)
@@ -217,7 +214,6 @@ def _answer(
 def compare(
     found: Sequence[ProbeResult], wanted: Sequence[ProbeResult], probes: Sequence[Probe]
 ) -> tuple[float, Probe]:
-    """Return the largest difference relative to the largest logit, and its probe."""
     worst, at = 0.0, probes[0]
     for ours, theirs, probe in zip(found, wanted, probes, strict=True):
         rows = ours.num_comparable(theirs)
@@ -236,8 +232,6 @@ def same_bits(left: Sequence[ProbeResult], right: Sequence[ProbeResult]) -> bool
 
 
 class _Eager:
-    """The model's eager attention over keys of which the first are random."""
-
     def __init__(self, specs: tuple[AttentionSpec, ...], probe: Probe, rounding: Rounding) -> None:
         self.coming = iter(specs)
         self.probe = probe

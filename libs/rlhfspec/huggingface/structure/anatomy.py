@@ -129,7 +129,6 @@ class _Tracer:
         )
 
     def _pattern(self, index: int, near: TracedAttention, far: TracedAttention) -> tuple[int | None, int | None]:
-        """Return the window or the chunk that explains the visible keys."""
         rows = near.rows + far.rows
         last_start = rows[-1][1]
         if not any(start for _, start in rows):
@@ -162,8 +161,6 @@ class _Tracer:
 
 
 def _at_positions(module: nn.Module, args: Any, kwargs: Any, count: int) -> Tensors:
-    """Return a rotary embedding's output for positions 0 to count - 1."""
-
     def moved(value: Any) -> Any:
         is_positions = isinstance(value, torch.Tensor) and not value.is_floating_point() and value.ndim in (1, 2)
         return torch.arange(count).expand(*value.shape[:-1], count) if is_positions else value

@@ -46,7 +46,6 @@ class AttentionSpec:
 
 
 def cache_shape(specs: Sequence[AttentionSpec]) -> tuple[int, int]:
-    """Return the number of KV heads and their size that fit every attention in one cache."""
     heads = max(spec.num_kv_heads for spec in specs)
     if any(spec.num_heads % heads or heads % spec.num_kv_heads for spec in specs):
         counts = sorted({spec.num_kv_heads for spec in specs})
@@ -107,7 +106,6 @@ def _over(*_: Any, **__: Any) -> Any:
 
 @contextmanager
 def as_before(model: Any) -> Iterator[None]:
-    """Restore the attention and experts functions on exit."""
     before = {
         id(config): (config, config._attn_implementation, config._experts_implementation) for config in _configs(model)
     }

@@ -20,8 +20,6 @@ _ATTRIBUTE = "rlhfspec_anatomy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anatomy:
-    """Result of `anatomy.examine`, kept on the model."""
-
     trunk: str  # path of the module
     trunk_output: type  # what the trunk returns
     attentions: tuple[AttentionSpec, ...]  # in execution order
@@ -34,7 +32,6 @@ class Anatomy:
         return tuple(dict.fromkeys(str(spec) for spec in self.attentions))
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields as JSON values, for `of`."""
         attentions = [asdict(spec) for spec in self.attentions]
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         return own | {
@@ -130,7 +127,6 @@ def _with_submodule(model: nn.Module, path: str, replacement: nn.Module) -> nn.M
 
 
 def text_config(model: Any) -> Any:
-    """Return the decoder's configuration, also within a multimodal model."""
     return model.config.get_text_config(decoder=True)
 
 
@@ -139,5 +135,4 @@ def max_positions(model: Any) -> int | None:
 
 
 def within_positions(model: Any, num_tokens: int) -> int:
-    """Return `num_tokens`, or the model's number of positions if smaller."""
     return min(num_tokens, max_positions(model) or num_tokens)

@@ -177,7 +177,6 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _token_axis(this: torch.Size, that: torch.Size, num_tokens: int, num_others: int) -> int | None:
-    """Return the only dimension that counts tokens, or None."""
     if len(this) != len(that):
         return None
     axes = [axis for axis, sizes in enumerate(zip(this, that, strict=True)) if sizes == (num_tokens, num_others)]

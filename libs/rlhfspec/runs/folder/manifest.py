@@ -56,7 +56,6 @@ class RunManifest:
         return cls(job=job, versions=versions(), machine=machine(), started=now(), models=models)
 
     def resume(self, models: dict[str, dict[str, Any]]) -> RunManifest:
-        """Return the manifest of a resumed run, with the versions, machine and models of the latest start."""
         again = Resumption(at=now(), step=0)
         return replace(RunManifest.begin(self.job, models), started=self.started, resumed=(*self.resumed, again))
 

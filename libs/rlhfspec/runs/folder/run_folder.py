@@ -42,7 +42,6 @@ class Opening:
     missing_steps: tuple[int, ...] = ()
 
     def told(self) -> Iterator[str]:
-        """Yield messages for the person who resumes the run."""
         if not self.resume_at:
             yield "no checkpoint yet: beginning from the first step"
             return
@@ -160,7 +159,6 @@ class RunFolder:
         self._last_step = metrics.step
 
     def append_samples(self, samples: Sequence[Sample], rewards: Mapping[str, Score]) -> None:
-        """Append all samples of one step at once; `rewards` by sample id."""
         _append(self.samples_file, sample_lines(samples, rewards))
 
     def append_evaluation(
@@ -210,7 +208,6 @@ class RunFolder:
         return (json.loads(line) for line in _whole_lines(self.evaluation_samples_file))
 
     def checkpoint(self, step: int) -> Path:
-        """Return the path of a step's checkpoint, which may have been removed."""
         return self.checkpoints / f"step-{step:08d}"
 
     def job(self) -> RLHFJob:
@@ -224,7 +221,7 @@ class RunFolder:
 
     @contextmanager
     def _manifest_alone(self) -> Iterator[RunManifest]:
-        """Lock the manifest, read it and yield it: the run's starter and the trainer may both write it."""
+        """Lock the manifest, read it and yield it."""
         lock = take_lock(self._manifest_lock, wait=True)
         try:
             yield self.manifest()
@@ -238,7 +235,6 @@ class RunFolder:
             return None
 
     def _refuse_unwritable(self) -> None:
-        """Raise InvalidRequest unless the folder, or its nearest existing parent, is writable."""
         try:
             there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
             with tempfile.TemporaryFile(dir=there) as file:

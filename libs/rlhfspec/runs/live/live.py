@@ -50,15 +50,11 @@ class SampleHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Recent content of a view, newest last. `steps`: lines of steps.jsonl."""
-
     steps: tuple[str, ...] = ()
     samples: tuple[SampleHead, ...] = ()
 
 
 class RecentLines:
-    """Collector of the window: the last entries, with texts cut to their beginning."""
-
     def __init__(self) -> None:
         self._steps: deque[str] = deque(maxlen=MOST_STEPS)
         self._samples: deque[SampleHead] = deque(maxlen=_MOST_SAMPLES)
@@ -74,7 +70,6 @@ class RecentLines:
 
 
 def _head(text: str) -> str:
-    """Return the beginning of a text, without lone surrogates, which cannot be encoded."""
     return text[:_MOST_CHARACTERS].encode(errors="replace").decode()
 
 
@@ -114,7 +109,6 @@ class LiveState:
         self._num_connects += 1
 
     def write(self, view: LiveView) -> None:
-        """Replace the previous state, sent or not."""
         run = without_gone(view.run, now=view.now)
         written = (view.now, tuple(run.workers.values()), view.window)
         self._unsent = _WRITTEN.dump_json(written, exclude=_NOT_WRITTEN)

@@ -37,8 +37,6 @@ class ProcessNews:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldNews:
-    """A worker's process was stopped from outside (SIGSTOP), or continues."""
-
     stage: str
     worker: int
     is_held: bool
@@ -159,15 +157,12 @@ class RunState:
         return {sample: each.key for each in by_time if each.load is not None for sample in each.load.sample_ids}
 
     def is_only_worker(self, key: WorkerKey) -> bool:
-        """Return whether no other worker of its stage may hold records."""
         return all(worker.stage != key[0] or worker.key == key for worker in self.there)
 
     def quiet_seconds(self, now: float) -> float:
-        """Return the time since any worker worked, started or ended."""
         return min((now - each.worked_at for each in self.workers.values() if each.is_known), default=0.0)
 
     def all_run(self, now: float) -> bool:
-        """Return whether no absent worker is expected back."""
         return all(worker.phase == "running" and not worker.is_silent(now) for worker in self.there)
 
 

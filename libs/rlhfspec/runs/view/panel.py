@@ -28,7 +28,6 @@ _LINES_AROUND = 6  # around the sample: frame, rule, heading, prompt, and the te
 
 
 def panel(progress: RunProgress, size: ConsoleDimensions, on_interrupt: str) -> RenderableType:
-    """Return the live panel. `on_interrupt`: the effect of Ctrl-C."""
     width = min(size.width, WIDEST)
     inner = width - 4
     rows: list[RenderableType] = [_head(progress, inner), *_metrics(progress, inner)]
@@ -151,7 +150,6 @@ def _speed_of_loads(progress: RunProgress) -> Text:
 
 
 def _learning(progress: RunProgress) -> Text | None:
-    """Return the busiest generator's gain from drafter learning, and the total learning time, if any."""
     busiest = max(progress.loads, key=lambda load: load.num_running, default=None)
     if busiest is None or busiest.tokens_while_learning is None:
         return None

@@ -47,7 +47,6 @@ def compare(runs: Mapping[str, Steps], path: Path, *, evaluations: Mapping[str, 
 
 
 def overview_figure(steps: Steps, *, title: str, evaluations: Evaluations = ()) -> Figure:
-    """Return a figure with three rows: outcome, learning, execution. Inapplicable panels are omitted."""
     assert steps, "a picture needs a step"
     figure = _figure(18.0, 10.0)
     figure.suptitle(_plain(title), fontsize=15, fontweight="bold")
@@ -109,7 +108,6 @@ def _running_panels(steps: Steps) -> Panels:
 
 
 def _kl(steps: Steps) -> Panels:
-    """Return the KL by k3, and by the job's own estimator if it differs."""
     names = dict.fromkeys(name for metrics in steps for name in metrics.kl or {})
     estimates = [
         (name, RED if name == "k3" else GREY, {m.step: m.kl[name] for m in steps if m.kl is not None}) for name in names
@@ -118,7 +116,6 @@ def _kl(steps: Steps) -> Panels:
 
 
 def _curves(title: str, steps: Steps, *curves: tuple[str, str, Points]) -> Panels:
-    """Return a panel of curves (label, colour, points), omitting curves without points; [] if none is left."""
     shown = [curve for curve in curves if curve[2]]
 
     def draw(axis: Axes) -> None:
@@ -224,7 +221,6 @@ def _scale(axis: Axes) -> None:
 
 
 def _dress(axis: Axes, title: str, steps: Steps | None, *, legend: bool = False) -> None:
-    """Set title, ticks and grid. steps: range of the x-axis; None: the x-axis shows tokens."""
     axis.set_title(_plain(title), fontsize=10, loc="left")
     axis.set_xlabel("tokens" if steps is None else "step", fontsize=9)
     axis.tick_params(labelsize=8)

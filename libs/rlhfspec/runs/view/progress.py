@@ -52,14 +52,12 @@ class RunProgress:
         self.evaluations = (*self.evaluations, evaluation)
 
     def sample(self, sample: Sample) -> None:
-        """Count a sample; redelivered ones count once."""
         if sample.step != self._step_of_samples:
             self._step_of_samples, self._done = sample.step, set()
         self._done.add(sample.id)
         self.last_sample = sample
 
     def known(self, run: RunState, now: float) -> None:
-        """Update the workers. `now`: by the clock of the run's state."""
         self.take_loads([worker.load for worker in run.generators if worker.load is not None])
         self.take_workers(process_states(run, now))
 
@@ -112,7 +110,6 @@ class RunProgress:
 
     @property
     def eta_seconds(self) -> float | None:
-        """Return the remaining time, from the last few steps; None before the first."""
         recent = [metrics.seconds.step for metrics in self.steps[-_STEPS_OF_ETA:]]
         if not recent:
             return None

@@ -16,8 +16,6 @@ ProcessDoing = Literal["starting", "working", "waiting", "silent", "restarting",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessState:
-    """State of a worker's process. `held`: stopped from outside (SIGSTOP); `silent`: no heartbeats."""
-
     stage: str
     worker: int
     pid: int | None

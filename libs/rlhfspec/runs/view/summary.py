@@ -223,7 +223,6 @@ def _short(text: str) -> str:
 
 
 def _fenced(text: str) -> str:
-    """Return the text in a Markdown fence longer than any in it."""
     safe = _short(text)
     longest = max(map(len, re.findall("`+", safe)), default=0)
     fence = "`" * max(3, longest + 1)

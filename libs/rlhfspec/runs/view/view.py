@@ -51,7 +51,6 @@ class View:
             self.say(evaluation_line(evaluation, self.progress))
 
     def say(self, text: str) -> None:
-        """Print a persistent line, above the live panel or among the plain lines."""
         if self.mode != "off":
             print_line(self._console, text)
 

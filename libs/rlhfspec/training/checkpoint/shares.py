@@ -30,8 +30,6 @@ _SHARES = "shares"  # the note: a JSON object, name -> start in the whole, and t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """One rank's record of a part: the document that names its tensors, and its files with digests."""
-
     document: Any
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
 

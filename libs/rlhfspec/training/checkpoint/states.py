@@ -46,7 +46,6 @@ class _Packer:
         return {"$items": [list(pair) for pair in packed]}
 
     def _named(self, path: str, tensor: torch.Tensor | PartOf) -> str:
-        """Name the tensor by its path, made unique as a key may hold a dot."""
         name, number = path or "value", 2
         while name in self.tensors:
             name, number = f"{path}#{number}", number + 1

@@ -70,7 +70,6 @@ class CheckpointStore:
         return self._path(step)
 
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, intact or not."""
         names = (path.name.removeprefix(_PREFIX) for path in self._folder.glob(f"{_PREFIX}*"))
         return sorted(int(name) for name in names if name.isdecimal())
 
@@ -91,7 +90,6 @@ class CheckpointStore:
         return None
 
     def load(self, step: int) -> Any:
-        """Return the state as saved. Raise StorageError if it is missing or damaged."""
         return read_checkpoint(self._path(step))
 
     def open(self, step: int) -> Any:
@@ -100,7 +98,6 @@ class CheckpointStore:
         return open_checkpoint(self._path(step), is_verified=step == verified)
 
     def discard_after(self, step: int) -> list[int]:
-        """Remove checkpoints later than the resumed step, and return their steps."""
         later = [other for other in self.steps() if other > step]
         for other in later:
             self._discard(other)
@@ -135,7 +132,6 @@ class CheckpointStore:
             self._settle(aside)
 
     def _settle(self, aside: Path) -> None:
-        """Restore a folder that stepped aside unless its place is taken."""
         home = self._folder / aside.name.removeprefix(".replaced-")
         if home.exists():
             _remove(aside)

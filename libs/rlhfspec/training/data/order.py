@@ -72,7 +72,7 @@ class Order:
         return self._demanded(step, (round - 1) * self.prompts_per_step, count)
 
     def places(self, round: int = 0, count: int | None = None) -> range:
-        """Return the places in the step (`Prompt.prompt`) of the rows that `indices` returns for the round."""
+        """Return the places in the step (`Prompt.prompt`) of the rows of this round."""
         first = round * self.prompts_per_step
         return range(first, first + (self.prompts_per_step if count is None else count))
 

@@ -53,7 +53,6 @@ class Prompts:
         return len(self._kept)
 
     def __getitem__(self, index: int) -> PromptRow:
-        """Return a prompt by its index among those kept, in the order of the data."""
         return self._prompt(self._kept[index])
 
     def indices(self, step: int, round: int = 0, count: int | None = None) -> list[int]:

@@ -17,8 +17,6 @@ from rlhfspec.training.data.text_files import read_text_rows, unreadable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of a dataset: a mapping each, and their lines in the file, where they have lines."""
-
     source: str
     records: Sequence[Mapping[str, Any]]
     lines: Sequence[int] = ()
@@ -31,7 +29,6 @@ class Rows:
 
 
 def load_rows(dataset: Dataset, base: Path | None = None) -> Rows:
-    """Load all rows. Relative paths start at `base`, the job file's folder."""
     base = base or Path()
     if not is_local(dataset.path, base):
         return _from_hub(dataset)
@@ -96,7 +93,6 @@ def _from_hub(dataset: Dataset) -> Rows:
 
 
 def _split(loaded: Any, dataset: Dataset, source: str) -> Any:
-    """Return the split of a DatasetDict; a plain Dataset is the split itself."""
     if not isinstance(loaded, dict):
         return _without_media(loaded)
     if dataset.split not in loaded:
@@ -117,7 +113,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def held_out_of(rows: Rows, spec: Spec, base_folder: Path) -> tuple[Rows, Rows]:
-    """Return the rows to train on, and those held out for evaluation."""
     assert spec.evaluation is not None
     if spec.evaluation.path is not None:
         return rows, load_rows(spec.dataset.model_copy(update={"path": spec.evaluation.path}), base_folder)

@@ -52,7 +52,6 @@ def _tried(read: Callable[[Any], Mapping[str, Any]], value: Any) -> Mapping[str,
 
 
 def _json(data: bytes) -> Any:
-    """Parse JSON, or raise ValueError with what the text is instead."""
     try:
         return json.loads(data.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -107,7 +106,6 @@ def _bytes(path: Path) -> bytes:
 
 
 def at_most(problems: list[Problem]) -> list[Problem]:
-    """Return the first problems, then one that counts the rest."""
     rest = len(problems) - MOST_PROBLEMS
     if rest <= 0:
         return problems

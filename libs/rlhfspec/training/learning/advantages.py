@@ -51,7 +51,6 @@ def leave_one_out_advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
 
 
 def informative_groups(rewards: Tensor, group_index: Tensor) -> Tensor:
-    """Return [n] bool: the sample's group has differing rewards."""
     num_groups = int(group_index.max()) + 1 if len(group_index) else 0
     highest = rewards.new_full((num_groups,), -torch.inf).scatter_reduce(0, group_index, rewards, "amax")
     lowest = rewards.new_full((num_groups,), torch.inf).scatter_reduce(0, group_index, rewards, "amin")

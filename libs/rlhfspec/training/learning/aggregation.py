@@ -24,12 +24,10 @@ def token_weights(lengths: Tensor, aggregation: LossAggregation, constant: int) 
 
 
 def per_token(per_sample: Tensor, lengths: Tensor) -> Tensor:
-    """Repeat each sample's number for its tokens: [n] -> [T]."""
     return torch.repeat_interleave(per_sample, lengths)
 
 
 def sample_sums(per_token_numbers: Tensor, lengths: Tensor) -> Tensor:
-    """Add up each sample's tokens: [T] -> [n]."""
     sums: Tensor = torch.segment_reduce(per_token_numbers, "sum", lengths=lengths)
     return sums
 

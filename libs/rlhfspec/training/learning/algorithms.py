@@ -122,7 +122,6 @@ def prepare(
 
 
 def shaped_rewards(algorithm: Algorithm, rollouts: Rollouts, *, max_tokens: int) -> tuple[Tensor, Metrics]:
-    """Return rewards [n] minus the job's length penalty, if any."""
     if algorithm.overlong_buffer == 0:
         return rollouts.rewards, {}
     penalties = overlong_penalties(
@@ -135,8 +134,6 @@ def shaped_rewards(algorithm: Algorithm, rollouts: Rollouts, *, max_tokens: int)
 
 
 def metrics_before_updates(algorithm: Algorithm, rollouts: Rollouts, log_probs: Tensor, entropy: Tensor) -> Metrics:
-    """Return metrics of the sampling policy; `log_probs` and `entropy` [T] are the trainer's before the first
-    update."""
     metrics = {"entropy": float(entropy.double().mean())}
     if rollouts.reference_log_probs is not None:
         policy, reference = log_probs.double(), rollouts.reference_log_probs.double()
@@ -177,7 +174,6 @@ def policy_terms(
 
 
 def value_terms(algorithm: Algorithm, values: Tensor, targets: Targets) -> TokenTerms:
-    """Return the critic's loss over a micro-batch: `values` [t] carry the gradient."""
     assert targets.returns is not None, "the algorithm trains no critic"
     assert targets.old_values is not None
     loss = clipped_value_loss(values, targets.old_values, targets.returns, clip=algorithm.value_clip)
@@ -234,7 +230,6 @@ def _step_metrics(rollouts: Rollouts, advantages: Tensor, returns: Tensor | None
 
 
 def _explained_variance(values: Tensor, returns: Tensor) -> float:
-    """Return 1 - var(R - V) / var(R), or 0 where returns do not vary."""
     variance = float(returns.var(correction=0))
     return 1.0 - float((returns - values).var(correction=0)) / variance if variance > 0 else 0.0
 

@@ -65,8 +65,6 @@ class LearnReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """Samples of one optimizer step, and their packing into this rank's forwards."""
-
     samples: range
     micro_batches: list[list[int]]  # indices into the step; empty ones keep ranks in step
 
@@ -330,7 +328,6 @@ class Learner:
         return whole_layers if len(whole_layers) == len(own) else {}
 
     def critic_state(self) -> dict[str, Tensor]:
-        """Return the critic under the names of `modeling.critic.Critic`. Shares memory."""
         if not self._trains_critic:
             raise InvalidRequest("algorithm.name", self._spec.algorithm.name, "trains no critic")
         own = self._networks["critic"].weights() if "critic" in self._networks else {}

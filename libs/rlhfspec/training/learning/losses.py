@@ -40,7 +40,6 @@ def truncated_importance_weights(log_probs: Tensor, generator_log_probs: Tensor,
 
 
 def token_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """Return policy / old policy at each token: [t], [t] -> [t]."""
     return torch.exp(torch.clamp(log_probs - old_log_probs, -_LOG_RATIO_BOUND, _LOG_RATIO_BOUND))
 
 
@@ -61,7 +60,7 @@ def clipped_policy_loss(ratio: Tensor, advantages: Tensor, *, clip_low: float, c
 
 
 def is_clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """Return where the clip is active, below and above: two [t] bool."""
+    """Return where the clip is active, below and above."""
     return (ratio < 1 - clip_low) & (advantages < 0), (ratio > 1 + clip_high) & (advantages > 0)
 
 
@@ -71,5 +70,4 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
 
 
 def clip_values(values: Tensor, old_values: Tensor, clip: float) -> Tensor:
-    """Clamp values to within `clip` of the old ones."""
     return torch.clamp(values, old_values - clip, old_values + clip)

@@ -70,7 +70,6 @@ class ActivationRoom:
 
 
 def fits_into(free: int, trained: int) -> int:
-    """Return the bytes available for activations."""
     return int(0.9 * (free - 3 * trained)) - GIB
 
 

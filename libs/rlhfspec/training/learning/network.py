@@ -77,7 +77,7 @@ class Network:
         return _whole(self.own_weights(), self._group)
 
     def own_weights(self) -> dict[str, Tensor | PartOf]:
-        """Return the weights as `weights` does, but where ranks hold shares, this rank's own."""
+        """Return the weights, but where ranks hold shares, this rank's own."""
         by_name = self.module.state_dict(keep_vars=True)
         first_names = {id(tensor): name for name, tensor in reversed(by_name.items())}  # tied weights have several
         return {

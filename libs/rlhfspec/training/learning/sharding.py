@@ -57,7 +57,6 @@ def _of_other_types(part: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
 
     def left_in(module: nn.Module) -> torch.dtype | None:
-        """Return the type of the parameters that are sharded together with the enclosing module."""
         own = {parameter.dtype for parameter in module.parameters(recurse=False)}
         assert len(own) <= 1, f"parameters of several types in {type(module).__name__}: {own}"
         inner = [(child, left_in(child)) for child in module.children() if not isinstance(child, FSDPModule)]

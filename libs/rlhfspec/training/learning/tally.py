@@ -44,19 +44,16 @@ class Tally:
 
     @property
     def log_probs(self) -> Tensor:
-        """Return log-probs [T] before the first update."""
         assert self.is_complete
         return self._log_probs
 
     @property
     def untempered(self) -> Tensor:
-        """Return log-probs [T] before the first update, at temperature 1."""
         assert self.is_complete
         return self._untempered
 
     @property
     def entropy(self) -> Tensor:
-        """Return entropies [T] before the first update."""
         assert self.is_complete
         return self._entropy
 

@@ -47,7 +47,6 @@ def checksum(state_dict: Mapping[str, torch.Tensor]) -> str:
 
 
 def combined(new: NewHash, tensors: Iterable[HashedTensor]) -> str:
-    """Combine the hashes of tensors, in any order, into one."""
     total = new()
     for name, dtype, shape, own in sorted(tensors):
         total.update(f"{name}\0{dtype}\0{shape}\0".encode() + own)

@@ -140,7 +140,6 @@ class ExactForward(TorchForward):
 
     def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float,
                   sinks: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
-        """Run the row's next attention. query [1, H, T, Dk], key/value [1, Hkv, T, .] -> [1, T, H, Dv]."""
         row, cache = self._row, self._cache
         assert row is not None, "exact attention outside a forward"
         spec = next(row.coming)
@@ -209,7 +208,7 @@ def _check_possible(model: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _AttentionRow:
-    """Attention pattern of a packed row in the kernel's form, and the index of the next attention."""
+    """Attention pattern of a packed row, and the attentions to come."""
 
     parts: tuple[RowPart, ...]
     num_tokens: int
@@ -243,8 +242,6 @@ class _AttentionRow:
 
 
 class _Scratch:
-    """Scratch buffer for one layer's keys and values, reused by every layer."""
-
     def __init__(self, dtype: torch.dtype, heads: int, dim: int) -> None:
         self.dtype = dtype
         self.heads = heads
@@ -271,7 +268,6 @@ _running: ContextVar[ExactForward] = ContextVar("the exact forward that runs in 
 def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
            scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
            **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Compute attention; transformers calls this function in every layer."""
     refuse_unknown(module, keywords)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return _running.get().attention(query, key, value, scale, softcap or 0.0, s_aux), None

@@ -81,8 +81,6 @@ class _ExactLinear(torch.autograd.Function):
 
 
 class _GatedMLP(torch.autograd.Function):
-    """Gated MLP whose backward pass computes the intermediate activations again."""
-
     @staticmethod
     def forward(ctx: Any, packed: PackedGatedMLP, x: Tensor, *weights: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, *weights)

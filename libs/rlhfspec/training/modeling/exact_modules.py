@@ -189,7 +189,6 @@ def _norm_forward(module: Any, norm: FusedRMSNorm, dtype: torch.dtype) -> Callab
 
 
 def _weight(layer: Any) -> Tensor:
-    """Return the layer's effective weight: its parameter plus the low-rank update, if any."""
     if not hasattr(layer, "base_layer"):
         weight: Tensor = layer.weight
         return weight.T if isinstance(layer, Conv1D) else weight

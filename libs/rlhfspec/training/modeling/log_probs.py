@@ -71,11 +71,9 @@ class TorchForward(nn.Module):
 
 
 def of_targets(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return log_softmax(logits)[target]: logits [t, vocab] float32, targets [t] -> [t]."""
     return -nn.functional.cross_entropy(logits, targets, reduction="none")
 
 
 def entropy_of(logits: torch.Tensor) -> torch.Tensor:
-    """Return the entropy of softmax(logits): [t, vocab] -> [t]."""
     log_probs = logits.log_softmax(dim=-1)
     return -(log_probs.exp() * log_probs).sum(dim=-1)

@@ -30,8 +30,6 @@ class RowPart:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Start offsets of each part's queries and keys; `keys` are key places, where several parts share a prompt."""
-
     starts: Tensor  # [n + 1]
     key_starts: Tensor  # [n + 1]
     most: int
@@ -70,7 +68,6 @@ def takes(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, twin: 
 
 
 def computed_in(query: Tensor) -> torch.dtype:
-    """Return the attention's type, which is autocast's where that is on."""
     kind = query.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 

@@ -36,8 +36,6 @@ _SPEC = "rlhfspec_attention"  # on an attention module: its AttentionSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
-    """T tokens of whole sequences in one row, and the t response tokens that they predict."""
-
     token_ids: torch.Tensor  # [1, T]
     position_ids: torch.Tensor  # [1, T]
     parts: tuple[RowPart, ...]  # T tokens together
@@ -114,7 +112,6 @@ class _RowWriter:
 
 
 def use_packed_attention(model: Any) -> None:
-    """Make the model's attention accept packed rows only."""
     first: dict[str, AttentionSpec] = {}
     for spec in anatomy_of(model).attentions:
         module, seen = model.get_submodule(spec.path), first.setdefault(spec.path, spec)
@@ -131,7 +128,6 @@ def keep_spec(module: Any, spec: AttentionSpec) -> None:
 
 
 def spec_of(module: Any) -> AttentionSpec | None:
-    """Return the attention's spec, or None if the module is not one of the model's attentions."""
     return getattr(module, _SPEC, None)
 
 
@@ -139,7 +135,6 @@ _layout: ContextVar[tuple[RowPart, ...] | None] = ContextVar("parts of the row t
 
 
 def layout_now() -> tuple[RowPart, ...] | None:
-    """Return the layout of the row that runs in this thread."""
     return _layout.get()
 
 

@@ -35,7 +35,6 @@ def every_row(probes: Sequence[Probe]) -> PackedRow:
 
 
 def answers(logits: torch.Tensor, batch: PackedRow) -> list[ProbeResult]:
-    """Split the logits of a row that keeps every token into one result per sequence."""
     return [ProbeResult(rows, []) for rows in torch.split(logits, list(batch.lengths))]
 
 
@@ -66,7 +65,6 @@ def random_keys(model: Any, probes: Sequence[Probe], function: Callable[..., Any
 
 def _attend_probed(module: Any, query: Any, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
                    **keywords: Any) -> Any:  # fmt: skip
-    """Replace keys and values of the probed places. key, value [1, Hkv, T, .]."""
     probed = _probed.get()
     spec = next(probed.coming)
     with not_audited():  # this is our code, not the model's

@@ -49,8 +49,6 @@ def whole_shape(shape: Place, share: Share | None) -> torch.Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Part of a stored tensor in a file: its start in the whole, and its own shape."""
-
     path: Path
     start: Place
     shape: Place
@@ -61,14 +59,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Stored tensor made of pieces that fill it."""
-
     name: str  # in each of the files
     shape: Place
     pieces: tuple[Piece, ...]
 
     def missing(self) -> Place | None:
-        """Return a place that no piece contains, or None."""
         if sum(math.prod(piece.shape) for piece in self.pieces) == math.prod(self.shape):
             return None  # ranks never write the same place
         borders = [

@@ -56,7 +56,6 @@ def cut(model: Any, group: Ranks | None, *, field: str) -> None:
 
 
 def shares_of(module: nn.Module) -> dict[str, Share]:
-    """Return this rank's share of each cut weight by name; replicated weights are absent."""
     return {
         f"{path}.{leaf}": part
         for path, inner in module.named_modules()

@@ -38,8 +38,6 @@ _PREFILL_ROWS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """GPU memory of each process of a role."""
-
     role: str
     count: int
     parts: dict[str, int]  # bytes by purpose
@@ -110,7 +108,6 @@ def _gathered(spec: job.Spec, shape: ModelShape, size: int) -> int:
 
 
 def activations(spec: job.Spec, shape: ModelShape, num_tokens: int, *, again: bool) -> int:
-    """Return the peak activation bytes of a backward pass."""
     is_cast = _is_mixed(spec) and spec.roles.trainer.ranks > spec.roles.trainer.tensor_parallel
     mixed, size = _is_mixed(spec) and not is_cast, 2 if is_cast else BYTES[spec.model.dtype]
     computes = 2 if mixed else size
@@ -175,7 +172,6 @@ def _forward(shape: ModelShape, size: int, num_sequences: int) -> int:
 
 
 def counts(whole: job.RLHFJob) -> dict[str, int]:
-    """Return the number of workers of each stage; for generators the maximum."""
     replicas = whole.spec.roles.generator.replicas
     return workers_of(whole) | ({"generator": replicas.max} if replicas else {})
 

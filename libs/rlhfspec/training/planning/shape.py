@@ -33,12 +33,10 @@ class ModelShape:
 
     @property
     def root_parameters(self) -> int:
-        """Return the number of parameters outside the layers: embedding, head, last norm."""
         return self.num_parameters - self.num_layers * self.block_parameters
 
     @property
     def head_parameters(self) -> int:
-        """Return the number of parameters of the output head, also if it is tied."""
         return self.vocab_size * self.hidden
 
     def part(self, count: int) -> ModelShape:

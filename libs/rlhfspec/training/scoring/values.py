@@ -40,11 +40,9 @@ class ValueScorer:
         self.at_once = self._rows.at_once
 
     def values(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
-        """Return the value of the state before every response token. Raise NumericalError when one is not finite."""
         return one_of(self.values_of([(prompt_token_ids, token_ids)]))
 
     def values_of(self, pairs: Sequence[Pair]) -> list[Scored]:
-        """Return the values of several pairs, ideally `at_once`; an error is that pair's own result."""
         return self._rows.numbers_of(pairs, lambda output, _: output[:, 0], "critic value")
 
     def load_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> None:

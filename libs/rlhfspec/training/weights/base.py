@@ -17,8 +17,6 @@ StateDict = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorePlace:
-    """Arguments of all kinds of stores; each takes what it needs."""
-
     keep: int  # versions of each role
     folder: Path | None = None  # shared by the processes of a run
     stage: str = ""  # of this process
@@ -60,7 +58,6 @@ def not_kept(record: Weights, have: int) -> WeightsVersionError:
 
 
 def refuse_other(place: object, found: str, record: Weights) -> None:
-    """Raise StorageError if the digest `found` is not the record's."""
     if found != record.digest:
         raise StorageError(place, f"holds weights of digest {found}, not {record.digest}")
 

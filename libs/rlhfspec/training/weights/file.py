@@ -89,7 +89,6 @@ class FileWeightStore:
         return sorted(int(path.stem.removeprefix(f"{job}-{role}-")) for path in found)
 
     def _numbered(self, job: str, role: Role, suffix: str) -> list[Path]:
-        """Return the files of exactly this job's role."""
         prefix = f"{job}-{role}-"
         found = self._folder.glob(f"{prefix}*{suffix}")
         return [path for path in found if path.name.removeprefix(prefix).split(".")[0].isdecimal()]

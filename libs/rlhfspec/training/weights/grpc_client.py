@@ -41,7 +41,6 @@ def channel_to(
     server_name: str | None,
     options: tuple[tuple[str, int], ...] = (),
 ) -> grpc.Channel:
-    """Open a channel. `server_name`: name in the server's certificate, if not the address."""
     target = f"dns:///{address}"  # the prefix rules out other schemes
     if credentials is None:
         return grpc.insecure_channel(target, options=options)

@@ -20,8 +20,6 @@ from rlhfspec.training.weights.base import (
 
 
 class MemoryWeightStore:
-    """Store of weights in this process's memory."""
-
     def __init__(self, *, keep: int) -> None:
         assert keep >= 1
         self._keep = keep

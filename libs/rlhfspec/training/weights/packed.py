@@ -105,7 +105,6 @@ class PackedWeights:
     buffer: Tensor  # uint8 [header.num_bytes]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors as views of the buffer."""
         stored = {place.name: _view(self.buffer, place) for place in self.header.places()}
         return stored | {name: stored[same] for name, same in self.header.same_as.items()}
 
@@ -126,7 +125,6 @@ class GrowingDigest:
         self._begin()
 
     def advance(self, num_bytes: int) -> None:
-        """Hash the first `num_bytes`, which have been written."""
         while len(self._hashes) < len(self._places):
             place = self._places[len(self._hashes)]
             upto = min(place.end, num_bytes)
@@ -196,7 +194,6 @@ def pack(job: str, role: Role, version: int, state_dict: StateDict, buffers: Buf
 
 
 def machine_memory() -> int:
-    """Return the bytes of this machine's memory, the limit of a version's size."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -40,9 +40,7 @@ class Rewarder(Protocol):
         """Return whether `rewards` takes all samples of one prompt, sorted, instead of one sample."""
         ...
 
-    async def start(self) -> None:
-        """Load a model, so that the first call is fast."""
-        ...
+    async def start(self) -> None: ...
 
     async def rewards(self, samples: Sequence[Sample], around: Around = nullcontext) -> list[Reward]:
         """Return a finite number or a failure for each sample, in order; raise CallFailed when all failed."""
@@ -67,7 +65,6 @@ def number(value: Any, of: str) -> float:
 
 
 def numbers_of(values: Any, samples: Sequence[Sample]) -> list[Reward]:
-    """Return one number per sample from the result of a batched function."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     if not isinstance(values, (list, tuple)):
@@ -108,7 +105,6 @@ Combination = Literal["sum", "min", "product"]
 
 
 def combine(how: Combination, weights: Sequence[float], components: Sequence[float]) -> float:
-    """Combine the weighted components, in the order of the job."""
     weighted = [weight * component for weight, component in zip(weights, components, strict=True)]
     if how == "min":
         return min(weighted)

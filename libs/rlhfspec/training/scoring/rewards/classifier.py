@@ -69,7 +69,6 @@ class Classifier:
 
     @torch.inference_mode()
     def _together(self, sequences: list[list[int]]) -> torch.Tensor:
-        """Run sequences in one forward: -> [sequences, labels]."""
         longest = max(map(len, sequences))
         padded = [[*each, *[self._pad or 0] * (longest - len(each))] for each in sequences]
         mask = [[1] * len(each) + [0] * (longest - len(each)) for each in sequences]

@@ -63,7 +63,6 @@ class RewardSources:
         return "group" if any(attempts.source.grouped for attempts in self._attempts) else "sample"
 
     def check_columns(self, columns: Mapping[str, str]) -> None:
-        """Raise InvalidRequest unless the data's columns (`Prompts.columns`) provide every function's arguments."""
         for attempts in self._attempts:
             if isinstance(attempts.source, FunctionRewards):
                 attempts.source.check_columns(columns)
@@ -132,7 +131,6 @@ class RewardSources:
 
 
 async def _from(attempts: Attempts, samples: Sequence[Sample], during: During, told: Told) -> list[Reward]:
-    """Return one result per sample; a failure of a group counts for each of its samples."""
     groups = [list(samples)] if attempts.source.grouped else [[sample] for sample in samples]
     results = await asyncio.gather(*(attempts.rewards(group, during, told) for group in groups))
     flat: list[Reward] = []

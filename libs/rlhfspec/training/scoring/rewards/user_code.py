@@ -52,7 +52,6 @@ def _work(jobs: _Jobs) -> None:
 
 
 def _next(jobs: _Jobs) -> tuple[Callable[[], object], Future[CallResult]] | None:
-    """Return the next call, or None when the thread has been idle for too long."""
     try:
         return jobs.get(timeout=_IDLE_SECONDS)
     except queue.Empty:

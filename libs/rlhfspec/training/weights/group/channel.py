@@ -26,8 +26,6 @@ _POLL_SECONDS = 0.0005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Place of a member in a group. `host`: address at which others reach this process."""
-
     meeting: str  # host:port of the trainer's rendezvous store
     epoch: str
     sender: int  # rank of the sending trainer process
@@ -91,8 +89,6 @@ def _group_of(place: Place, store: Any, patience: timedelta) -> Any:
 
 
 class Channels:
-    """Channels of the newest epoch by sending rank; those of another epoch are closed."""
-
     def __init__(self) -> None:
         self._epoch = ""
         self._by_sender: dict[int, Channel] = {}
@@ -130,5 +126,4 @@ class TwoBuffers:
 
 
 def name_of(header: WeightsHeader, sender: int, number: int) -> str:
-    """Return a bucket's name for its digest."""
     return f"{header.job}/{header.role}/{header.version}/{sender}/{number}"

@@ -36,8 +36,6 @@ class Wish(WeightsMessage):
 
 
 class GroupSaid(WeightsMessage):
-    """Result of an order; an empty `problem` means success."""
-
     order: str = Field(pattern="^[0-9a-f]{16}$")
     problem: str = Field("", max_length=1000)
 
@@ -70,8 +68,6 @@ class GroupBegin(WeightsMessage):
 
 
 class GroupCommit(WeightsMessage):
-    """Order to commit a version. `digests`: of the buckets, by rank of the trainer. `digest`: the record's."""
-
     transfer: str = Field(pattern="^[0-9a-f]{16}$")
     digest: str = Field(pattern="^[0-9a-f]{64}$")
     digests: list[list[str]]

@@ -154,8 +154,6 @@ class GroupReceiver:
 
 
 class _Arriving:
-    """One version on its way into private memory, with a thread for each rank of the trainer."""
-
     def __init__(self, begin: GroupBegin, packed: PackedWeights, channels: Channels, device: str, address: str) -> None:
         self.begin = begin
         self.packed = packed

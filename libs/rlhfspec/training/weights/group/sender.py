@@ -44,12 +44,10 @@ log = logging.getLogger(__name__)
 
 
 def hold_up_seconds(num_bytes: int) -> float:
-    """Return the longest time that a version waits for its group."""
     return _CALL_SECONDS + _sending_seconds(num_bytes) + BUCKET_SECONDS + _CALL_SECONDS + COMMIT_SECONDS
 
 
 def _sending_seconds(num_bytes: int) -> float:
-    """Return the time until the last bucket must be under way."""
     return FORM_SECONDS + BUCKET_SECONDS + num_bytes / SLOWEST
 
 
@@ -113,7 +111,6 @@ class GroupSender:
 
     @property
     def members(self) -> frozenset[str]:
-        """Return the addresses of generators that want the next version by the group."""
         with self._lock:
             return frozenset(self._still_in())
 
