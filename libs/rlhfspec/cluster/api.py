@@ -18,7 +18,8 @@ from rlhfspec.cluster import names
 from rlhfspec.cluster.access import KubeAccess
 from rlhfspec.errors import ClusterRefused, ClusterUnavailable, LeadershipLost
 
-P, T = TypeVar("P"), TypeVar("T")
+_P = TypeVar("_P")
+_T = TypeVar("_T")
 Json = dict[str, Any]
 Body = Json | list[Json]
 APPLY, _MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
@@ -368,9 +369,9 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 async def from_each(
-    places: Iterable[P], ask: Callable[[P], Awaitable[T]]
-) -> AsyncIterator[tuple[P, T | ClusterRefused]]:
-    """Yield each place with its answer or refusal: whoever deletes a namespace takes away the rights in it alone."""
+    places: Iterable[_P], ask: Callable[[_P], Awaitable[_T]]
+) -> AsyncIterator[tuple[_P, _T | ClusterRefused]]:
+    """Yield each place with its answer or refusal: deleting a namespace removes the rights in it alone."""
     for place in places:
         try:
             yield place, await ask(place)
