@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 _HOST = "RLHFSPEC_HOST"  # environment variable: address to listen at, and for other workers
 LEAVING_SECONDS = 15.0  # for a server that is away while this worker leaves
-OPENING_SECONDS = 300.0  # for `control`, or the supervisor, to open the run
+OPENING_SECONDS = 300.0  # for NATS to answer, and for `control` or the supervisor to open the run
 Connect = Callable[[str, int], Awaitable[Bus]]  # connects with the rights of a stage's worker
 log = logging.getLogger("rlhfspec.stage")
 
@@ -142,7 +142,9 @@ class StageWorker:
 
     async def _connect(self, clock: Clock, watcher: Watcher | None, stage: str, worker: int) -> Bus:
         """Connect with the rights of that stage. A worker started by hand may have a higher number than the job has."""
-        transport = await connect(self._connections, stage, name=f"{stage}-{worker}", clock=clock)
+        transport = await connect(
+            self._connections, stage, name=f"{stage}-{worker}", clock=clock, patience_seconds=OPENING_SECONDS
+        )
         self._transports.append(transport)
         workers = workers_of(self._job)
         workers[stage] = max(workers[stage], worker + 1)

@@ -127,10 +127,13 @@ def test_a_generator_of_two_processes_is_one_pod(job: Job) -> None:
     assert curve_of(job.job_file, "storage/run") == curve_of(job.job_file, "one")
 
 
-def test_a_server_that_is_away_is_said_with_its_address(job: Job) -> None:
+def test_a_server_that_is_away_at_a_start_is_waited_for_and_said_with_its_address(job: Job) -> None:
     prepared(job)
     prompts = job.start("prompts", nats_url="tls://127.0.0.1:9")
-    assert prompts.ended() == (75, "tls://127.0.0.1:9: no server there (connection refused)")
+    said = "tls://127.0.0.1:9: no server there (connection refused)"
+    eventually(lambda: said in prompts.log.read_text(), "the address is said")
+    prompts.process.send_signal(signal.SIGTERM)
+    assert prompts.ended()[0] == 0
 
 
 def test_a_folder_that_another_trainer_still_holds_is_no_fault_of_the_job(tmp_path: Path) -> None:

@@ -21,3 +21,20 @@ async def test_after_one_missed_dial_the_next_comes_soon(monkeypatch: pytest.Mon
     said: Said | None = await asyncio.wait_for(told, 60)
     dial.cancel()
     assert said == Said("BrokerUnavailable", f"NATS at 127.0.0.1:{port}: Connection refused")
+
+
+async def test_a_server_that_answers_late_is_no_server_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does on a busy node while jobs start."""
+    monkeypatch.setattr(broker, "MOST_MISSED", 1)
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await asyncio.sleep(2.5)
+            writer.write(b"INFO {}\r\n")
+        finally:
+            writer.close()
+
+    told: list[Said | None] = []
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as slow:
+        await broker.Dialling({"NATS": f"nats://127.0.0.1:{slow.sockets[0].getsockname()[1]}"}, told.append).dial()
+    assert told == []

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import random
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhfspec.errors import TransportUnavailable
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.access.rights import inbox_of
 from rlhfspec.messages.servers.credentials.certificates import LIFETIME, servers_tls
-from rlhfspec.messages.transport.clock import Clock
+from rlhfspec.messages.transport.clock import Clock, SystemClock
 from rlhfspec.messages.transport.jetstream.proof import NO_PROOF, NatsProof
 from rlhfspec.messages.transport.nats import NatsTransport
 
 MAX_PENDING = 8192  # messages; equals the default of NatsTransport
 KEEP_SECONDS = LIFETIME.total_seconds()  # longer than any message waits while a run continues
+_ANSWER_SECONDS = 5.0
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 30.0
+log = logging.getLogger("rlhfspec.stage")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +49,29 @@ async def connect(
     clock: Clock | None = None,
     max_pending: int = MAX_PENDING,
     publish_timeout_seconds: float = 600.0,
+    patience_seconds: float = 0.0,
 ) -> NatsTransport:
+    """Connect; while the server does not answer, try again with growing delays for `patience_seconds`."""
+    clock = clock or SystemClock()
     access = access_of(connections.credentials, role, connections.uid)
-    return await NatsTransport.connect(
-        connections.nats_url,
-        name=name,
-        role=role,
-        inbox_prefix=access.inbox_prefix,
-        proof=access.proof,
-        tls=access.tls,
-        clock=clock,
-        max_pending=max_pending,
-        publish_timeout_seconds=publish_timeout_seconds,
-    )
+    end, wait, log_level = clock.now() + patience_seconds, _FIRST_WAIT_SECONDS, logging.WARNING
+    while True:
+        try:
+            return await NatsTransport.connect(
+                connections.nats_url,
+                name=name,
+                role=role,
+                inbox_prefix=access.inbox_prefix,
+                proof=access.proof,
+                tls=access.tls,
+                clock=clock,
+                max_pending=max_pending,
+                publish_timeout_seconds=publish_timeout_seconds,
+                connect_timeout_seconds=max(wait, _ANSWER_SECONDS),
+            )
+        except TransportUnavailable as error:
+            if clock.now() + wait > end:
+                raise
+            log.log(log_level, "%s; it is tried until it is there", error)
+        await clock.sleep(wait * random.uniform(0.5, 1.0))
+        wait, log_level = min(2 * wait, _LONGEST_WAIT_SECONDS), logging.DEBUG

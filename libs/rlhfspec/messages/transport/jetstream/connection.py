@@ -30,6 +30,7 @@ Use = Literal["publish", "subscription"]  # of a subject, in the server's words
 ANSWER_SECONDS = 5.0  # then the request is repeated, as its answer may be lost
 RETRY_SECONDS = 0.1
 HUNG_SECONDS = 0.5
+RECONNECT_SECONDS = 2.0  # of one attempt
 OUTBOX_BYTES = 64 << 20  # buffer for messages sent while the server is away
 _REFUSED = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 
@@ -72,7 +73,7 @@ class Connection:
         try:
             async with asyncio.timeout(connect_timeout_seconds):
                 check_info(url, await read_info(url), tls)
-                await connection._open(name, inbox_prefix, proof, tls)
+                await connection._open(name, inbox_prefix, proof, tls, connect_timeout_seconds)
             opened = True
         except TimeoutError:
             raise TransportUnavailable(url, f"no answer within {connect_timeout_seconds:g} s") from None
@@ -81,7 +82,9 @@ class Connection:
                 await connection._give_up()
         return connection
 
-    async def _open(self, name: str, inbox_prefix: str, proof: NatsProof, tls: ssl.SSLContext | None) -> None:
+    async def _open(
+        self, name: str, inbox_prefix: str, proof: NatsProof, tls: ssl.SSLContext | None, seconds: float
+    ) -> None:
         if tls is not None:
             quiet_about_tls()
         try:
@@ -94,7 +97,7 @@ class Connection:
                 allow_reconnect=False,  # the first attempt must report what is wrong
                 max_reconnect_attempts=1,
                 reconnect_time_wait=0.25,  # type: ignore[arg-type]
-                connect_timeout=2,
+                connect_timeout=seconds,  # type: ignore[arg-type]
                 ping_interval=1,
                 max_outstanding_pings=2,
                 pending_size=OUTBOX_BYTES,
@@ -105,7 +108,7 @@ class Connection:
             )
         except (nats.errors.Error, OSError) as error:
             raise explained(self.url, error, proof) from error
-        self._nc.options.update(allow_reconnect=True, max_reconnect_attempts=-1)
+        self._nc.options.update(allow_reconnect=True, max_reconnect_attempts=-1, connect_timeout=RECONNECT_SECONDS)
         self._connected.set()
         self._inbox = self._nc.new_inbox()
         await self.listen(f"{self._inbox}.*", self._on_answer)
