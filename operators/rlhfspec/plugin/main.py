@@ -87,8 +87,12 @@ def logs(
         for line in said:
             terminal.print(line.as_text(), soft_wrap=True)
             is_silent = False
-        if is_silent and no_trace:
-            raise InvalidRequest("--sample", sample, f"no log speaks of it, and there is no trace: {no_trace}")
+        if is_silent and sample:
+            no_trace = f", and there is no trace: {no_trace}" if no_trace else ""
+            raise InvalidRequest("--sample", sample, f"no log speaks of it{no_trace}")
+        if is_silent:
+            phase = (cluster.job(job).get("status") or {}).get("phase", "Pending")
+            raise InvalidRequest("JOB", job, f"no pod of it has a log: the job is {phase}")
 
 
 @app.command()

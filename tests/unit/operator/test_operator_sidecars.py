@@ -68,6 +68,25 @@ def test_a_job_with_sidecars_trains_to_its_end(native: bool) -> None:
     assert running == [], "a pod whose worker ended is taken down, or its sidecar would run for ever"
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_the_pods_of_a_job_that_ended_keep_their_logs(native: bool) -> None:
+    """The kubelet reports the end of a container a moment before the end of its pod, and ends native sidecars."""
+    for role, code, message in (("trainer", 0, "completed: step 10"), ("reward", 78, "exact: boom")):
+        world = World()
+        world.to_running()
+        world.end_pod(f"sums-{role}-0", code, message)
+        pod = world.pods[f"sums-{role}-0"]
+        pod["status"]["phase"] = "Running"
+        if native:
+            pod["spec"]["initContainers"] = [{"name": "mesh", "restartPolicy": "Always"}]
+            pod["status"]["initContainerStatuses"] = [{"name": "mesh", "state": {"running": {}}}]
+        for _ in range(3):
+            world.settle()
+            world.end_those_asked()
+        assert world.phase == ("Failed" if code else "Succeeded")
+        assert f"sums-{role}-0" not in {delete.name for delete in world.deletes}
+
+
 def view(world: World, **status: Any) -> Any:
     pod = world.pods["sums-prepare-0"]
     pod["status"] = status

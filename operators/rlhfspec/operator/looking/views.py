@@ -83,7 +83,7 @@ def pod_view(pod: Mapping[str, Any]) -> PodView | None:
         name=metadata["name"], uid=metadata["uid"], role=worker[0], worker=worker[1],
         run=labels.get(names.RUN, ""), owner=owner["uid"],
         restart_id=(metadata.get("annotations") or {}).get(names.RESTART_ID, ""),
-        phase=phase, lingers=phase in FINISHED and status.get("phase") not in FINISHED,
+        phase=phase, lingers=phase in FINISHED and _has_sidecar_left(status),
         ready=bool(container.get("ready", ready.get("status") == "True")) and phase not in FINISHED,
         ready_changed=maybe_time_of(ready.get("lastTransitionTime")), node=spec.get("nodeName"),
         created=datetime.fromisoformat(metadata["creationTimestamp"]),
@@ -109,6 +109,12 @@ def _worker_of(pod: str, job: str) -> Worker | None:
 def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the status of the worker's container; sidecars do not matter."""
     return next((each for each in status.get("containerStatuses") or () if each["name"] == names.CONTAINER), {})
+
+
+def _has_sidecar_left(status: Mapping[str, Any]) -> bool:
+    """Return whether another container keeps the pod from ending. The kubelet ends native sidecars by itself."""
+    others = (each for each in status.get("containerStatuses") or () if each["name"] != names.CONTAINER)
+    return any("terminated" not in (each.get("state") or {}) for each in others)
 
 
 def _phase_of_worker(status: Mapping[str, Any], container: Mapping[str, Any]) -> Any:
