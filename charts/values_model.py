@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, create_mod
 from pydantic.alias_generators import to_camel
 
 from rlhfspec.cluster.names import ROLES, TORCH_ROLES
+from rlhfspec.operator import allowed_fields as operator
 
 LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 Name = Annotated[str, StringConstraints(pattern=f"^{LABEL}$")]
@@ -129,7 +130,28 @@ class PodTemplate(Part):
     spec: dict[str, Any] = Field({}, description="tolerations, nodeSelector, containers: [{name: worker, ...}], ...")
 
 
+class Allowed(Part):
+    """Defaults of the operator: whatever is not listed is refused."""
+
+    fields: list[Annotated[str, Field(min_length=1)]] = Field(
+        list(operator.Allowed().fields),
+        description="fields of the pods of every role: `PATH`, with all below it, or `PATH=VALUE`, where * is any text",
+    )
+    code_fields: list[Annotated[str, Field(min_length=1)]] = Field(
+        list(operator.Allowed().code_fields), description="further ones, of the roles that run the user's code"
+    )
+    code_roles: list[Literal[ROLES]] = Field(  # type: ignore[valid-type]
+        list(operator.Allowed().code_roles), description="roles that run the user's code"
+    )
+    label: str = Field(
+        operator.Allowed().label,
+        min_length=1,
+        description="with the value `true`: on Secrets, ConfigMaps and claims that jobs may name",
+    )
+
+
 class Jobs(Part):
+    allowed: Allowed = part(Allowed, "what a job may set in its pods, see docs/rights.md")
     resources: RoleResources = part(RoleResources, "by role, of pods whose job says none")  # type: ignore[valid-type]
     shared_memory: Quantity = Field("1Gi", description="of /dev/shm in every pod")
     pod_template: PodTemplate = part(PodTemplate, "merged into every pod of every job, before what the job says")

@@ -32,6 +32,10 @@ def container(**fields: Any) -> Edits:
     return {f"{SPEC}.containers": [{"name": "worker", **fields}]}
 
 
+def volume(**source: Any) -> Edits:
+    return {f"{SPEC}.volumes": [{"name": "v", **source}]}
+
+
 def gpus(said: Any) -> Edits:
     return {"roles.prepare.resources": {"limits": {"nvidia.com/gpu": said}}}
 
@@ -104,6 +108,11 @@ REFUSED: dict[str, tuple[Edits, str]] = {
     "owner-no-uid": (owner(names.KIND, "another"), "uid"),
 }
 
+ADDED = {"capabilities": {"add": ["SYS_ADMIN"]}}
+SIDECAR = {"name": "s", "image": "s", "restartPolicy": "Always"}
+KEY = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "a"}}}
+TOKEN = {"sources": [{"serviceAccountToken": {"path": "a"}}]}
+METADATA = {"name": "else", "namespace": "calm", "ownerReferences": [], "labels": {}}
 # What is taken, and what it says in less than ten seconds: a reason, and a word of its message.
 TOLD: dict[str, tuple[Edits, str, str]] = {
     "workers-9000": ({"roles.generator.workers": 9_000}, "BadConfig", "jobs.maxWorkers"),
@@ -127,23 +136,31 @@ TOLD: dict[str, tuple[Edits, str, str]] = {
     "label-empty": ({f"{TEMPLATE}.metadata.labels": {"": "x"}}, "", "label"),
     "priority": ({f"{SPEC}.priority": 2_000_000_000}, "", "priority"),
     "priority-class": ({"scheduling.priorityClass": "no-such-class"}, "", "no-such-class"),
-    "runtime-class": ({f"{SPEC}.runtimeClassName": "no-such-runtime"}, "", "no-such-runtime"),
-    "account": ({f"{SPEC}.serviceAccountName": "no-such-account"}, "", "no-such-account"),
+    "runtime-class": ({f"{SPEC}.runtimeClassName": "no-such-runtime"}, "BadConfig", "runtimeClassName"),
+    "account": ({f"{SPEC}.serviceAccountName": "no-such-account"}, "BadConfig", "serviceAccountName"),
     "limits-below-requests": (
         {"roles.prepare.resources": {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}}, "", "less than or equal"),
     "manifest-600kb": ({TERMS: "TERMS 4000 63"}, "", "ConfigMap"),
     "wrong-400-times": ({TERMS: "TERMS 400 64"}, "", "must be no more than 63"),
     "deep": ({f"{SPEC}.affinity": "DEEP 500"}, "", "affinity"),
-    # the namespace admits restricted pods only
+    # what jobs.allowed does not list
+    "secret": (volume(secret={"secretName": "keys"}), "BadConfig", "Secret keys is not there, or has no label"),
+    "secret-variable": (container(env=[KEY]), "BadConfig", "Secret keys"),
+    "claim": ({"storage.claim": "no-such-claim"}, "BadConfig", "PersistentVolumeClaim no-such-claim"),
+    "token": (volume(projected=TOKEN), "BadConfig", "serviceAccountToken"),
+    "command": (container(command=["sh"]), "BadConfig", "command"),
+    "path": (container(env=[{"name": "PYTHONPATH", "value": "/storage"}]), "BadConfig", "env[0].name"),
+    "image": ({"roles.prepare.image": "mine"}, "BadConfig", "roles.prepare.image"),
     "host-path": ({f"{SPEC}.volumes": [{"name": "host", "hostPath": {"path": "/"}}]}, "", "hostPath"),
-    "host-network": ({f"{SPEC}.hostNetwork": True}, "", "host namespaces"),
-    "host-processes": ({f"{SPEC}.hostPID": True}, "", "host namespaces"),
+    "host-network": ({f"{SPEC}.hostNetwork": True}, "BadConfig", "hostNetwork"),
+    "host-processes": ({f"{SPEC}.hostPID": True}, "BadConfig", "hostPID"),
     "host-port": (container(ports=[{"containerPort": 80, "hostPort": 80}]), "", "hostPort"),
     "privileged": (container(securityContext={"privileged": True}), "", "privileged"),
-    "capabilities": (container(securityContext={"capabilities": {"add": ["SYS_ADMIN"]}}), "", "SYS_ADMIN"),
+    "capabilities": (container(securityContext=ADDED), "BadConfig", "capabilities.add"),
     "root": ({f"{SPEC}.securityContext": {"runAsUser": 0}}, "", "runAsUser"),
-    "context-removed": ({f"{SPEC}.securityContext": None}, "", "runAsNonRoot"),
-    "sidecar": ({f"{SPEC}.initContainers": [{"name": "s", "image": "s", "restartPolicy": "Always"}]}, "", '"s"'),
+    "context-removed": ({f"{SPEC}.securityContext": None}, "BadConfig", "securityContext"),
+    "command-removed": (container(command=None), "BadConfig", "command"),
+    "sidecar": ({f"{SPEC}.initContainers": [SIDECAR]}, "BadConfig", "initContainers[0].image"),
 }  # fmt: skip
 
 # What is taken and harms nobody: each waits for a node as any job would here, and its pod is the operator's.
@@ -152,17 +169,15 @@ HARMLESS: dict[str, Edits] = {
     "gpus-point": gpus("1.0"),
     "gpus-power": gpus("1e0"),
     "gpus-1e30": gpus("1e30"),
-    "metadata": {f"{TEMPLATE}.metadata": {"name": "else", "namespace": "calm", "ownerReferences": [], "labels": {}}},
+    "metadata": {f"{TEMPLATE}.metadata": METADATA},  # the API server drops all but labels
     "our-labels-in-a-pod": {f"{TEMPLATE}.metadata.labels": {names.MANAGED_BY: "me", names.NAME: "another"}},
     "our-labels": {"/metadata.labels": {names.MANAGED_BY: names.FIELD_MANAGER, names.JOB: "b", names.ROLE: "trainer"}},
     "our-annotations": {"/metadata.annotations": {names.RESTART_ID: "9", names.RUN: "3a9d33b1"}},
     "annotations-200kb": {"/metadata.annotations": {"a": "ü" * 100_000}},
     "control-characters": {"dataset.split": "\x1b[2J\a\u202e\u0000", "model.path": "\x1b]0;x\a"},
     "traversal-by-dots": {"storage.runFolder": "./a//b/./c"},
-    "claim": {"storage.claim": "no-such-claim"},
     "finalizer": {"/metadata.finalizers": ["evil.example/never"]},
     "no-containers": {f"{SPEC}.containers": None},
-    "command-removed": container(command=None),
     "workers-twice": {f"{SPEC}.containers": [{"name": "worker"}, {"name": "worker"}]},
     "status": {"/status": {"phase": "Succeeded", "internal": {"number": 7}, "startTime": "2020-01-01T00:00:00Z"}},
     "finalizer-short": {"/metadata.finalizers": ["stay"]},

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from rlhfspec.cluster import names
+from rlhfspec.cluster.api import ApiResponse
 from rlhfspec.cluster.report import Report
 from rlhfspec.errors import Problem
 from rlhfspec.job import RLHFJob
@@ -25,6 +26,7 @@ from rlhfspec.operator.deciding.observed import (
 from rlhfspec.operator.deciding.reconcile import reconcile
 from rlhfspec.operator.deciding.situation import Delete, Event, ReconcilePlan, WorkloadWrite
 from rlhfspec.operator.looking.views import manifest_of, pod_view, read
+from rlhfspec.operator.making import trial
 from rlhfspec.operator.making.workloads import Queueing, workload_view
 from rlhfspec.operator.settings import ChartSettings, ImageNames
 
@@ -104,6 +106,7 @@ class World:
     refuse: dict[str, str] = field(default_factory=dict)  # role: what the API server says of its pods
     lost_nodes: set[str] = field(default_factory=set)
     words: dict[str, str] = field(default_factory=dict)  # role: what no pod of it can be made of
+    labelled: set[str] = field(default_factory=set)  # names of objects with the label
     trial: DryRunResult | None = None
     num_trials: int = 0
     events: list[Event] = field(default_factory=list)
@@ -144,13 +147,13 @@ class World:
 
         self.body["status"] = json.loads(json.dumps(plan.status))
         self.events += plan.events
-        if plan.trial and works():
+        if (plan.trial or plan.references) and works():
             roles = [pod["metadata"]["labels"][names.ROLE] for pod in plan.trial]
             problem = next((self.words[role] for role in roles if role in self.words), "")
-            self.trial, self.num_trials = (
-                DryRunResult(self.body["metadata"]["generation"], problem),
-                self.num_trials + 1,
-            )
+            generation, label = self.body["metadata"]["generation"], self.settings.allowed.label
+            answers = [ApiResponse(200 if each.name in self.labelled else 422, {}) for each in plan.references]
+            refusal = trial.unlabelled(plan.references, answers, label, self.now, generation)
+            self.trial, self.num_trials = refusal or DryRunResult(generation, problem), self.num_trials + 1
         for delete in plan.delete:
             if works():
                 self.ask_to_end(delete)

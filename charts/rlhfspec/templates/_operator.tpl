@@ -32,6 +32,11 @@ priority_classes: {{ toJson $classes }}
 otlp_endpoint: {{ .otlpEndpoint | quote }}
 coscheduler: {{ .coscheduler | quote }}
 max_workers: {{ int .maxWorkers }}
+allowed:
+  fields: {{ toJson .allowed.fields }}
+  code_fields: {{ toJson .allowed.codeFields }}
+  code_roles: {{ toJson .allowed.codeRoles }}
+  label: {{ .allowed.label | quote }}
 {{- end }}
 nats_url: {{ include "rlhfspec.natsUrl" . }}
 redis_url: {{ include "rlhfspec.redisUrl" . }}

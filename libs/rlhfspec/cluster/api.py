@@ -178,6 +178,15 @@ class Api:
         query = {"fieldManager": names.FIELD_MANAGER}
         return await self._write("PATCH", "patch", thing["kind"], path, patch, query, PATCH)
 
+    async def test_label(self, namespace: str, kind: str, name: str, label: str, value: str) -> ApiResponse:
+        """Refuse unless the core object has this label. Nothing is written, and its data is not read."""
+        patch = [
+            {"op": "test", "path": f"/metadata/labels/{label.replace('~', '~0').replace('/', '~1')}", "value": value}
+        ]
+        accept = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"}
+        path, query = path_of("v1", kind, namespace, name), {"dryRun": "All"}
+        return await self._ask("PATCH", path, patch, query, PATCH, headers=accept, is_write=True)
+
     async def evict(self, namespace: str, pod: str) -> ApiResponse:
         """Evict a pod: its process gets SIGTERM. A PodDisruptionBudget may forbid it."""
         metadata = {"name": pod, "namespace": namespace}
@@ -299,7 +308,7 @@ class Api:
 
     async def _ask(
         self, method: str, path: str, body: Body | None = None, query: Mapping[str, str] | None = None,
-        content: str = "application/json", *, is_write: bool = False,
+        content: str = "application/json", *, headers: Mapping[str, str] | None = None, is_write: bool = False,
     ) -> ApiResponse:  # fmt: skip
         began, wait = time.monotonic(), _FIRST_WAIT_SECONDS
         while True:
@@ -307,7 +316,7 @@ class Api:
                 raise LeadershipLost(f"{method} {path}")
             try:
                 seconds = _WRITE_SECONDS if is_write else ATTEMPT_SECONDS
-                answer = await self._try(method, path, body, query or {}, content, seconds)
+                answer = await self._try(method, path, body, query or {}, content, seconds, headers)
                 if not answer.may_pass:
                     return answer
                 problem = answer.message
@@ -320,10 +329,10 @@ class Api:
 
     async def _try(
         self, method: str, path: str, body: Body | None, query: Mapping[str, str], content: str,
-        seconds: float = ATTEMPT_SECONDS,
+        seconds: float = ATTEMPT_SECONDS, more: Mapping[str, str] | None = None,
     ) -> ApiResponse:  # fmt: skip
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": content} if data is not None else {}
+        headers = ({"Content-Type": content} if data is not None else {}) | dict(more or {})
         timeout = aiohttp.ClientTimeout(total=seconds, connect=ATTEMPT_SECONDS)
         async with self._request(method, path, query, timeout, data=data, headers=headers) as response:
             return _answer(response.status, await response.read())

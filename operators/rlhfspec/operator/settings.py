@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rlhfspec.errors import InvalidRequest, did_you_mean
 from rlhfspec.job.cluster import Role
+from rlhfspec.operator.allowed_fields import Allowed
 
 # (namespace, job's name, job's uid, run's uid, role, job's creation time) -> data of the role's Secret
 Credentials = Callable[[str, str, str, str, str, datetime], Mapping[str, bytes]]
@@ -57,6 +58,7 @@ class OperatorFile(SettingsPart):
     coscheduler: str = "scheduler-plugins-scheduler"
     kueue: bool = Field(False, description="Jobs may wait in queues of Kueue, whose Workloads are watched then.")
     network_policies: bool = Field(False, description="Make a job's own, beside the chart's.")
+    allowed: Allowed = Field(Allowed(), description="What jobs may set in their pods.")
     max_workers: int = Field(1000, ge=1, le=5000, description="Pods of one job; one that asks for more is refused.")
 
     @model_validator(mode="before")

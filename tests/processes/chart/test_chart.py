@@ -16,6 +16,7 @@ from helm import CHART, HELM, MONITORING, REGISTRY, ROOT, named, needs_helm, of_
 
 from rlhfspec.cluster import names
 from rlhfspec.messages.loop import STAGES
+from rlhfspec.operator.allowed_fields import Allowed
 from rlhfspec.operator.settings import OperatorFile
 from rlhfspec.operator.shared.release import AUTHORITIES, NATS_ACCOUNT, REDIS_LOGIN
 
@@ -411,6 +412,7 @@ def test_jobs_are_told_of_templates_gpus_and_priorities(tmp_path: Path) -> None:
     told = OperatorFile.read(tmp_path / "settings.json")
     assert told.pod_template == {"metadata": {}} | jobs["podTemplate"]
     assert told.gpu_resources == ("amd.com/gpu",)
+    assert told.allowed == Allowed()
     assert told.priority_classes == {"trainer": "rlhfspec-trainer", "generator": "mine"}
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from operator_world import SETTINGS, World, job_body
 
+from rlhfspec.operator.allowed_fields import Allowed
 from rlhfspec.operator.deciding.observed import Refusal
 from rlhfspec.operator.making.workloads import Workloads
 
-KUEUE = SETTINGS.model_copy(update={"kueue": True})
+KUEUE = SETTINGS.model_copy(update={"kueue": True, "allowed": Allowed(code_roles=("generator",))})
 QUEUED = {"scheduling": {"gang": "kueue", "queue": "gpus"}}
 SPOT = {"nodeLabels": {"pool": "spot"}, "tolerations": [{"key": "spot", "operator": "Exists"}]}
 

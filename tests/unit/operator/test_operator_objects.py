@@ -11,6 +11,7 @@ from operator_world import SETTINGS, World, job_body
 
 from rlhfspec.cluster import names
 from rlhfspec.messages.access.connections import Connections
+from rlhfspec.operator.allowed_fields import Allowed
 from rlhfspec.operator.making.pods import LONG_GRACE_SECONDS, merged
 
 Json = dict[str, Any]
@@ -19,7 +20,7 @@ THREADS = {"name": "OMP_NUM_THREADS"}
 
 
 def objects_of(settings: Any = SETTINGS, **spec: Any) -> dict[tuple[str, str], Json]:
-    world = World(job_body(**spec), settings)
+    world = World(job_body(**spec), settings, labelled={"c", "keys"})
     world.to_running()
     assert world.phase == "Running"
     return world.objects | {("Pod", name): pod for name, pod in world.pods.items()}
@@ -171,7 +172,9 @@ def test_a_template_is_merged_by_name_and_cannot_hide_a_pod_from_the_operator() 
             "tolerations": [{"key": "gpu", "operator": "Exists"}],
         },
     }
-    pod = pod_of("reward", roles={"reward": {"podTemplate": template}})
+    annotated = Allowed(fields=(*Allowed().fields, "metadata.annotations"))
+    settings = SETTINGS.model_copy(update={"allowed": annotated})
+    pod = objects_of(settings, roles={"reward": {"podTemplate": template}})["Pod", "sums-reward-0"]
     assert pod["metadata"]["labels"][names.NAME] == "rlhfspec"
     assert pod["metadata"]["labels"]["team"] == "a"
     assert pod["metadata"]["annotations"]["note"] == "x"

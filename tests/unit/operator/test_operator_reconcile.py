@@ -107,7 +107,7 @@ def test_a_job_that_is_wrong_never_starts_until_it_is_corrected() -> None:
 
 
 def test_a_job_without_a_claim_says_which_field_to_set() -> None:
-    world = World(settings=SETTINGS.model_copy(update={"claim": None}))
+    world = World(settings=SETTINGS.model_copy(update={"claim": None}), labelled={"mine"})
     world.settle()
     completed = world.status["completionTime"]
     world.pass_time(60)

@@ -132,6 +132,7 @@ class DryRunResult:
 
     generation: int
     problem: str = ""
+    again_at: datetime | None = None  # of a problem that may go without an edit of the job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

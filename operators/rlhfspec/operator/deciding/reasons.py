@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rlhfspec.cluster import names
 from rlhfspec.job import RLHFJob
+from rlhfspec.operator.deciding.allowed import not_allowed
 from rlhfspec.operator.deciding.failures import is_about_storage_away
 from rlhfspec.operator.deciding.memory import WorkerMemory
 from rlhfspec.operator.deciding.observed import PodView, Refusal, Said, worker_name
@@ -63,9 +64,18 @@ def finding(known: Situation) -> Said | None:
 
 def config_problem(known: Situation) -> str:
     """Return why the job cannot start at all; empty: it can."""
+    last = known.observed.trial
+    tried = last.problem if last is not None and last.generation == known.job.generation else ""
+    return spec_problem(known) or tried
+
+
+def spec_problem(known: Situation) -> str:
+    """Return what is wrong with the job's own fields; empty: nothing."""
     job = known.job
     if job.job is None:
         return str(job.problems[0]) if job.problems else "it cannot be read"
+    if problem := not_allowed(known):
+        return problem
     storage = job.job.spec.storage
     if not (storage.uri or storage.claim or known.settings.claim):
         return (
@@ -78,23 +88,20 @@ def config_problem(known: Situation) -> str:
         return (
             f"spec.roles.trainer.nodes: {nodes}: ranks write checkpoints into one folder, which needs a storage.claim"
         )
-    if too_many := _too_many(job.job, known.settings.max_workers):
-        return too_many
-    last = known.observed.trial
-    return last.problem if last is not None and last.generation == job.generation else ""
+    return _too_many(job.job, known.settings.max_workers)
 
 
-def _too_many(job: RLHFJob, allowed: int) -> str:
+def _too_many(job: RLHFJob, most: int) -> str:
     replicas = job.spec.roles.generator.replicas
     counts = {names.CONTROL: 1} | pods_of(job)
     counts["generator"] = max(counts["generator"], replicas.max if replicas else 1)
     role = max(counts, key=lambda role: counts[role])
-    if sum(counts.values()) <= allowed:
+    if sum(counts.values()) <= most:
         return ""
     field = "nodes" if role == "trainer" else "workers"
     return (
         f"spec.roles.{role}.{field}: {counts[role]}, so {sum(counts.values())} pods in all; the operator allows a job "
-        f"{allowed} (jobs.maxWorkers of its chart)"
+        f"{most} (jobs.maxWorkers of its chart)"
     )
 
 

@@ -30,7 +30,7 @@ from rlhfspec.operator.deciding.failures import (
 )
 from rlhfspec.operator.deciding.memory import Memory
 from rlhfspec.operator.deciding.observed import JobView, Observed, PodView, Worker, worker_name
-from rlhfspec.operator.deciding.reasons import all_ready, config_problem, roles_that_lack_ours
+from rlhfspec.operator.deciding.reasons import all_ready, config_problem, roles_that_lack_ours, spec_problem
 from rlhfspec.operator.deciding.situation import (
     MOST_AT_ONCE,
     NOTHING,
@@ -56,11 +56,10 @@ def reconcile(job: JobView, observed: Observed, settings: ChartSettings, now: da
     if runs.is_stale(known, STALE_AT_MOST_SECONDS):
         return ReconcilePlan(status=dict(job.status), requeue_seconds=STALE_SECONDS)
     if problem := config_problem(known):
-        return _finish(_refuse(known, problem), NOTHING)
+        known = _refuse(known, problem)
+        return _finish(known, NOTHING if spec_problem(known) else trial.actions(known))
     known, actions = _decide(known)
-    if trial.is_due(known):  # also when the last pod of a run just went: no other event would follow
-        actions += Actions(trial=trial.pods(known))
-    return _finish(known, actions)
+    return _finish(known, actions + trial.actions(known))  # also when the last pod of a run just went: no event follows
 
 
 def _refuse(known: Situation, problem: str) -> Situation:

@@ -35,6 +35,15 @@ class Delete:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedObject:
+    """Object of the job's namespace that a field of the job names."""
+
+    kind: str
+    name: str
+    field: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkloadWrite:
     """Write to the job's Workload. `body`: the object, or a status patch with its resourceVersion."""
 
@@ -60,6 +69,7 @@ class Actions:
     (1.0, True)
     """
 
+    references: tuple[NamedObject, ...] = ()  # objects whose label is asked for
     trial: tuple[dict[str, Any], ...] = ()  # pods of a dry run
     delete: tuple[Delete, ...] = ()
     create: tuple[dict[str, Any], ...] = ()
@@ -70,6 +80,7 @@ class Actions:
     def merged(cls, parts: Iterable[Actions]) -> Self:
         parts = [each for each in parts if each is not NOTHING]
         return cls(
+            references=tuple(chain.from_iterable(each.references for each in parts)),
             trial=tuple(chain.from_iterable(each.trial for each in parts)),
             delete=tuple(chain.from_iterable(each.delete for each in parts)),
             create=tuple(chain.from_iterable(each.create for each in parts)),
@@ -83,7 +94,7 @@ class Actions:
     @property
     def is_quiet(self) -> bool:
         """Return whether nothing is to be done except perhaps a status write."""
-        return not (self.trial or self.create or self.delete or self.workload)
+        return not (self.references or self.trial or self.create or self.delete or self.workload)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,14 +85,23 @@ class Reconciler:
             put_off = None
         for event in plan.events:
             await self._say(job, event)
-        if plan.trial:
-            await self._try(key, job, plan.trial, now)
+        if plan.trial or plan.references:
+            await self._try(key, job, plan, now)
         await in_parallel([self._delete(key, each) for each in plan.delete])
         learned = await self._create(key, plan.create, now)
         learned |= await self._write_workload(key, plan.workload, now)
         return 0.0 if learned or plan.trial else put_off
 
-    async def _try(self, key: Key, job: JobView, pods: tuple[dict[str, Any], ...], now: datetime) -> None:
+    async def _try(self, key: Key, job: JobView, plan: ReconcilePlan, now: datetime) -> None:
+        label, asked = self._settings.allowed.label, plan.references
+        answers = await in_parallel(
+            [self._api.test_label(key[0], each.kind, each.name, label, "true") for each in asked]
+        )
+        refusal = trial.unlabelled(asked, answers, label, now, job.generation)
+        if refusal is not None:
+            self._cache.tried(key, refusal)
+            return
+        pods = plan.trial
         answers = await in_parallel([self._api.create(pod, dry_run=True) for pod in pods])
         problem = trial.problem_of(job.job, pods, answers)
         self._cache.tried(key, DryRunResult(job.generation, problem))

@@ -14,9 +14,11 @@ from rlhfspec.common.ranks import SECRET_FILE, set_of_ranks
 from rlhfspec.job.block import MOST
 from rlhfspec.job.cluster import PodOptions
 from rlhfspec.messages.loop import BY_NAME
+from rlhfspec.operator.deciding.allowed import CONTAINERS, containers_of
 from rlhfspec.operator.deciding.observed import Worker
 from rlhfspec.operator.deciding.situation import Situation
 
+_UNPRIVILEGED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _USER = 65532  # of the images; any other works too
 SLOW_LEAVERS = ("trainer", "generator")  # the trainer writes a checkpoint, generators hand over
 # Kubernetes revisits a deleted namespace after half of the longest grace of its pods: 80 s lets all go within a minute.
@@ -49,7 +51,21 @@ def pod(known: Situation, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
         whole["metadata"][name] = whole["metadata"][name] | metadata[name]
     whole["metadata"] |= {"name": metadata["name"], "namespace": metadata["namespace"], "ownerReferences": [owner]}
     whole["spec"]["restartPolicy"] = "Never"
+    _take_privileges(whole["spec"], ours)
     return whole
+
+
+def _take_privileges(spec: dict[str, Any], cluster: Mapping[Any, Any]) -> None:
+    """Take privileges from the containers that the job adds to those of the operator and the chart."""
+    known = {names.CONTAINER} | {each["name"] for each in containers_of(cluster)}
+    for kind in CONTAINERS:
+        if kind in spec:
+            spec[kind] = [
+                each
+                if each.get("name") in known
+                else {**each, "securityContext": merged(_UNPRIVILEGED, each.get("securityContext", {}))}
+                for each in spec[kind]
+            ]
 
 
 def _restart_id(known: Situation, role: str) -> str:
@@ -134,9 +150,7 @@ def _container(known: Situation, key: Worker, options: PodOptions) -> dict[str, 
         **_variables_of(known.spec.storage.secret),
         "resources": {name: dict(amounts) for name, amounts in resources.items()},
         "volumeMounts": _mounts(role),
-        "securityContext": {
-            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": {"readOnlyRootFilesystem": True, **_UNPRIVILEGED},
         "terminationMessagePath": "/dev/termination-log",
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }  # fmt: skip

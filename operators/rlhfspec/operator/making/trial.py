@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 from typing import Any
 
 from rlhfspec.cluster import names
@@ -11,13 +12,16 @@ from rlhfspec.cluster.api import ApiResponse
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.cluster import PodOptions
 from rlhfspec.messages.loop import workers_of
-from rlhfspec.operator.deciding.situation import Situation
+from rlhfspec.operator.deciding.allowed import references
+from rlhfspec.operator.deciding.observed import DryRunResult
+from rlhfspec.operator.deciding.situation import NOTHING, Actions, NamedObject, Situation
 from rlhfspec.operator.making import objects
 
 _ONLY_A_TRIAL = ("dry run", "dryRun")  # webhooks without dry-run support
 # Refusals by webhooks or policies, which are no error in the spec.
 _NOT_ABOUT_WORDS = ("webhook", "is forbidden: ", *_ONLY_A_TRIAL)
 _MOST_CHARACTERS = 2000
+_AGAIN_SECONDS = 15.0  # before an object without the label is looked at again
 _TYPES_ARE_WRONG = "failed to create typed patch object"
 _CANNOT_READ = 'Pod in version "v1" cannot be handled as a Pod: '
 _WRONG_TYPE = re.compile(r"cannot unmarshal (\w+) into Go struct field \w+\.(\S+) of type (\S+)")
@@ -25,19 +29,27 @@ _GIVEN = {"array": "a list", "object": "a mapping", "bool": "true or false"}
 _TYPES = {"string": "a string", "bool": "true or false"} | dict.fromkeys(("int", "int32", "int64"), "a whole number")
 
 
-def is_due(known: Situation) -> bool:
+def actions(known: Situation) -> Actions:
+    """Return the dry run that is due before the next run: once for each generation, or again after a while."""
     memory, last = known.memory, known.observed.trial
-    may_begin = memory.state == "closed" and (memory.outcome is None or known.never_ran)
-    return may_begin and (last is None or last.generation != known.job.generation) and bool(_roles(known))
+    if memory.state != "closed" or not _is_needed(known) or not (memory.outcome is None or known.never_ran):
+        return NOTHING
+    if last is not None and last.generation == known.job.generation:
+        if last.again_at is None:
+            return NOTHING
+        if last.again_at > known.now:
+            return known.requeued_at(last.again_at)
+    pods = tuple(objects.pod(known, (role, 0)) for role in _roles(known))
+    return Actions(trial=pods, references=references(known))
 
 
 def is_passed(known: Situation) -> bool:
     last = known.observed.trial
-    return not _roles(known) or (last is not None and last.generation == known.job.generation and not last.problem)
+    return not _is_needed(known) or (last is not None and last.generation == known.job.generation and not last.problem)
 
 
-def pods(known: Situation) -> tuple[dict[str, Any], ...]:
-    return tuple(objects.pod(known, (role, 0)) for role in _roles(known))
+def _is_needed(known: Situation) -> bool:
+    return known.job.job is not None and bool(_roles(known) or references(known))
 
 
 def _roles(known: Situation) -> list[str]:
@@ -48,6 +60,19 @@ def _roles(known: Situation) -> list[str]:
     options: dict[str, PodOptions] = {role: getattr(known.spec.roles, role) for role in roles}
     for_all = [names.PREPARE] if known.spec.pod_template else []
     return [role for role in roles if options[role].pod_template or options[role].resources or role in for_all]
+
+
+def unlabelled(
+    references: Sequence[NamedObject], answers: Sequence[ApiResponse], label: str, now: datetime, generation: int
+) -> DryRunResult | None:
+    """Return the result of a job that names an object without the label; None: all have it."""
+    for asked, answer in zip(references, answers, strict=True):
+        if answer.is_refused:
+            is_told = answer.is_missing or answer.code == 422
+            why = f"is not there, or has no label {label}=true" if is_told else f"cannot be asked for: {answer.message}"
+            problem = f"{asked.field}: {asked.kind} {asked.name} {why}"
+            return DryRunResult(generation, problem, now + timedelta(seconds=_AGAIN_SECONDS))
+    return None
 
 
 def problem_of(job: RLHFJob | None, tried: Sequence[dict[str, Any]], answers: Sequence[ApiResponse]) -> str:

@@ -10,7 +10,7 @@
 | CLUSTER | the cluster: a TokenReview has no namespace |
 | INSTALL | the operator's own namespace, for the install hook (`keys`) alone |
 
-It never reads a job's Secret: a patch that tests the owner tells whose an existing one is.
+It never reads a Secret of a job: a patch that tests the owner or a label tells whether it is the job's or for jobs.
 
 Example:
     >>> [rule.resources for rule in JOBS if "get" in rule.verbs]
@@ -37,6 +37,7 @@ JOBS = (
     PolicyRule(names.GROUP, (f"{names.PLURAL}/status",), ("patch",)),
     PolicyRule("", ("pods",), ("list", "watch", "create", "patch", "delete")),
     PolicyRule("", ("configmaps", "secrets", "services"), ("create", "patch")),
+    PolicyRule("", ("persistentvolumeclaims",), ("patch",)),  # tests the label of those that a job names
     PolicyRule("networking.k8s.io", ("networkpolicies",), ("create", "patch")),
     PolicyRule("", ("events",), ("list", "watch", "create", "patch")),
 )
