@@ -1,7 +1,5 @@
 """Jobs that the custom resource's schema accepts, with extreme values; its CEL rules may refuse some."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

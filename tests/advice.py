@@ -1,7 +1,5 @@
 """Stand-ins for a run's rebalancer, which listen to its generators and advise moves."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

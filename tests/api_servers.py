@@ -1,7 +1,5 @@
 """A scripted API server and an Api client of it; real answers are tested in e2e."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path

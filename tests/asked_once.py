@@ -1,7 +1,5 @@
 """Cache of load-time proofs: in the rooms of `ROOMS` a model is proved once per class, configuration and weights."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable, Generator

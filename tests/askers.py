@@ -1,7 +1,5 @@
 """A generator that is asked about moves, and one that asks."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Synthetic calls of tree attention, with everything varied that must not matter."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,11 +68,11 @@ class Case:
         scale = self.query.shape[2] ** -0.5
         return kernel(self.query, self.key, self.value, self.kv, layer, self.meta, scale=scale, **options)
 
-    def doubled(self) -> Case:
+    def doubled(self) -> "Case":
         key, value = (x.to(self.kv.dtype).double() for x in (self.key, self.value))
         return Case(self.query.double(), key, value, self.kv.double(), self.meta)
 
-    def row(self, i: int) -> Case:
+    def row(self, i: int) -> "Case":
         """Return row i alone over the same cache. Run the whole case first, which stores its ancestors."""
         meta = AttentionMeta(
             slots=self.meta.slots[i : i + 1], table_rows=self.meta.table_rows[i : i + 1],

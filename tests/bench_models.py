@@ -1,7 +1,5 @@
 """Models for the benchmark's own tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rlhfspec.tiny import models as tiny_models

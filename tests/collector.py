@@ -1,7 +1,5 @@
 """An OpenTelemetry collector that keeps what it receives."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Settings and fixtures of all tests, applied before torch, triton or matplotlib are imported."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable, Iterator

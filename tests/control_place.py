@@ -1,7 +1,5 @@
 """A job's pods as local processes, with a release's servers, a report endpoint and a storage."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Coroutine tests, each run in its own event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 

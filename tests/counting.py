@@ -1,7 +1,5 @@
 """Counts of calls, a machine-independent measure of cost."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Fixtures of dashboard tests: finished and live runs, and a served dashboard."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """Full disks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """Peak memory of the real training step on FakeTensors of the second device, at any model size."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

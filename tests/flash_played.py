@@ -1,7 +1,5 @@
 """Mathematical stand-in for torch's GPU-only `varlen_attn`."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """Random forced moves between engines, compared bit for bit with unmoved sequences in a plain engine."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Script of test_ranks_meeting.py: takes rank 1's seat with torch alone. argv: the store's port, a folder."""
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 from pathlib import Path

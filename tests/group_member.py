@@ -1,7 +1,5 @@
 """Script of test_weight_groups_killed.py: a generator's receiver, or a trainer's sender, in its own process."""
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """`helm template` of the chart as a Python function, for tests/processes/chart."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

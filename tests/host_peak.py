@@ -1,7 +1,5 @@
 """Script of test_host_peak.py: loads a model as a role does and prints peak memory. argv: role, folder."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

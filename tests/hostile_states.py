@@ -1,7 +1,5 @@
 """Hostile sequence states, and the engine that receives them."""
 
-from __future__ import annotations
-
 import functools
 
 from moving import make, request

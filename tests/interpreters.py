@@ -1,7 +1,5 @@
 """A starter of children that runs each program in a new interpreter."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence

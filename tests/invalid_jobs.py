@@ -1,7 +1,5 @@
 """Jobs with one error each, from the schema and the rules, for e2e/test_crd.py and test_job_cluster.py."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,11 +16,7 @@ JOB: dict[str, Any] = {
     "apiVersion": "rlhfspec.io/v1alpha1",
     "kind": "RLHFJob",
     "metadata": {"name": "sums"},
-    "spec": {
-        "model": {"path": "owner/model"},
-        "dataset": {"path": "owner/data"},
-        "rewards": {"sources": [FUNCTION]},
-    },
+    "spec": {"model": {"path": "owner/model"}, "dataset": {"path": "owner/data"}, "rewards": {"sources": [FUNCTION]}},
 }
 # Who refuses: both, or one of them.
 By = Literal["both", "server", "checks"]
@@ -174,10 +168,7 @@ BY_HAND = [
     Wrong({"roles.reward.deadlineSeconds": 100}, "spec.rewards.sources"),
     Wrong({f"{SOURCE}.batched": True, "roles.reward.workers": 2}, "spec.rewards.sources"),
     Wrong({f"{SOURCE}.weight": 0}, "spec.rewards.sources"),
-    Wrong(
-        {"rewards": {"combine": "product", "sources": [FUNCTION, HTTP | {"weight": 0}]}},
-        "spec.rewards.sources",
-    ),
+    Wrong({"rewards": {"combine": "product", "sources": [FUNCTION, HTTP | {"weight": 0}]}}, "spec.rewards.sources"),
     Wrong({"rewards.sources": [HTTP | {"url": "ftp://x"}]}, f"spec.{SOURCE}.url"),
     Wrong({"rewards.sources": [HTTP | {"headers": {"key": 3}}]}, f"spec.{SOURCE}.headers.key"),
     Wrong({"training.miniBatches": 129}, "spec.training.miniBatches"),

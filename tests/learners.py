@@ -1,7 +1,5 @@
 """Small policies, critics and rollouts for a learner."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from pathlib import Path

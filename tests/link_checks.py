@@ -1,7 +1,5 @@
 """Helpers of link tests: other processes, and checks for leaks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

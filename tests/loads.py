@@ -1,7 +1,5 @@
 """Loads of generators, and the rebalancer's knowledge of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

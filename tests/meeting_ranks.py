@@ -1,7 +1,5 @@
 """Script of test_rank_sets.py, once a rank. argv: a folder for results, and the rank to kill."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

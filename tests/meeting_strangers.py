@@ -1,7 +1,5 @@
 """Script of test_ranks_meeting.py, once a rank. argv: a folder, and the case: knock or impostor."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Generators in one process: real engines with threads, movers and a custody that checks ownership."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -90,7 +88,7 @@ class Generator:
         self.custody.prompts[name] = (f"prompt of {name}".encode(), f"token of {name}")
         await self.calls.call(lambda: self.engine.submit(request(name, **params)))
 
-    async def move(self, name: str, to: Generator | Peer, *, gain: float = 1e9, **options: Any) -> Moved:
+    async def move(self, name: str, to: "Generator | Peer", *, gain: float = 1e9, **options: Any) -> Moved:
         peer = to.peer if isinstance(to, Generator) else to
         move = Move(
             id=f"move-{next(_ids)}", job="job", sample_id=name, source=0, destination=1, gain_seconds=gain, reason=""

@@ -1,7 +1,5 @@
 """Engines between which sequences move, and the kinds of moves."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

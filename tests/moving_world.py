@@ -1,7 +1,5 @@
 """Model of three processes that move sequences over a faulty network; sets judge who owns each one."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable
@@ -49,7 +47,7 @@ class Node:
     work: list[messages.Told] = field(default_factory=list)  # of the engine, for what arrives
     targets: dict[str, int] = field(default_factory=dict)
     epochs: dict[str, int] = field(default_factory=dict)  # what the present attempt began with
-    numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
         self.destination = self.make(self.incarnation)

@@ -1,7 +1,5 @@
 """A real nats-server for a test on a free port, and faults of it."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import signal

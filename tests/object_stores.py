@@ -1,7 +1,5 @@
 """A real S3 server for tests: rclone's, over a local folder."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Device of all tests: the CPU, or the second device with RLHFSPEC_TEST_DEVICE=second."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Runs at a release's servers, open or left over, as the operator sees them."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Objects as the API server sends them to the operator's cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rlhfspec.cluster import names

@@ -1,7 +1,5 @@
 """In-memory world of a job for operator tests: API server, kubelets and a manual clock."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping
@@ -15,14 +13,7 @@ from rlhfspec.cluster.report import Report
 from rlhfspec.errors import Problem
 from rlhfspec.job import RLHFJob
 from rlhfspec.operator.deciding.memory import maybe_time_of, text_of
-from rlhfspec.operator.deciding.observed import (
-    DryRunResult,
-    JobView,
-    Observed,
-    PodView,
-    Refusal,
-    Said,
-)
+from rlhfspec.operator.deciding.observed import DryRunResult, JobView, Observed, PodView, Refusal, Said
 from rlhfspec.operator.deciding.reconcile import reconcile
 from rlhfspec.operator.deciding.situation import Delete, Event, ReconcilePlan, WorkloadWrite
 from rlhfspec.operator.looking.views import manifest_of, pod_view, read

@@ -1,7 +1,5 @@
 """Peak memory of a piece of work in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Replacement of run pictures by empty files, as drawing is slow; `@pytest.mark.draws` draws them."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 
 import pytest

@@ -1,7 +1,5 @@
 """Paths for tests of any folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 TESTS = Path(__file__).parent

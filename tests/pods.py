@@ -1,7 +1,5 @@
 """A run's processes as pods: each with an address and credentials, without a supervisor."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

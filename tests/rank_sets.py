@@ -1,7 +1,5 @@
 """A set of ranks with torchrun's environment."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Script of test_shares.py, once a rank: resumes a checkpoint and writes the next. argv: folder, step, fuse."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sources made from reward functions in a folder."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

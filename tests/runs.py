@@ -1,7 +1,5 @@
 """A small job for tests of whole runs, and ways to run it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Restoration of environment variables after each test, as later processes would import anew (warmed.py)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Generator
 

@@ -1,7 +1,5 @@
 """Small log-prob scorers and reward models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Scraping of a run's processes as Prometheus does, each a target with its own labels."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import urllib.request

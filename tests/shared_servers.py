@@ -1,7 +1,5 @@
 """A release's shared servers on local ports, configured as in their pods."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """A transport that delivers out of order."""
 
-from __future__ import annotations
-
 import random
 
 from rlhfspec.messages.transport.base import Consumer, Message, Subscription

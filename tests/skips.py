@@ -1,7 +1,5 @@
 """Counts of skipped tests by reason, for the summary."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The small job of stage tests, which imports no torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rlhfspec.job import RLHFJob

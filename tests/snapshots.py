@@ -1,7 +1,5 @@
 """Snapshots of a generator's state."""
 
-from __future__ import annotations
-
 from rlhfspec.messages.records import Heartbeat, Load, WorkerInfo
 
 LOAD = Load(

@@ -1,7 +1,5 @@
 """Fork server of stages' processes, which prints exit codes: python stage_forks.py STAGE=CONNECTIONS ..."""
 
-from __future__ import annotations
-
 import gc
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Subjects that each role may publish and subscribe to, derived from the loop."""
 
-from __future__ import annotations
-
 from rlhfspec.messages import loop
 from rlhfspec.messages.access.rights import BUS_ROLES, CONTROL, inbox_of
 from rlhfspec.messages.transport.jetstream.streams import stream_name

@@ -1,7 +1,5 @@
 """Stage tests without a model, on a fake clock: without `advance` no timeout ever fires."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import random
@@ -230,7 +228,7 @@ class Stages:
         self.engines: list[FakeEngine] = []
 
     @classmethod
-    async def open(cls, job: RLHFJob, clock: Clock | None = None, *, seed: int = 0, **workers: int) -> Stages:
+    async def open(cls, job: RLHFJob, clock: Clock | None = None, *, seed: int = 0, **workers: int) -> "Stages":
         clock = clock or FakeClock()
         transport = MemoryTransport(clock=clock)
         bus = await Bus.open(transport, JOB, workers=workers, clock=clock)

@@ -1,7 +1,5 @@
 """A run of processes, started by the user's command, and a reward that holds it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

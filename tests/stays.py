@@ -1,7 +1,5 @@
 """Samples with stays at several generators, as stages report them to a tracer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +50,7 @@ class Watched:
         self.headers = prompts.publishing(WorkerPlace("prompts", 0), PROMPT)
         prompts.published(WorkerPlace("prompts", 0), PROMPT, self.now, True)
 
-    def after(self, seconds: float) -> Watched:
+    def after(self, seconds: float) -> "Watched":
         self.now += seconds
         return self
 

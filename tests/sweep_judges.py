@@ -1,7 +1,5 @@
 """Verdicts for sweep tests: invented ones, a crash, a hang."""
 
-from __future__ import annotations
-
 import os
 import time
 

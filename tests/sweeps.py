@@ -4,8 +4,6 @@
 (`test_it[value]`, `file.py::test_it`) runs it. `examples` sets the number of random examples.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections import Counter, defaultdict

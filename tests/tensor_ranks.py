@@ -1,7 +1,5 @@
 """Script of test_tensor_parallel.py, once a rank. argv: a folder, the task, ranks per layer, further arguments."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -2,8 +2,6 @@
 The tier is also a marker (`pytest -m "unit or torch"`). A test that needs more than its tier allows fails.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Generator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Comparison of the traces of moved samples with what the run wrote."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import pairwise

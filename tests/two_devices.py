@@ -1,7 +1,5 @@
 """Script of test_distributed.py, once a rank, each on its own device. argv: a folder for results."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

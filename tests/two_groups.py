@@ -1,7 +1,5 @@
 """Script of test_moves_between_groups.py, once a rank. argv: a folder with the model; the number of random examples."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

@@ -1,7 +1,5 @@
 """Script of test_engine_in_parts.py, once a rank: generates with split and whole models. argv: a folder."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Script of test_engine_in_parts.py, once a rank, each part on its own device. argv: a folder of models."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

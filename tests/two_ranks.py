@@ -1,7 +1,5 @@
 """Script of test_distributed.py, once a rank: trains the same as one process. argv: a folder for results."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Script of test_shares.py, once a rank: finds the newest sound checkpoint. argv: its folder, a folder for results."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """The live view, drawn on a terminal of a given size."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """vLLM child processes shared by tests: one per drafting mode, with new weights per engine."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -6,8 +6,6 @@ and parent. It has its own session, string hashes common to all, and an empty ru
 A process with a variable of `READ_BY_IMPORTS` starts normally.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import fcntl
@@ -39,9 +37,6 @@ READ_BY_IMPORTS = (
     "PYTHON", "OMP_", "MKL_", "TORCH", "TRITON", "CUDA", "HF_", "TRANSFORMERS", "TOKENIZERS", "MPL", "GRPC", "LD_",
     "LANG", "LC_", "MALLOC",
 )  # fmt: skip
-
-
-# --- the side of who starts ----------------------------------------------------------------------------------------
 
 
 class Nursery:
@@ -139,9 +134,6 @@ def _area(words: list[str]) -> bytes:
 
 def read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(READ_BY_IMPORTS)}
-
-
-# --- the nursery's own side ----------------------------------------------------------------------------------------
 
 
 def main() -> None:

@@ -1,7 +1,5 @@
 """A trainer's sender and generators' receivers of a weight group in one process."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Stores of several nodes, each with its server, in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager

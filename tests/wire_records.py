@@ -1,7 +1,5 @@
 """Records of every kind, drawn by hypothesis from their fields' types."""
 
-from __future__ import annotations
-
 import struct
 import types
 from collections.abc import Mapping

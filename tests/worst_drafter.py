@@ -1,7 +1,5 @@
 """The worst drafter: random weights in every step, without effect on tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

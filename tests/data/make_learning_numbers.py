@@ -2,8 +2,6 @@
 Run it in an environment with both: python tests/data/make_learning_numbers.py
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import textwrap
@@ -94,9 +92,6 @@ def run_lines(source: str, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-# Advantages --------------------------------------------------------------------------------------------------------
-
-
 def trl_grpo_advantages(data: Padded, scale_rewards: str) -> list[float]:
     source = lines_between(
         GRPOTrainer._generate_and_score_completions, 'if self.multi_objective_aggregation == "sum', "# Slice to keep"
@@ -168,9 +163,6 @@ def advantage_cases(data: Padded, equal_groups: bool) -> Iterator[Case]:
         for beta in (0.0, 0.05):
             out = {"advantages": trl_rloo_advantages(data, beta)}
             yield {"of": "trl.rloo", "parameters": {"kl_coefficient": beta}, "outputs": out}
-
-
-# Losses ------------------------------------------------------------------------------------------------------------
 
 
 class OneProcess:

@@ -1,7 +1,5 @@
 """`PYTHONPATH=tests python -m faults`: trials of any size, one seed after the other."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """A run under faults: started by command, struck by a schedule, restarted when its supervisor dies."""
 
-from __future__ import annotations
-
 import heapq
 import os
 import shutil

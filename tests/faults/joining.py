@@ -1,7 +1,5 @@
 """A generator that joins a run by hand, through a proxy: works, is cut off, returns and leaves."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Proxy of KV transfers that cuts, slows, breaks or corrupts them; `sitecustomize` routes through it."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

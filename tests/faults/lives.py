@@ -1,7 +1,5 @@
 """Short runs struck at start, checkpoint, evaluation, last step, Ctrl-C and resume; the curve must not change."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Trial of moves: three generators, a move every 50 ms, and kills, holds and link faults during moves."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Sequence

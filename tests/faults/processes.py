@@ -1,7 +1,5 @@
 """Processes of a run, found by their environment."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

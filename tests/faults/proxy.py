@@ -1,7 +1,5 @@
 """A network partition: a TCP proxy that stops reading, with connections open and silent."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from contextlib import suppress
@@ -26,7 +24,7 @@ class Proxy:
         self._sockets: list[socket.socket] = []
         self._accepting = threading.Thread(target=self._accept, daemon=True)
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self) -> "Proxy":
         self._accepting.start()
         return self
 

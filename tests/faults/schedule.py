@@ -4,8 +4,6 @@
 Fault(after_step=4, delay_seconds=0.76, kind='kill', target='supervisor', seconds=0.0)
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Comparison of an undisturbed run in one process with the same run under a schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

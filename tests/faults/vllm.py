@@ -1,7 +1,5 @@
 """Trial of the engine vLLM under faults; by the law its samples equal those of our engine in one process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

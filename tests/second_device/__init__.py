@@ -10,8 +10,6 @@ Tensors of two devices in one operator raise, as on a GPU.
 It cannot show missing stream synchronisation (all is in order), pinned memory, Triton kernels or times.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc

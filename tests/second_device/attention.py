@@ -1,7 +1,5 @@
 """Attention as one device kernel, computed by the CPU's kernel or its twin on the same memory."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Build of the second device, cached under `$RLHFSPEC_CACHE` by sources, compiler and torch."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

@@ -3,8 +3,6 @@
 second_device.load(); second_device.group.register(); dist.init_process_group("cpu:gloo,second:second")
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -82,8 +80,6 @@ def _done(work: Any, result: Any = None) -> Any:
 
 
 # DTensor speaks to groups through operators of its own.
-
-
 def _named(name: str) -> Any:
     return dist.distributed_c10d._resolve_process_group(name)
 

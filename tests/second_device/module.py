@@ -1,7 +1,5 @@
 """The module `torch.second`: streams, events, the current device, memory."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 
@@ -30,7 +28,7 @@ class Event:
     def synchronize(self) -> None:
         self._library.second_wait()
 
-    def elapsed_time(self, other: Event) -> float:
+    def elapsed_time(self, other: "Event") -> float:
         return 0.0
 
 
@@ -52,7 +50,7 @@ class Stream:
     def query(self) -> bool:
         return True
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> "Stream":
         return self
 
     def __exit__(self, *error: object) -> None: ...

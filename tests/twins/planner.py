@@ -1,7 +1,5 @@
 """The slow planner, one pair at a time, with the moves of `plan`. `hosts` says which engines close."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil, inf
@@ -50,7 +48,7 @@ class _OracleGenerator:
     def stays(self) -> bool:
         return not (self.is_leaving or self.is_closing)
 
-    def give(self, sequence: _OracleSequence, place: _OracleGenerator) -> tuple[int, int, int]:
+    def give(self, sequence: _OracleSequence, place: "_OracleGenerator") -> tuple[int, int, int]:
         self.sequences.remove(sequence)
         place.sequences.append(sequence)
         place.rows -= 1

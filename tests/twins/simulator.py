@@ -7,8 +7,6 @@
 True
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

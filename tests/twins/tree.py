@@ -1,7 +1,5 @@
 """The walk down drafted trees, one sequence and one node at a time."""
 
-from __future__ import annotations
-
 from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine.drafting.base import Forest
 

@@ -1,7 +1,5 @@
 """Benchmarks of moves between generators in separate processes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Our side of the step benchmark: a whole run in a process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The GPU day script runs to its end without a GPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

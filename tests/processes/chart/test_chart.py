@@ -1,7 +1,5 @@
 """The chart agrees with the code, renders safely and refuses wrong values."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re
@@ -31,9 +29,6 @@ EXTERNAL = {
     "redis": {"enabled": False, "external": {"url": "rediss://redis.example", "existingSecret": "my-redis"}},
 }
 CLUSTER = {"operator": {"scope": "cluster"}}
-
-
-# --- what is taken from the code --------------------------------------------------------------------------------------
 
 
 def test_what_is_made_from_the_code_is_as_it_would_be_made_now() -> None:
@@ -102,9 +97,6 @@ def test_extras_that_the_images_install_exist() -> None:
     asked = {name for group in re.findall(r"'\.\[([a-z,]+)\]'", _dockerfile()) for name in group.split(",")}
     assert asked
     assert asked <= extras
-
-
-# --- what it renders --------------------------------------------------------------------------------------------------
 
 
 @needs_helm
@@ -274,9 +266,6 @@ def test_external_servers_leave_out_the_bundled_ones() -> None:
     assert files == {NATS_ACCOUNT, *AUTHORITIES, *REDIS_LOGIN}, "as the operator looks for them"
 
 
-# --- examples ---------------------------------------------------------------------------------------------------------
-
-
 @needs_helm
 @pytest.mark.parametrize("example", sorted((CHART / "examples").iterdir()), ids=lambda path: path.stem)
 def test_shipped_values_are_taken(example: Path, tmp_path: Path) -> None:
@@ -290,9 +279,6 @@ def test_shipped_values_are_taken(example: Path, tmp_path: Path) -> None:
     taint = {"key": told.gpu_resources[0], "operator": "Exists", "effect": "NoSchedule"}
     assert told.pod_template["spec"]["tolerations"] == [taint]
     assert all(pod["spec"]["nodeSelector"] == {"pool": "system"} for _, pod in pods(objects))
-
-
-# --- images -----------------------------------------------------------------------------------------------------------
 
 
 def images(values: dict[str, Any]) -> set[str]:
@@ -329,8 +315,6 @@ def test_without_images_nothing_is_installed_and_one_line_says_what_to_do() -> N
     for there in ({"pullPolicy": "Never"}, {"slim": {"tag": "built"}}, {"slim": {"repository": "r.example/slim"}}):
         assert template({"images": there}, registry="")[0] == 0, there
 
-
-# --- pods and names ---------------------------------------------------------------------------------------------------
 
 POD: dict[str, Any] = {
     "nodeSelector": {"pool": "system"}, "tolerations": [{"key": "system", "operator": "Exists"}],
@@ -439,8 +423,6 @@ def test_the_dashboard_has_an_ingress_with_tls_that_the_network_lets_through() -
     assert policy["spec"]["ingress"][0]["from"] == [peer]
     assert not of_kind(rendered(), "Ingress")
 
-
-# --- wrong values -----------------------------------------------------------------------------------------------------
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"operatr": {}}, "operatr"),

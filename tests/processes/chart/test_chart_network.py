@@ -1,7 +1,5 @@
 """The chart's NetworkPolicies allow exactly the edges of the map."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Saving a checkpoint survives kills and a full disk."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

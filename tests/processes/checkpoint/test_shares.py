@@ -1,7 +1,5 @@
 """Checkpoints of several ranks resume on any number of ranks, to the bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Choices of a job by name come from one table each."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import get_args, get_type_hints

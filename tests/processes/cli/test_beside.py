@@ -1,7 +1,5 @@
 """Commands of rlhfspec-bench are found if installed; otherwise one line says so."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`rlhfspec models check` prints a verdict a line with reasons, and sets the exit code."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Processes without the ranks' secret read nothing, take no seat and run no code."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A view in a pod ends when its client vanished."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """A model in two processes generates the tokens of the whole one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

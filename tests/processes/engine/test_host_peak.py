@@ -1,7 +1,5 @@
 """Peak host memory of loading and proving a bfloat16 model."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sequences move between engines of two-process models and keep tokens and log-probs."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

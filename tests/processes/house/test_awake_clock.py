@@ -1,7 +1,5 @@
 """The time in which a process was stopped counts for no deadline."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 import subprocess

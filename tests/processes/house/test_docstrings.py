@@ -1,7 +1,5 @@
 """Every module imports, and docstring examples are true."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 

@@ -1,7 +1,5 @@
 """Modules that must not import torch, transformers or matplotlib, each checked in a new process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pytest runs are reproducible by commit, report skipped tests, and report tests in the wrong tier."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

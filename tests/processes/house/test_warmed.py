@@ -1,7 +1,5 @@
 """A process from a nursery equals what the command would have started."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

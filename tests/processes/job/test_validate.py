@@ -1,7 +1,5 @@
 """`rlhfspec validate` as a user calls it, on invalid files."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Build, lookup and switch-off of the CPU kernels, in new processes."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

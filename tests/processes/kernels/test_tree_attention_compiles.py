@@ -1,7 +1,5 @@
 """Triton's attention kernels compile for an absent GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

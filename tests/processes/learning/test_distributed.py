@@ -1,7 +1,5 @@
 """Two gloo ranks train what one rank trains, and none waits for ever."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Tensor-parallel ranks with sharding train what one process trains."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Links to killed, stopped, slow or hostile ends raise LinkError by the deadline and leave nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -47,9 +45,6 @@ def _clean() -> Iterator[None]:
 @pytest.fixture(params=BETWEEN_PROCESSES)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-# --- two processes ----------------------------------------------------------------------------------------------------
 
 
 def test_ranges_of_any_sizes_arrive_whole_from_another_process(kind: str) -> None:
@@ -150,9 +145,6 @@ sys.stdin.readline()
         destination.say("end")
         assert destination.process.wait(60) == 0
     sending.close()
-
-
-# --- hostile ends -----------------------------------------------------------------------------------------------------
 
 
 def let_in(landing: Landing) -> socket.socket:
@@ -350,9 +342,6 @@ def test_whatever_is_said_the_landing_stays_whole(is_let_in: bool, kind: str, sa
     assert landing.num_bytes == 0
 
 
-# --- shared memory ----------------------------------------------------------------------------------------------------
-
-
 def unsealed() -> int:
     file = os.memfd_create("rlhfspec-link", os.MFD_CLOEXEC)
     os.ftruncate(file, 4096)
@@ -393,9 +382,6 @@ def test_a_place_that_was_never_handed_over_is_refused() -> None:
         landing.take("m/0", 3, timeout=120)
     assert_thrown_out(connection)
     landing.close()
-
-
-# --- slow and cut networks --------------------------------------------------------------------------------------------
 
 
 class Relay:
@@ -477,9 +463,6 @@ def test_a_range_that_trickles_is_given_up_at_its_deadline() -> None:
     sending.close()
     relay.close()
     landing.close()
-
-
-# --- credentials ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Moves between two processes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """`python -m rlhfspec.prepare` as a pod runs it makes a run folder or prints one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A run folder on a full disk."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

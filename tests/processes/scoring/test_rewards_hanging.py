@@ -1,7 +1,5 @@
 """A hanging reward function does not hold its caller."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A new start removes what a dead run left; live runs and other users' files stay."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -176,9 +174,6 @@ def test_who_goes_on_in_a_run_folder_waits_for_the_guardians_of_the_run_before(m
     place.mkdir()
     end_run_in(place)
     assert not place.exists(), "nobody knows whose it was"
-
-
-# --- Room --------------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_is_named_before_anything_is_written_to_it(small_disk: Path, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Restarts of workers, with a fake clock and small real processes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -40,8 +38,6 @@ BEAT = Heartbeat(
 INFO = WorkerInfo(id="i", job="sums", stage="reward", worker=0, host="here", pid=71, grpc_address="", http_address="")
 PATIENCE_SECONDS = 60.0
 
-# --- The policy --------------------------------------------------------------------------------------------------
-
 
 def restarts(**policy: object) -> Restarts:
     return Restarts(FailurePolicy.model_validate(policy), random.Random(0))
@@ -64,9 +60,6 @@ def test_what_is_counted_ends_after_so_many_and_what_is_not_ends_too() -> None:
     assert all(policy.delay_after("killed") is not None for _ in range(MOST_UNCOUNTED))
     assert policy.delay_after("killed") is None, "nobody is started for ever"
     assert restarts(maxRestarts=9).delay_after("permanent") is None
-
-
-# --- The state of its processes ------------------------------------------------------------------------------------
 
 
 def started(known: KnownRun, stage: str, worker: int = 0) -> None:
@@ -120,8 +113,6 @@ async def test_a_worker_started_by_hand_joins_and_is_gone_when_it_says_nothing()
     assert gone(known) == [], "told once"
     assert known.run.is_only_worker(("generator", 0))
 
-
-# --- Processes ---------------------------------------------------------------------------------------------------
 
 FAILS = """
 import json, sys

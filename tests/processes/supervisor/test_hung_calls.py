@@ -1,7 +1,5 @@
 """A hanging call, and its process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Launched processes are like others and outlive the launcher."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import json

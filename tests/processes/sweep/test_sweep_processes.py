@@ -1,7 +1,5 @@
 """Sweep processes that die, hang or are interrupted."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

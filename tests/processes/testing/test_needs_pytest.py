@@ -1,7 +1,5 @@
 """Only the test suites need pytest and hypothesis."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Changed files by git: since the branch point, committed, uncommitted and untracked."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

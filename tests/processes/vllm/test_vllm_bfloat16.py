@@ -1,7 +1,5 @@
 """Samples of vLLM in bfloat16 follow the model's distribution, by chi-square."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The engine `vllm` keeps the engine contract, plain and with a draft model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar
 

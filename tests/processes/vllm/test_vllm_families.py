@@ -1,7 +1,5 @@
 """Tokens of vLLM under the law equal our engine's over model families, after a full weight swap."""
 
-from __future__ import annotations
-
 import copy
 import random
 

@@ -1,7 +1,5 @@
 """The child of the engine `vllm` is killed, hung or refused, and leaves nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Fields of a job reach the engine `vllm`."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

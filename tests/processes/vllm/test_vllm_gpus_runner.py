@@ -1,7 +1,5 @@
 """The law in vLLM's V2 runner, the GPU default, with interpreted Triton kernels on a CPU."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from pathlib import Path

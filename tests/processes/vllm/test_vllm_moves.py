@@ -1,7 +1,5 @@
 """Sequences leave and rejoin vLLM at any time by their tokens alone."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import Iterator

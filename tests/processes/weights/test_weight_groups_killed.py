@@ -1,7 +1,5 @@
 """Weight group members die, stop or join during a version: none keeps half of it or waits long."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The generated code of the wire format is up to date with its proto."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

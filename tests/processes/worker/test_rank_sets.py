@@ -1,7 +1,5 @@
 """Rank sets on one machine, and on nodes that meet by name and port."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The steps of docs/adding.md work: its files and entries alone, put into place, run jobs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

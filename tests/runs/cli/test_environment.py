@@ -1,7 +1,5 @@
 """Commands in unusual environments work, or one line names the problem."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pwd
@@ -59,9 +57,6 @@ def test_an_interpreter_without_asserts_will_do(job_file: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# --- Files and folders --------------------------------------------------------------------------------------------
-
-
 def as_a_plain_user() -> tuple[str, ...]:
     """Return a command prefix that drops root's capabilities, as root reads everything."""
     if os.getuid():
@@ -108,9 +103,6 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
         build._cache_dir()
     monkeypatch.setenv("RLHFSPEC_CACHE", "/cache")
     assert (cache_folder(), build._cache_dir()) == (Path("/cache/models"), Path("/cache/kernels"))
-
-
-# --- Limits -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Every shipped job runs two small steps with a random model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

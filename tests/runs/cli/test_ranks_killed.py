@@ -1,7 +1,5 @@
 """Ranks of a trainer, two nodes of two with tensor parallelism, are killed while they learn."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

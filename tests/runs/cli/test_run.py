@@ -1,7 +1,5 @@
 """The curve of a job in one process does not depend on the way it is run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

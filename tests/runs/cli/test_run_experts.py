@@ -1,7 +1,5 @@
 """A whole job on a mixture of experts: all stages and drafters, and its run folder."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs survive Ctrl-C, kill -9, a failing reward, a full disk and the end of data without changing the curve."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -43,10 +41,7 @@ def whole(job_file: Path) -> list[dict[str, Any]]:
     return train(job_file, "whole", STEPS)
 
 
-def test_ctrl_c_ends_cleanly_and_a_resume_continues_the_curve(
-    job_file: Path,
-    whole: list[dict[str, Any]],
-) -> None:
+def test_ctrl_c_ends_cleanly_and_a_resume_continues_the_curve(job_file: Path, whole: list[dict[str, Any]]) -> None:
     hold = hold_rewards(job_file, "1 stopped")
     run = start(job_file, "stopped", STEPS, "checkpoint.everySteps=100")
     run.until_step(1)
@@ -64,8 +59,7 @@ def test_ctrl_c_ends_cleanly_and_a_resume_continues_the_curve(
 
 
 def test_kill_at_any_moment_and_a_resume_continues_from_the_last_checkpoint(
-    job_file: Path,
-    whole: list[dict[str, Any]],
+    job_file: Path, whole: list[dict[str, Any]]
 ) -> None:
     draw = random.Random(7)
     for attempt in range(3):
@@ -179,9 +173,7 @@ def test_data_that_ends_ends_the_run_well(job_file: Path) -> None:
 
 
 def test_a_full_disk_loses_nothing(
-    job_file: Path,
-    whole: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    job_file: Path, whole: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third checkpoint finds no room; the second stands, and with room again the curve is the same."""
     from rlhfspec.training.checkpoint import folders

@@ -1,7 +1,5 @@
 """A run by torchrun: rank 0 runs the stages, all ranks train."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Combinations of ways to run a job work, or are refused before anything is written."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
@@ -44,9 +42,6 @@ def with_reward(job_file: Path, code: str, **fields: Any) -> Path:
     return with_spec(job_file, rewards={"sources": [source]})
 
 
-# --- one curve, however it is run --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("algorithm", "overrides"),
     [
@@ -56,11 +51,7 @@ def with_reward(job_file: Path, code: str, **fields: Any) -> Path:
     ],
 )
 def test_drafts_workers_and_order_change_no_curve(
-    job_file: Path,
-    models: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    algorithm: dict[str, Any],
-    overrides: tuple[str, ...],
+    job_file: Path, models: Path, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any], overrides: tuple[str, ...]
 ) -> None:
     write_job(job_file.parent, models, **algorithm)
     if algorithm["name"] == "dapo":  # so coarse that many groups are all equal
@@ -82,9 +73,6 @@ def test_lora_resumes_and_is_merged_when_exported(job_file: Path) -> None:
     one, other = (model.state_dict() for model in models)
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     assert not any("lora" in name for name in one)
-
-
-# --- numbers that differ on purpose ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lora", [(), ("model.lora={}",)])
@@ -136,9 +124,6 @@ def test_groups_that_are_all_equal_are_trained_on_when_demands_are_used_up(job_f
     [step, *_] = steps_of(job_file, "equal", "training.steps=1")
     assert (step["num_samples"], step["num_dropped"]) == (9, 18), "two rounds of three prompts were left out"
     assert step["learning"]["advantage_abs_mean"] == 0.0
-
-
-# --- data and models from elsewhere ------------------------------------------------------------------------------
 
 
 def test_chat_messages_through_another_tokenizer(job_file: Path, models: Path) -> None:
@@ -221,9 +206,6 @@ def test_a_long_prompt_leaves_no_room(job_file: Path) -> None:
     assert (
         "spec.dataset.maxPromptTokens: the longest prompt has 601 tokens, and the model 512 positions" in result.output
     )
-
-
-# --- in a terminal -----------------------------------------------------------------------------------------------
 
 
 def test_ctrl_c_twice_in_the_live_view_gives_the_terminal_back(job_file: Path) -> None:

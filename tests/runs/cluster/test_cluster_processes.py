@@ -1,7 +1,5 @@
 """Stages' processes as in pods, with fixed ports and tokens, have the laptop's curve."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Pods that share only an object store have the laptop's curve."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

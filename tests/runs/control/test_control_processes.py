@@ -1,7 +1,5 @@
 """A job's processes as in pods: prepare, control and all stages, over a release's servers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Whole runs under faults end as undisturbed ones and leave nothing."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

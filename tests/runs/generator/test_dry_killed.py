@@ -1,7 +1,5 @@
 """A generator that scores for other stages is killed in a whole run."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -57,7 +55,7 @@ class Control:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
 
-    def __enter__(self) -> Control:
+    def __enter__(self) -> "Control":
         self._thread.start()
         self._control, self._rebalancer = (self._do(self._connected(role)) for role in (CONTROL, "rebalancer"))
         return self

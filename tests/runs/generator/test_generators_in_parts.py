@@ -1,7 +1,5 @@
 """Generators of two processes each, which share a model."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Held-out prompts are never trained on, answered by the policy they judge, and leave the curve unchanged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run with processes refuses hostile messages with a reason and keeps its curve."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import ssl
@@ -141,8 +139,7 @@ async def strangers_are_not_let_in(connections: Connections, folder: Path) -> No
 
 
 def test_hostile_messages_are_refused_counted_and_buried_and_change_nothing(
-    job_file: Path,
-    starting: Callable[..., Started],
+    job_file: Path, starting: Callable[..., Started]
 ) -> None:
     hold = hold_rewards(job_file, "0 many")
     whole: list[dict[str, Any]] = train(job_file, "one")

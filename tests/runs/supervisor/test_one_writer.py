@@ -1,7 +1,5 @@
 """Live state of a real run: one process writes it, viewers read it, and no run needs it."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`rlhfspec run --processes` with real servers and processes has the curve of one process."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -219,9 +217,6 @@ def test_a_server_that_cannot_be_run_is_one_line(job_file: Path, program: str, m
     assert done.stderr.splitlines()[-1].startswith(said)
     assert "Traceback" not in done.stderr
     assert not (job_file.parent / "out" / "processes").exists()
-
-
-# --- One process alone -------------------------------------------------------------------------------------------
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:

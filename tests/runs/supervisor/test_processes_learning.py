@@ -1,7 +1,5 @@
 """A learning drafter changes neither curve nor samples, in one process or many."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

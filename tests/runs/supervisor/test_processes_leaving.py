@@ -1,7 +1,5 @@
 """The samples of a generator that leaves in mid-step continue elsewhere without recomputation."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -24,8 +22,7 @@ LONG = (
 
 
 def test_what_runs_at_a_generator_that_leaves_goes_on_elsewhere(
-    job_file: Path,
-    starting: Callable[..., Started],
+    job_file: Path, starting: Callable[..., Started]
 ) -> None:
     """The generator leaves in the second step; the first is held until the test is ready."""
     hold = hold_rewards(job_file, "0 many")

@@ -1,7 +1,5 @@
 """Samples that move between processes keep the curve of one process."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable
@@ -34,10 +32,7 @@ PPO = ("generation.speculation.mode=suffix", "roles.generator.link=tcp", 'genera
     ("algorithm", "ways"), [({"name": "grpo"}, GRPO), ({"name": "ppo", "samplesPerPrompt": 2}, PPO)], ids=str
 )
 def test_random_moves_every_50_ms_change_no_bit_of_the_curve(
-    algorithm: dict[str, Any],
-    ways: tuple[str, ...],
-    job_file: Path,
-    starting: Callable[..., Started],
+    algorithm: dict[str, Any], ways: tuple[str, ...], job_file: Path, starting: Callable[..., Started]
 ) -> None:
     """One run has drafts over shared memory; one has other drafts, stop strings and a critic over TCP."""
     policy = yaml.safe_load(job_file.read_text())["spec"]["model"]["path"]
@@ -82,8 +77,7 @@ class Hostile(Listener):
 
 
 def test_a_rebalancer_that_is_killed_held_or_talks_nonsense_costs_balance_and_nothing_else(
-    job_file: Path,
-    starting: Callable[..., Started],
+    job_file: Path, starting: Callable[..., Started]
 ) -> None:
     hold = hold_rewards(job_file, "1 many")
     whole = train(job_file, "one", *LONG)

@@ -1,7 +1,5 @@
 """Runs with a full disk or memory end soon, with the cause last."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -25,9 +23,7 @@ def test_a_disk_that_is_full_at_the_start(job_file: Path, small_disk: Path) -> N
 
 
 def test_a_disk_that_fills_up_ends_the_run_with_its_cause_in_the_last_line(
-    job_file: Path,
-    disk: Path,
-    starting: Callable[..., Started],
+    job_file: Path, disk: Path, starting: Callable[..., Started]
 ) -> None:
     run = starting("disk/out", "training.steps=3000", "observability.traces=false")
     run.until(" 1/3000 ")

@@ -1,7 +1,5 @@
 """Every metric in chart, dashboards, rules and documents is served with a value; broker losses are counted."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import Counter

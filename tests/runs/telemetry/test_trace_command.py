@@ -1,7 +1,5 @@
 """`rlhfspec trace` shows every sample of whole runs, and tracing changes no curve."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

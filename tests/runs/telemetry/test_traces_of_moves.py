@@ -1,7 +1,5 @@
 """Traces of moved samples have a span per stay and per move, as in moves.jsonl."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The shipped examples on sums run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A real run's trainer is killed and restarted alone."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

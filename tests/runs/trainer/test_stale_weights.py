@@ -1,7 +1,5 @@
 """A run whose engine ignores part of the new weights fails."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small runs with the engine `vllm` have our engine's samples, in one process and several."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights by process group in whole runs keep the store's curve and samples, whatever happens to a member."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Each role's rights on a real server: its own work is allowed, all else denied."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """`helm test` passes for a NATS of the chart, and fails for one without authentication or TLS."""
 
-from __future__ import annotations
-
 import importlib.util
 import socket
 import ssl

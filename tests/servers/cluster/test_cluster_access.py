@@ -1,7 +1,5 @@
 """The client of operator, dashboard and plugin reaches the API server as the kubeconfig says."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import stat

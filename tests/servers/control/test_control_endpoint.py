@@ -1,7 +1,5 @@
 """Reports over TLS with a rotating token, and with an absent operator."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

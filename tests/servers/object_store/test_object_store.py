@@ -1,7 +1,5 @@
 """Folders and prefixes of an object store, over a real S3 server (rclone)."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Rights in the shared Redis: control writes its run's state, workers write nothing."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Live state survives a killed, stopped, empty or refusing Redis, and blocks no process."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging
@@ -325,9 +323,6 @@ def test_what_is_no_redis_is_refused_by_name(tmp_path: Path) -> None:
         LiveState("http://localhost", UID)
     with pytest.raises(InvalidRequest, match=r"credentials: cannot be read: No such file"):
         LiveState("redis://localhost", UID, credentials=tmp_path)
-
-
-# ---- rlhfspec top ---------------------------------------------------------------------------------------------------
 
 
 async def test_top_shows_who_runs_where(tmp_path: Path) -> None:

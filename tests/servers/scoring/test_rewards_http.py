@@ -1,7 +1,5 @@
 """Rewards over HTTP from a real server that answers, fails, hangs, trickles and lies."""
 
-from __future__ import annotations
-
 import json
 import threading
 import traceback
@@ -23,7 +21,7 @@ Behaviour = Callable[["Handler"], None]
 class Handler(BaseHTTPRequestHandler):
     """Handler that follows the server's script; the last entry repeats."""
 
-    server: Server
+    server: "Server"
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:

@@ -1,7 +1,5 @@
 """A killed supervisor leaves no process, port or shared memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

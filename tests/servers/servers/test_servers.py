@@ -1,7 +1,5 @@
 """Real servers are started, killed, restarted and removed; start-up errors are clear."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

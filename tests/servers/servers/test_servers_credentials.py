@@ -1,7 +1,5 @@
 """Real servers accept the right keys and certificates and refuse others."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 import stat

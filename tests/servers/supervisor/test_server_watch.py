@@ -1,7 +1,5 @@
 """Servers are restarted; a full disk ends the run before a wait for NATS hangs."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """NATS keeps the transport contract on a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator, Iterator
@@ -71,9 +69,7 @@ async def test_who_it_is_for_is_said_by_the_server(server: NatsServer) -> None:
     await opening.close()
 
 
-async def test_the_server_hears_that_a_reading_is_closed_before_it_is_asked_what_else_came(
-    server: NatsServer,
-) -> None:
+async def test_the_server_hears_that_a_reading_is_closed_before_it_is_asked_what_else_came(server: NatsServer) -> None:
     async with Proxy(server.port) as proxy:
         reward = Consumer(name="reward", max_deliveries=None)
         transport = await NatsTransport.connect(proxy.url, name="reward")

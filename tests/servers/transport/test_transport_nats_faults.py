@@ -1,7 +1,5 @@
 """NATS failures: servers die, stop or refuse, and networks fall silent."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter
@@ -235,9 +233,6 @@ async def test_what_was_pulled_and_not_handed_out_goes_back_at_once(server: Nats
     await transport.close()
 
 
-# --- servers that are not fit -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("info", "problem"),
     [
@@ -331,9 +326,6 @@ async def test_who_answers_in_its_place_without_tls_hears_no_credentials(tmp_pat
         server.start()
         assert await transport.answers("rlhf.a.sample", 20.0), "it is known again when it is back"
         await transport.close()
-
-
-# --- chaos --------------------------------------------------------------------------------------------------------
 
 
 async def test_chaos_loses_nothing(tmp_path: Path) -> None:

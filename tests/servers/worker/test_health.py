@@ -1,7 +1,5 @@
 """Health over gRPC and HTTP is prompt and true, and needs credentials."""
 
-from __future__ import annotations
-
 import http.client
 import socket
 import threading

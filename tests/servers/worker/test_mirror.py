@@ -1,7 +1,5 @@
 """A run folder mirrored in an object store: a successor finds all that was acknowledged."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

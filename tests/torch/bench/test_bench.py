@@ -1,7 +1,5 @@
 """The benchmark: scenarios, workers, bars, runs, table, plot, demo, with scripted or tiny workers."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Benchmarks of moves: small real runs of two processes, and their figures."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -16,8 +14,6 @@ from rlhfspec.bench.moving.rebalancing.rebalance import DifferentTokens, Rebalan
 from rlhfspec.bench.moving.rebalancing.results import Row, StageResult, StageRun
 from rlhfspec.bench.moving.rebalancing.workloads import LEAST_IMBALANCE, stages
 from rlhfspec.errors import InvalidRequest
-
-# -- rebalance --------------------------------------------------------------------------------------------------------
 
 
 def test_an_arm_with_other_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,9 +52,6 @@ def test_groups_are_those_whose_halves_differ() -> None:
 def test_an_engine_does_not_know_how_long_a_response_will_be() -> None:
     [told] = sequences_of(["a/0"], [(1, 2)], [7], [0], [0], max_tokens=960)
     assert (told["length"], told["max_tokens"]) == (7, 960)
-
-
-# -- migrate ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

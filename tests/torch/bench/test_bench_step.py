@@ -1,7 +1,5 @@
 """The benchmark of a whole step: comparisons, refusals, and a real run of our side."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Checkpoints are saved to the last bit or not at all, and no failure loses an earlier one."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -44,8 +42,6 @@ def check(loaded: Any, step: int) -> None:
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
-
-# What comes back
 
 leaves = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
@@ -135,9 +131,6 @@ def test_one_file_a_part_readable_without_this_package(folder: Path) -> None:
     assert load_file(path / "policy.safetensors")["policy.weight"].shape == (64, 64)
     with CheckpointStore(folder, keep=1) as store, pytest.raises(InvalidRequest, match="parts of a checkpoint"):
         store.save(13, {"../elsewhere": 1})
-
-
-# Which ones there are
 
 
 def test_the_best_stays_until_another_is_better(folder: Path) -> None:
@@ -290,9 +283,6 @@ def test_a_folder_that_cannot_be_one_is_an_error_of_ours(tmp_path: Path) -> None
         CheckpointStore(tmp_path / "file" / "checkpoints", keep=1)
 
 
-# Disks and kills
-
-
 class Full:
     def __init__(self, num_good: int) -> None:
         self.left = num_good
@@ -342,9 +332,6 @@ def test_a_failure_of_any_operation_loses_nothing(tmp_path: Path, replacing: boo
         if not full.failed:
             return
     raise AssertionError("a save never got through")
-
-
-# Export
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "gpt-neox", "qwen3"])

@@ -1,7 +1,5 @@
 """`rlhfspec drafter train` writes a loadable model folder."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

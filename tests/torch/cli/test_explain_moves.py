@@ -1,7 +1,5 @@
 """`rlhfspec explain-moves`, the view and the metrics show plans and their results."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`rlhfspec plan` on the cluster examples, and its refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Messages between ranks survive encoding, and unknown commands run nothing."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows of every source, prompts of columns and messages, and an order by (seed, step)."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json
@@ -98,11 +96,7 @@ def test_every_source_gives_the_same_rows(tmp_path: Path, write: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        (
-            "a.csv",
-            b"prompt,answer\n1,2\n1\n3,4,5\n",
-            "line 3: spec.dataset.path: has 1 values, and the first",
-        ),
+        ("a.csv", b"prompt,answer\n1,2\n1\n3,4,5\n", "line 3: spec.dataset.path: has 1 values, and the first"),
         ("a.csv", b"prompt,prompt\n1,2\n", "must name every column once; it says prompt, prompt"),
         ("a.csv", b'prompt\n"1\n', "is not CSV: unexpected end of data, in line 2"),
         ("a.csv", b"prompt\n1\n\xfc\n", "must be UTF-8 text (line 3 is not)"),
@@ -111,11 +105,7 @@ def test_every_source_gives_the_same_rows(tmp_path: Path, write: Any) -> None:
         ("a.json", b'[{"prompt": "a"},\n]', "is not JSON: "),
         ("a.jsonl.gz", b"prompt", "is not a whole gzip file: Not a gzipped file"),
         ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}', mtime=0)[:-9], "is not a whole gzip file"),
-        (
-            "a.jsonl.gz",
-            gzip.compress(b'{"prompt": "a"}\n[]', mtime=0),
-            "line 2: spec.dataset.path: must be an object",
-        ),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n[]', mtime=0), "line 2: spec.dataset.path: must be an object"),
         ("a.tsv", b"prompt\n1", "must be a .jsonl, .json or .csv file"),
     ],
 )

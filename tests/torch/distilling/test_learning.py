@@ -1,7 +1,5 @@
 """A learning drafter improves, and changes no token."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Muon equals torch's own, its slow twin, on CPUs without bfloat16."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

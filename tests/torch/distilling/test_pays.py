@@ -4,8 +4,6 @@ Acceptance goes from `start` to `best`, halving the gap every `half` tokens lear
 most 1% against no learning and gains at least half of the possible gain.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

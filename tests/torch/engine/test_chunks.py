@@ -1,7 +1,5 @@
 """Prompt chunks by FlashAttention, simulated here, have the tokens and numbers of our kernel."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -155,9 +153,6 @@ def test_graphs_are_for_what_has_no_chunks(taken: list[int]) -> None:
     assert there._graphs._captured
 
 
-# ---- which attentions ------------------------------------------------------------------------------------------------
-
-
 def test_what_it_does_not_know_stays_with_our_kernel(taken: list[int]) -> None:
     assert engine_on(kind="gemma2").reports["model"].prefill == "own kernel: FlashAttention knows no soft caps"
     device = torch.device("second")
@@ -187,8 +182,6 @@ def test_one_that_computes_something_else_is_found_out(second: Any, monkeypatch:
         assert said in engine.reports["model"].prefill
         same(engine.generate(PROMPTS[:2], PARAMS, seeds=range(2)), wanted()[:2])
 
-
-# ---- one call --------------------------------------------------------------------------------------------------------
 
 sequences = st.lists(
     st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=4

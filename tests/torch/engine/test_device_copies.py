@@ -1,7 +1,5 @@
 """A step makes one copy to its device, one back, and no wait in between."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

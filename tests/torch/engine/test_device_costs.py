@@ -1,7 +1,5 @@
 """A device's costs exclude launches; recording them disturbs no other thread."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

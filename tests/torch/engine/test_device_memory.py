@@ -1,7 +1,5 @@
 """KV takes the device memory left by weights and the largest forward, and no more than useful."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The engine's features: stop, stream, cancel, new weights, moves, and bad input."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import Counter

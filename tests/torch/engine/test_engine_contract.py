@@ -1,7 +1,5 @@
 """The engine `own` keeps the contracts of engines and of moves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

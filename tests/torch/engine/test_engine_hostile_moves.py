@@ -1,7 +1,5 @@
 """Hostile moves are refused by name before anything is owned or written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -261,9 +259,6 @@ def test_weights_that_went_down_on_the_way_are_refused() -> None:
     assert set(state.weights_versions.tolist()) == {0, 1}
     refused(lambda: there.import_sequence(replace(state, weights_versions=state.weights_versions[::-1].copy())),
             "weights_versions", there)  # fmt: skip
-
-
-# ---- as bytes -------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None)

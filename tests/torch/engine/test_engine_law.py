@@ -1,7 +1,5 @@
 """The one law: speculation, batching, preemption and sharing change when a token appears, never which."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Thousands of operations lose no block and leak no memory."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import tracemalloc

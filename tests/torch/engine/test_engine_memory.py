@@ -4,8 +4,6 @@
 python -m pytest tests/torch/engine/test_engine_memory.py --hypothesis-profile=whole
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections import Counter
@@ -17,13 +15,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from on_device import BY_COMPANY
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams

@@ -1,7 +1,5 @@
 """Unmodified Hugging Face models in the engine: their logits, the law, and refusals by name."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

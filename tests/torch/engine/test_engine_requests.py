@@ -1,7 +1,5 @@
 """Requests are checked at submission, so that no step ever raises."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The engine on another device: same bits, few exchanges with the device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sliding windows of every size against plain Hugging Face, with all drafters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

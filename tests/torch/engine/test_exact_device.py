@@ -1,7 +1,5 @@
 """`exact: on` off the CPU: a token's bits do not depend on the batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

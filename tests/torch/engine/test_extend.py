@@ -1,7 +1,5 @@
 """A turn is an append: a kept sequence continues as if all were one prompt."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

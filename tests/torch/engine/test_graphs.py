@@ -1,7 +1,5 @@
 """Fixed buffers and padding of captured graphs, called again on the CPU without a GPU."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prompts outlive their sequences: blocks are reused with the same bits."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Cached KV equals a fresh forward's; a stale draft entry would change no token, so only this test finds it."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

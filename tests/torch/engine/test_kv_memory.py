@@ -1,7 +1,5 @@
 """KV memory on a CPU grows with use and is returned."""
 
-from __future__ import annotations
-
 import copy
 import sys
 

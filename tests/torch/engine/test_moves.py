@@ -1,7 +1,5 @@
 """Sequences that move between engines keep tokens and log-probs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -19,8 +17,6 @@ from rlhfspec.engine.base import KVRange, Watermark
 from rlhfspec.engine.kv.state_bytes import from_bytes, to_bytes
 from rlhfspec.errors import InvalidRequest, MalformedRecord, SequenceStateError
 from rlhfspec.tiny import perturbed
-
-# ---- the same bits --------------------------------------------------------------------------------------------------
 
 
 @examples(4, whole=20)
@@ -193,9 +189,6 @@ def test_it_is_as_old_as_it_was() -> None:
     assert [sequence.request.id for sequence in [*other.scheduler.waiting, *other.scheduler.running]] == ["old", "c"]
     assert bits(drain(other)["old"]) == alone(1)
     drain(young)
-
-
-# ---- when it does not come to it ------------------------------------------------------------------------------------
 
 
 def test_new_weights_at_either_end_leave_somebody_who_goes_on() -> None:

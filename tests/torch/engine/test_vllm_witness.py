@@ -1,7 +1,5 @@
 """The witness of vLLM's tokens at load finds any deviation from the law."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

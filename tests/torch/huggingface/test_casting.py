@@ -1,7 +1,5 @@
 """Models in bfloat16: rounding is the same wherever a model loads, and the proof sees it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -87,9 +85,6 @@ def test_no_buffer_of_any_class_changes_its_type() -> None:
         num_float += sum(dtype.is_floating_point for dtype in before.values())
         assert any(parameter.dtype == BF16 for parameter in model.parameters()), model_type
     assert num_float > 150
-
-
-# ---- the proof at load ----------------------------------------------------------------------------------------------
 
 
 def long_model(model_type: str = "llama", *, seed: int = 0) -> Any:
@@ -201,9 +196,6 @@ def test_what_was_found_is_of_the_model_that_runs() -> None:
     assert report_of(prepared(long_model(), max_context=LONG)).difference < 1e-5
 
 
-# ---- what stays in float32 ------------------------------------------------------------------------------------------
-
-
 def held(engine: Any, name: str) -> Tensor:
     path, _, leaf = name.rpartition(".")
     module = engine.state.target.runner.fused.model.get_submodule(path)
@@ -255,8 +247,6 @@ def test_trained_weights_reach_engine_and_export_as_they_are_kept(model_type: st
         assert (name, again[name].dtype) == (name, parameter.dtype)
         assert torch.equal(again[name], parameter), name
 
-
-# ---- buffers --------------------------------------------------------------------------------------------------------
 
 BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
 

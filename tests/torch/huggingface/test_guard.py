@@ -1,7 +1,5 @@
 """A row's bits are its own in every torch function of the audit and of the guard."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -138,9 +136,6 @@ def test_the_lists_do_not_overlap() -> None:
     assert not (ELEMENTWISE | REDUCING) & MOVING
 
 
-# ---- the guard ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def guard() -> Guard:
     return Guard(arithmetic="auto")
@@ -227,9 +222,6 @@ def test_complex_products_are_written_out(guard: Guard) -> None:
             assert torch.equal((states[5:6].clone() * turns[5:6, :width])[0], together[5])
             assert torch.equal(states * 0.3, torch.complex(states.real * 0.3, states.imag * 0.3))
         torch.testing.assert_close(together, states * turns[:, :width])
-
-
-# ---- the audit ------------------------------------------------------------------------------------------------------
 
 
 class _Product(nn.Module):

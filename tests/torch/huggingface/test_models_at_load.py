@@ -1,7 +1,5 @@
 """Findings, questions and refusals at load depend on what a model does, never on names."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -44,9 +42,6 @@ def engine_of(model: Any, *, draft: Any = None, **options: Any) -> Engine:
     return make_engine(model, EngineConfig(**(usual | options)), draft=draft)
 
 
-# ---- what it finds --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("window", [1, 2, 3, 11, 12, 13, 24, 63, 64, 100, 127])
 def test_windows_are_found_whatever_the_module_calls_them(window: int) -> None:
@@ -80,9 +75,6 @@ def test_an_attention_that_runs_twice_a_layer_has_two_places_in_the_cache() -> N
 
 def test_the_trunk_and_what_it_returns_are_found() -> None:
     assert [anatomy_of(kind).trunk for kind in ("llama", "gpt2", "opt")] == ["model", "transformer", "model.decoder"]
-
-
-# ---- what it asks ---------------------------------------------------------------------------------------------------
 
 
 def probed(model_type: str, max_context: int, **changes: Any) -> list[tuple[int, int]]:
@@ -154,9 +146,6 @@ def test_a_difference_is_refused_where_rounding_cannot_explain_it() -> None:
         check(float("nan"))
 
 
-# ---- what it refuses ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("model_type", "changes", "problem"),
     [
@@ -222,9 +211,6 @@ def test_logits_that_are_changed_behind_the_head_are_the_models_own() -> None:
     assert verdict.kind == "right", verdict
 
 
-# ---- loading --------------------------------------------------------------------------------------------------------
-
-
 def test_a_folder_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
     random_model("llama", seed=0).save_pretrained(tmp_path)
     engine = Engine.from_pretrained(tmp_path, speculation="off", profile=False, max_context=64)
@@ -245,9 +231,6 @@ def test_float64_is_the_reference_mode(model_type: str) -> None:
         logits = model(input_ids=torch.tensor([[1, 2, 3, 4, 5, *done.token_ids]]), use_cache=False).logits[0]
     wanted = logits.log_softmax(-1)[4:-1].gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(done.log_probs).double(), wanted, rtol=0, atol=1e-6)
-
-
-# ---- moving ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("other", ["weights", "RoPE base", "window", "norm weight", "expert"])
@@ -301,9 +284,6 @@ def test_experts_loaded_later_are_those_loaded_first() -> None:
     assert one_by_one(engine, [_request()])["a"].log_probs == one_by_one(fresh, [_request()])["a"].log_probs
 
 
-# ---- experts' load --------------------------------------------------------------------------------------------------
-
-
 def test_every_row_of_a_mixture_is_counted_once() -> None:
     engine = engine_of(tiny_model(tiny_config("mixtral")))
     assert all(sum(rows) == 0 for rows in engine.stats().expert_rows.values()), "the proof does not count"
@@ -312,9 +292,6 @@ def test_every_row_of_a_mixture_is_counted_once() -> None:
     assert len(rows) == 4
     assert {sum(counts) for counts in rows.values()} == {2 * (5 + 6)}, "2 experts a row; the last token is never run"
     assert engine_of(random_model("llama", seed=0)).stats().expert_rows == {}
-
-
-# ---- checkpoints that are not the model's ---------------------------------------------------------------------------
 
 
 def saved(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:

@@ -1,7 +1,5 @@
 """Planted bugs are named by the proof at load, and found by the sweep's judge without it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Weights kept in bfloat16 are never whole in float32 on the host, with the same results."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

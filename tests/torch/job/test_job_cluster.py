@@ -1,7 +1,5 @@
 """A job in a cluster: checks, the laptop's note, and the CRD. See also e2e/test_crd.py."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Malformed jobs and datasets exit with code 2, the field and the fix, without traceback."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

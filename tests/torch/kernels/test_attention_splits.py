@@ -1,7 +1,5 @@
 """Splits of attention have the same bits anywhere, and up to one split those of one softmax."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -54,9 +52,6 @@ def every_isa(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return choose
 
 
-# ---- one call -------------------------------------------------------------------------------------------------------
-
-
 @needs_native
 @settings(max_examples=40)
 @given(forest=long_forests, shape=shapes, options=st.sampled_from(LONG_OPTIONS), seed=st.integers(0, 1000))
@@ -94,9 +89,6 @@ def test_splits_matter_only_beyond_the_first() -> None:
     split, unsplit = case.run(split=64, **window), case.run(split=UNSPLIT, **window)
     assert_same_bits(split[~crosses], unsplit[~crosses])
     assert not torch.equal(split, unsplit)
-
-
-# ---- two calls ------------------------------------------------------------------------------------------------------
 
 
 def holding(case: Case, splits: tuple[int, int], split: int) -> Case:
@@ -195,8 +187,6 @@ def test_parts_that_do_not_follow_each_other_are_refused() -> None:
         make_case(LONG, Shape()).run(attend_partial, splits=(1, 1))
 
 
-# ---- the bits before there were splits ------------------------------------------------------------------------------
-
 RECORDED = {
     ("plain", torch.float32): "8961fd426fa1a339",
     ("plain", torch.bfloat16): "16da86bd57290c98",
@@ -251,9 +241,6 @@ def test_up_to_a_split_the_bits_are_those_of_the_kernel_without_splits(
 
 def digest(out: torch.Tensor) -> str:
     return hashlib.sha256(out.numpy().tobytes()).hexdigest()[:16]
-
-
-# ---- Triton ---------------------------------------------------------------------------------------------------------
 
 
 TRITON = [Sequence(145, (-1, 0, 0, 1), as_tree=True), Sequence(66, chain(2), as_tree=False), Sequence(9, (-1,), True)]

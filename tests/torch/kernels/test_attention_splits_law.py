@@ -1,7 +1,5 @@
 """The law in contexts of several splits: engine, trainer and scorer have the same bits."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from functools import partial
@@ -69,9 +67,6 @@ def packed(samples: Samples) -> tuple[PackedRow, torch.Tensor]:
 
 every_kind = pytest.mark.parametrize("kind", MODEL_KINDS)
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-
-
-# ---- the engine -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep(parts=3)
@@ -151,9 +146,6 @@ def test_only_engines_with_the_same_splits_exchange_sequences() -> None:
 def test_a_split_that_tiles_do_not_fit_into_is_refused_by_name(split: int) -> None:
     with pytest.raises(InvalidRequest, match=r"^attention_split: must be a multiple of 64"):
         EngineConfig(attention_split=split)
-
-
-# ---- trainer and scorer ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep(parts=3)

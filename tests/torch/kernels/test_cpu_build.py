@@ -1,7 +1,5 @@
 """The kernel library: builds by CPU, cache, and the vector type of all kernels."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 
@@ -51,9 +49,6 @@ def test_the_number_of_threads_follows_torch_until_it_is_set() -> None:
     finally:
         build.set_num_threads(None)
     assert build.num_threads() == torch.get_num_threads()
-
-
-# ---- the vector type ------------------------------------------------------------------------------------------------
 
 
 def probe(name: str, isa: str, *arrays: np.ndarray) -> None:

@@ -1,7 +1,5 @@
 """Native drafting of all levels equals the loop over levels in trees and kept slots."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Sampling kernels equal their slow twins in tokens, and in bits in any batch."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -31,7 +29,7 @@ class Batch(NamedTuple):
     top_k: Tensor
     top_p: Tensor
 
-    def rows(self, keep: Tensor | slice) -> Batch:
+    def rows(self, keep: Tensor | slice) -> "Batch":
         return Batch(*(value[keep] for value in self))
 
     @property
@@ -124,9 +122,6 @@ def bits(result: tuple[Tensor, ...]) -> list[list[int]]:
 def restored_threads() -> Iterator[None]:
     yield
     build.set_num_threads(None)
-
-
-# ---- the C++ kernels -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep(parts=3)
@@ -255,9 +250,6 @@ def test_exponentials_are_accurate(isa: str) -> None:
     found = native_sample(isa, batch).log_probs.double()
     held = exact < -1e-7  # nearer to 0 float64 itself cannot hold 1 + exp(-gap) well enough
     torch.testing.assert_close(found[held], exact[held], rtol=6.5e-8, atol=0)
-
-
-# ---- what every implementation promises ------------------------------------------------------------------------------
 
 
 def triton_sample(batch: Batch) -> gumbel.SampleResult:
@@ -430,9 +422,6 @@ def test_a_wrong_argument_is_named(
 def test_k_out_of_range_is_named(k: int) -> None:
     with pytest.raises(ValueError, match=r"^k: "):
         gumbel.candidates(torch.zeros(1, 4), np.zeros(1, np.int64), np.zeros(1, np.int32), np.ones(1, np.float32), k)
-
-
-# ---- Triton, in its interpreter without a GPU ------------------------------------------------------------------------
 
 
 @pytest.mark.sweep(parts=3)

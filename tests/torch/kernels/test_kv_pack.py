@@ -1,7 +1,5 @@
 """KV packing restores every bit and touches nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -2,8 +2,6 @@
 PYTHONPATH=tests python tests/torch/kernels/test_law.py
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -20,8 +18,6 @@ from places import ROOT
 from rlhfspec.kernels import gumbel, philox
 
 VECTORS = ROOT / "docs" / "law_vectors.json"
-
-# ---- the law, from the page alone ------------------------------------------------------------------------------------
 
 
 def philox_words(counter: list[int], key: list[int]) -> list[int]:
@@ -74,8 +70,6 @@ def proposals(y: list[float], seed: int, t: int, T: float, k: int) -> list[tuple
 def f32(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
-
-# ---- the vectors -----------------------------------------------------------------------------------------------------
 
 PUBLISHED_PHILOX = [  # counter, key, words of the authors' own known-answer file (Random123, kat_vectors)
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
@@ -226,8 +220,6 @@ def _tensors(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
 
     return {name: tensor(value) for name, value in arguments.items()}
 
-
-# ---- the distribution ------------------------------------------------------------------------------------------------
 
 NUM_DRAWS = 1_000_000
 LOGITS = [0.3, -1.2, 2.0, 2.0, 0.9, -4.0, 1.1, -0.2, 0.0, 1.5, -2.5]  # 11 tokens, two tied

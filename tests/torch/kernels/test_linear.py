@@ -1,7 +1,5 @@
 """Linear layers, gated MLPs, norms and activations: right values, and a row's bits in any batch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 
@@ -73,9 +71,6 @@ def differing_batches(layer: nn.Module, x: Tensor) -> list[str]:
     return wrong
 
 
-# ---- which arithmetic -----------------------------------------------------------------------------------------------
-
-
 def test_fp32_weights_are_always_multiplied_by_fma() -> None:
     assert arithmetic_for(FP32) == ("torch" if build.load() is None else "fma")
 
@@ -112,9 +107,6 @@ def test_an_impossible_arithmetic_names_what_there_is() -> None:
         arithmetic_for(FP32, "amx")
     with pytest.raises(ValueError, match="float32 or bfloat16"):
         arithmetic_for(torch.float16)
-
-
-# ---- bits -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep(parts=2)
@@ -191,9 +183,6 @@ def test_any_shape_any_slice_of_rows(
     whole = layer(x)
     build.set_num_threads(threads)
     assert torch.equal(layer(x[rows]), whole[rows])
-
-
-# ---- values ---------------------------------------------------------------------------------------------------------
 
 
 def rounded(x: Tensor, arithmetic: str) -> Tensor:
@@ -310,9 +299,6 @@ def test_wrong_input_is_refused_by_name() -> None:
         layer.load_weight(torch.randn(8, 5))
     with pytest.raises(ValueError, match="activation: must be one of"):
         PackedGatedMLP(8, 8, 8, activation="swoosh")
-
-
-# ---- activations and norm -------------------------------------------------------------------------------------------
 
 
 @needs_library

@@ -1,7 +1,5 @@
 """Tree attention: each kernel equals the slow twin, with a row's bits independent of the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -38,8 +36,6 @@ from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
 from rlhfspec.kernels.tree_attention_twin import tree_attention_reference
 
 MIXED_AND_LONG = [(MIXED, {}), (LONG, {"split": 64})]
-
-# ---- the C++ kernel -------------------------------------------------------------------------------------------------
 
 
 @needs_native
@@ -183,9 +179,6 @@ def test_inputs_may_have_any_strides_and_indices_may_be_tensors() -> None:
     assert_same_bits(Case(wide, case.key.contiguous(), case.value, case.kv, tensors).run(), expected)
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
-
-
 def broken(**changes: Any) -> AttentionMeta:
     good: dict[str, Any] = {
         "slots": np.array([0, 1], np.int32), "table_rows": np.zeros(2, np.int32),
@@ -242,9 +235,6 @@ def test_arguments_that_do_not_fit_are_refused_by_name(name: str, changes: Optio
     }  # fmt: skip
     with pytest.raises(ValueError, match=f"^{name}: "):
         tree_attention(**(good | changes))
-
-
-# ---- the other ways -------------------------------------------------------------------------------------------------
 
 
 def test_without_native_kernels_the_twin_serves(monkeypatch: pytest.MonkeyPatch) -> None:

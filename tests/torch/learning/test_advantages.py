@@ -1,7 +1,5 @@
 """Advantages equal TRL 1.16 and verl 0.9.1, and satisfy their equations elsewhere."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -94,8 +92,6 @@ def test_overlong_penalties_equal_verl(case: Case) -> None:
     ours = overlong_penalties(lengths_of(case), max_tokens=NUMBERS["max_tokens"], **case["parameters"])
     assert_close(ours, output(case, "penalties"))
 
-
-# Laws --------------------------------------------------------------------------------------------------------------
 
 finite = st.floats(-4, 4, allow_nan=False, width=32)
 fractions = st.sampled_from([0.0, 0.5, 0.9, 0.95, 1.0])

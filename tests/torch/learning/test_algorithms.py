@@ -1,7 +1,5 @@
 """Every algorithm's targets and losses equal its reference in any order and split."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -252,9 +250,6 @@ def test_the_overlong_penalty_reaches_the_advantages_but_not_the_choice_of_group
     assert targets.advantages[0] > 0 > targets.advantages[-1]
     assert metrics["overlong_penalty_mean"] == -0.25
     assert metrics["informative_fraction"] == 0.0
-
-
-# Rollouts ----------------------------------------------------------------------------------------------------------
 
 
 def test_rollouts_are_in_id_order_with_tokens_behind_each_other() -> None:

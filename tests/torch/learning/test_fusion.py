@@ -1,7 +1,5 @@
 """Actor and critic on separate ranks train as one rank does; a NaN on one stops both."""
 
-from __future__ import annotations
-
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor

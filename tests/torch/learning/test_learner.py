@@ -1,7 +1,5 @@
 """A learning step is exact under any packing, resumable to the bit, and never trains on NaN."""
 
-from __future__ import annotations
-
 import io
 import math
 from typing import Any
@@ -20,8 +18,6 @@ from rlhfspec.training.modeling.digest import digest
 from rlhfspec.training.modeling.loading import prepared
 from rlhfspec.training.modeling.log_probs import TorchForward
 from rlhfspec.training.modeling.packed import pack_sequences
-
-# -- exactness ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -132,9 +128,6 @@ def test_exact_on_policy_takes_the_engines_forward() -> None:
         learner(spec(exactOnPolicy=True, autocast="bfloat16"))
 
 
-# -- state ----------------------------------------------------------------------------------------------------------
-
-
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(state, file)
@@ -200,9 +193,6 @@ def test_tied_weights_are_there_once() -> None:
     assert "model.embed_tokens.weight" in trained.policy_state()
 
 
-# -- what is not finite ---------------------------------------------------------------------------------------------
-
-
 def test_a_forward_that_is_not_finite_names_step_and_sample() -> None:
     trained = learner(spec(tokensPerMicroBatch=30))
     trained.learn(rollouts())
@@ -232,9 +222,6 @@ def test_a_gradient_that_is_not_finite_names_its_sample_and_leaves_no_trace() ->
     for each in (trained, untroubled):
         each.learn(rollouts())
     assert digest(trained.policy_state()) == digest(untroubled.policy_state())
-
-
-# -- optimizers and schedules ---------------------------------------------------------------------------------------
 
 
 def rates(settings: dict[str, Any], num_updates: int) -> list[float]:

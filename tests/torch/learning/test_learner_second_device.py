@@ -1,7 +1,5 @@
 """The learner on a device that is not the CPU."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

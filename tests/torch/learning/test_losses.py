@@ -1,7 +1,5 @@
 """Losses equal TRL 1.16 and verl 0.9.1 in values and gradients, and obey their laws."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -155,9 +153,6 @@ def test_aggregation_equals_verl(case: Case) -> None:
 def test_entropy_equals_verl(case: Case) -> None:
     logits = torch.tensor(case["parameters"]["logits"], dtype=torch.float64)
     assert_close(entropy_of(logits), output(case, "entropy"))
-
-
-# Laws --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

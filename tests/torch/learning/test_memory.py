@@ -1,7 +1,5 @@
 """activationCheckpointing: auto recomputes layers exactly where they would not fit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

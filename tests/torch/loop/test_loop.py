@@ -1,7 +1,5 @@
 """THE MAP is complete: every wait can be unblocked, and every product has a reader or needs none."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

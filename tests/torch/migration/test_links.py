@@ -1,7 +1,5 @@
 """Promises of every link, and the choice of one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

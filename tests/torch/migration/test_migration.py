@@ -1,7 +1,5 @@
 """Sequences that move during decode keep their bits and always have one owner."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Control messages and KV links of moves: permissions and invalid input."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """After any fault in any phase of a move, one owner continues with the same bits and nothing leaks."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

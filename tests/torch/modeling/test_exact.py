@@ -1,7 +1,5 @@
 """Exactly on-policy: the trainer's log-probs are the generator's to the bit, with torch's gradients."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -60,9 +58,6 @@ def generate(engine: Engine, seed: int, **params: Any) -> tuple[PackedRow, torch
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours.detach() - theirs).abs().max())
-
-
-# ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep(parts=3)
@@ -214,9 +209,6 @@ def test_weights_are_packed_again_whenever_they_change() -> None:
     assert not torch.equal(counted, forward(batch).untempered)
 
 
-# ---- torch's gradients -----------------------------------------------------------------------------------------------
-
-
 def assert_same_gradients(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
     found = dict(ours.named_parameters())
     for name, parameter in theirs.named_parameters():
@@ -345,9 +337,6 @@ def test_a_large_vocabulary_in_parts_gives_the_same(monkeypatch: pytest.MonkeyPa
     assert_same_gradients(parts.model, whole.model)
 
 
-# ---- the kernel ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.9])
 @pytest.mark.parametrize("vocab_size", [1, 2, 97, 4099])
@@ -371,9 +360,6 @@ def test_a_given_tokens_log_prob_has_the_bits_of_sampling_it(vocab_size: int, te
 def test_impossible_tokens_and_temperatures_are_refused(tokens: list[int], temperature: float) -> None:
     with pytest.raises(ValueError, match=r"tokens|temperature"):
         gumbel.token_log_probs(torch.zeros(2, 5), np.array(tokens, np.int32), temperature)
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 def spec(training: dict[str, Any], model: dict[str, Any], *, dtype: str = "float32") -> job.Spec:

@@ -1,7 +1,5 @@
 """Log-probs in bfloat16 are as near to float32 at position 4,000 as at 100."""
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Packed forwards equal plain Hugging Face and the engine; critic, LoRA and digests."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
@@ -185,9 +183,6 @@ def test_a_model_that_does_more_to_its_logits_is_refused() -> None:
         prepared(model)
 
 
-# -- folders --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("models") / "llama"
@@ -257,9 +252,6 @@ def test_a_critic_of_other_or_cut_weights_is_named(folder: str, tmp_path: Path) 
         load_critic(job.Model(path=folder, critic=str(tmp_path)))
 
 
-# -- LoRA -----------------------------------------------------------------------------------------------------------
-
-
 def test_lora_begins_as_the_base_and_merges_into_plain_names() -> None:
     plain = prepared(random_model("qwen2", seed=5))
     names, before = list(plain.state_dict()), TorchForward(plain, 1.0)(batch()).log_probs.detach()
@@ -293,9 +285,6 @@ def test_lora_trains_the_update_only_and_draws_it_from_the_seed() -> None:
 def test_lora_on_layers_that_are_not_there_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"model\.lora\.targetModules"):
         lora.add_lora(prepared(random_model("llama", seed=5)), job.Lora(targetModules=["nothing"]), seed=0)
-
-
-# -- digests --------------------------------------------------------------------------------------------------------
 
 
 def test_a_digest_is_of_names_types_shapes_and_bytes() -> None:

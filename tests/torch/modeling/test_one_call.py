@@ -1,7 +1,5 @@
 """A packed row's attention in one call, with a stand-in for the GPU-only `varlen_attn`."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Recomputed activations give the same gradients to the bit, from less memory."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Answers that share their prompt equal those with copies (sharePrompts: false, the slow twin)."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from typing import Any
@@ -64,9 +62,6 @@ def assert_same_gradients(slow: dict[str, torch.Tensor], shared: dict[str, torch
         assert (shared[name] - gradient).abs().max() <= 1e-5 * largest, name
 
 
-# -- rows -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_prompt_is_run_once_and_its_last_row_predicts_every_first_token() -> None:
     batch = pack_sequences([(5, 6)] * 3 + [(7,)], [(1, 2, 3), (4,), (8, 9), (1, 2)], share_prompts=True)
     assert batch.token_ids.tolist() == [[5, 6, 1, 2, 8, 7, 1]]
@@ -117,9 +112,6 @@ def test_an_answer_attends_to_its_prompt_and_to_itself(
         whole = own if part.behind is None else torch.cat([places[part.behind], own])
         expected = explicit_attention(q[:, :, whole], k[:, :, whole], v[:, :, whole], 0.3, spec_, softcap, sinks)
         torch.testing.assert_close(found[:, own], expected[0, :, -len(own) :], rtol=1e-5, atol=1e-6)
-
-
-# -- models ---------------------------------------------------------------------------------------------------------
 
 
 def model_of(kind: str) -> Any:
@@ -179,9 +171,6 @@ def test_groups_that_were_generated_are_exactly_on_policy(dtype: str) -> None:
     forward = ExactForward(prepared(random_model("qwen3", seed=3)), 1.0, max_context=CONTEXT, dtype=dtype)
     generated = torch.tensor([number for each in done for number in each.log_probs])
     assert torch.equal(forward(batch).untempered, generated)
-
-
-# -- the learner ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep(parts=2)

@@ -1,7 +1,5 @@
 """Parts of a model by rank, and what cannot be cut. Results of ranks: tests/processes/learning."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A job's GPU plan against torch's FakeTensor: the trainer's step at widths of 8B, 32B and 70B."""
 
-from __future__ import annotations
-
 import copy
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """The advised number of generators settles, never oscillates, and is right by the simulator."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -183,9 +181,6 @@ def test_by_the_simulator_it_settles_where_one_more_saves_little(curve: str) -> 
         assert mean[settled + 1] >= (1 - MORE_SHARE - 0.1) * mean[settled], (settled, mean)
     if settled > 1:
         assert mean[settled - 1] >= (1 + FEWER_SHARE) * mean[settled] - 0.1 * mean[settled], (settled, mean)
-
-
-# --- what the rebalancer sees ------------------------------------------------------------------------------------
 
 
 def elastic_job(**generator: object) -> RLHFJob:

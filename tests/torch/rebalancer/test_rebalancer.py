@@ -1,7 +1,5 @@
 """The rebalancing stage knows the latest signals and can die at any time."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Live view and plain lines: their content fits, and model output cannot control the terminal."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

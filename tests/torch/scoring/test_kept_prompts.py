@@ -1,7 +1,5 @@
 """Scorers run a prompt once for its answers without changing a number."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -62,13 +60,8 @@ def counted(rows: SequenceRows) -> Iterator[list[int]]:
         rows.runner.forward = forward  # type: ignore[method-assign]
 
 
-# ---- which blocks hold what ------------------------------------------------------------------------------------------
-
-
 @given(calls=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40), st.booleans()), max_size=60))
-def test_blocks_belong_to_one_prompt_and_the_longest_unused_goes_first(
-    calls: list[tuple[int, int, bool]],
-) -> None:
+def test_blocks_belong_to_one_prompt_and_the_longest_unused_goes_first(calls: list[tuple[int, int, bool]]) -> None:
     kept = KeptPrompts(num_blocks=6, block_size=16)
     latest: list[bytes] = []
     for number, size, fails in calls:
@@ -88,9 +81,6 @@ def test_blocks_belong_to_one_prompt_and_the_longest_unused_goes_first(
             latest = []
         else:
             kept.give_back(own)
-
-
-# ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -204,9 +194,6 @@ def test_a_forward_that_fails_leaves_nothing_behind() -> None:
         assert len(scorer._rows._kept) == 0
         assert len(scorer._rows._kept._free) == scorer._rows._kept.num_blocks
         assert [scorer.log_probs(PROMPTS[0], answer) for answer in ANSWERS] == expected
-
-
-# ---- what it saves, and what it takes --------------------------------------------------------------------------------
 
 
 def tokens_run(scorer: LogProbScorer, pairs: Sequence[tuple[list[int], list[int]]]) -> int:

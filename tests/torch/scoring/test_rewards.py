@@ -1,7 +1,5 @@
 """Rewards: arguments of functions and models, valid numbers, and no failure as zero."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading
@@ -26,9 +24,6 @@ from rlhfspec.training.scoring.rewards.user_code import in_daemon_thread
 @pytest.fixture
 def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path)
-
-
-# What a function is given
 
 
 def test_a_function_gets_what_its_signature_asks_for(desk: Desk) -> None:
@@ -97,9 +92,6 @@ def test_a_function_cannot_change_what_another_one_sees(desk: Desk) -> None:
     assert run(sources, sample(columns={"answer": []}))[0].values == (0.0,)
 
 
-# What counts as a number
-
-
 @pytest.mark.parametrize(
     "value", [1, 1.0, True, Fraction(2, 2), np.float32(1), np.bool_(True), np.array(1.0), torch.tensor(1.0)], ids=repr
 )
@@ -160,9 +152,6 @@ def test_one_bad_number_of_a_batch_is_one_bad_sample(desk: Desk) -> None:
     good, bad = desk.score(code, [sample(replica=0), sample(replica=1)], batched=True, onError="drop")
     assert (good.values, good.error) == ((1.0,), "")
     assert (bad.values, bad.error) == ((), "reward 'reward': what it returned is nan, not a finite number")
-
-
-# Failures
 
 
 def test_a_raising_function_ends_the_job_and_says_where_and_why(desk: Desk) -> None:
@@ -291,9 +280,6 @@ def test_sources_run_at_once(desk: Desk) -> None:
     assert run(desk.sources(source, source))[0].components == (("reward", 0.0), ("reward-2", 0.0))
 
 
-# Weights and combination
-
-
 @pytest.mark.parametrize(("how", "total"), [("sum", 2.5), ("min", -0.5), ("product", -1.5)])
 def test_components_are_unweighted_and_the_value_is_not(desk: Desk, how: str, total: float) -> None:
     desk.write("def good(completion): return 3.0\ndef bad(completion): return -1.0")
@@ -329,18 +315,12 @@ def test_names(desk: Desk) -> None:
     assert sources.names == ["reward", "reward-2", "judge.example/v1/score"]
 
 
-# Arrival
-
-
 def test_scores_do_not_depend_on_arrival(desk: Desk) -> None:
     code = "def reward(completion): return len(completion)"
     samples = [sample(prompt, replica, text="x" * prompt) for prompt in range(5) for replica in range(2)]
     together = desk.score(code, samples)
     alone = [score for one in samples[::-1] for score in desk.score(code, one)]
     assert together == alone[::-1] == desk.score(code, samples[::-1])
-
-
-# Finding the function
 
 
 def test_the_file_beside_the_job_wins_and_two_jobs_do_not_share_one_name(desk: Desk, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Reward models: the raw output of one label, each sample as if alone, and early refusals."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -120,9 +118,6 @@ def test_the_chat_template_of_the_reward_model_is_used_when_asked_for(judge: Pat
     assert score.values == (output(judge / "one", list(b"[user]2+2=[assistant]4"), 0),)
 
 
-# ---- a prompt is run once for its answers ----------------------------------------------------------------------------
-
-
 def classifier(kind: str, **options: Any) -> Classifier:
     return Classifier(classifying_model(kind, num_labels=2, **options), keep_prompts=True, name=kind)
 
@@ -137,12 +132,7 @@ ANSWERS = [tokens(4, 30), tokens(5, 1), [7, 0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("llama", {}),
-        ("mistral", {"sliding_window": 20, "num_key_value_heads": 2}),
-        ("gpt2", {}),
-    ],
+    ("kind", "options"), [("llama", {}), ("mistral", {"sliding_window": 20, "num_key_value_heads": 2}), ("gpt2", {})]
 )
 def test_a_kept_prompt_leads_to_the_bits_of_one_that_was_not(kind: str, options: dict[str, Any]) -> None:
     """The order does not matter, and the numbers equal Hugging Face's own forward of the whole text."""

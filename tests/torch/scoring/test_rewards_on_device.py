@@ -1,7 +1,5 @@
 """Reward models run on the device, and waiting samples are batched."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Reference log-probs and critic values are right, and pure functions of the sample."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from concurrent.futures import ThreadPoolExecutor
@@ -46,9 +44,6 @@ def moved(critic: Critic, seed: int) -> Critic:
         for parameter in critic.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     return critic
-
-
-# ---- log-probs -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", MODEL_KINDS)
@@ -178,9 +173,6 @@ def test_a_number_that_is_none_has_a_name_and_a_place() -> None:
     with pytest.raises(NumericalError, match="reference log-prob: nan at response token 2"):
         scorer.log_probs([5, 6], [7, 42, 8, 9])
     assert len(scorer.log_probs([5, 6], [7, 8])) == 2  # the next sample does not suffer from it
-
-
-# ---- values ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", MODEL_KINDS)

@@ -1,7 +1,5 @@
 """Reference and critic on a device batch waiting samples, each with its own bits."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Each stage is made by its own builder, on the job's device."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A dry generator scores for another stage until there are prompts again."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading
@@ -88,7 +86,7 @@ class Place:
         self.task = asyncio.create_task(self.service.run())
 
     @classmethod
-    async def open(cls) -> Place:
+    async def open(cls) -> "Place":
         place = cls(await Stages.open(a_job(algorithm={"klCoefficient": 0.1}), **WORKERS))
         await reads_plans(place.stages)
         return place
@@ -273,9 +271,6 @@ def assert_guests(job: RLHFJob, wanted: dict[str, str | None]) -> None:
         )  # fmt: skip
         guest = guest_of(job, context, connect)
         assert (guest and guest.stage) == helped
-
-
-# --- Whole runs --------------------------------------------------------------------------------------------------
 
 
 def ppo(job_file: Path) -> None:

@@ -1,7 +1,5 @@
 """Learnt drafters reach other and later generators; damage costs only speed."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable

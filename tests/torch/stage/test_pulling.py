@@ -1,7 +1,5 @@
 """Prompts are pulled late, returned at once on leaving, and ordered only for speed. Time passes only on request."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable, Sequence
@@ -148,9 +146,6 @@ async def test_prompts_whose_weights_are_not_here_yet_are_handed_back_too() -> N
     assert len(await inbox.pull(max_records=9, timeout_seconds=0.0)) == 3
 
 
-# --- weights that cannot be had yet -------------------------------------------------------------------------------
-
-
 class AbsentWeights:
     def __init__(self, store: Any) -> None:
         self.store, self.is_there, self.num_asked = store, False, 0
@@ -212,9 +207,6 @@ async def test_weights_that_cannot_be_had_yet_are_asked_for_again(
         name = "weights_version" if role == "policy" else "version"
         await until(lambda: getattr(loaded, name) == 1, "it has them")
     await ends(task, service)
-
-
-# --- scores -------------------------------------------------------------------------------------------------------
 
 
 class NeverDone(FakeSources):
@@ -330,9 +322,6 @@ def test_a_reward_checks_the_datas_columns_before_it_scores() -> None:
     assert asyncio.run(main({"answer": ""})) == [["sums/1/0/0"]]
     with pytest.raises(InvalidRequest, match="asks for answer"):
         asyncio.run(main({"question": ""}))
-
-
-# --- order --------------------------------------------------------------------------------------------------------
 
 
 def test_what_took_long_goes_first_and_replicas_stay_together() -> None:

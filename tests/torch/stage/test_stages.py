@@ -1,7 +1,5 @@
 """Each stage over the memory transport on a fake clock, with records late, repeated or lost."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -13,15 +11,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from small_job import a_job
-from stages import (
-    FakeSources,
-    Stages,
-    ends,
-    policy_weights,
-    prompts_for,
-    reward_of,
-    until,
-)
+from stages import FakeSources, Stages, ends, policy_weights, prompts_for, reward_of, until
 
 from rlhfspec.critic.service import CriticService
 from rlhfspec.errors import RolloutError, StageFailed
@@ -47,9 +37,6 @@ def rewards_of(samples: list[Sample]) -> list[Score]:
 
 async def everything(inbox: Any) -> list[Any]:
     return [delivery.record for delivery in await inbox.pull(max_records=9999, timeout_seconds=0.0)]
-
-
-# --- prompts -----------------------------------------------------------------------------------------------------
 
 
 @FEW
@@ -103,9 +90,6 @@ def test_a_demand_is_answered_while_weights_are_waited_for() -> None:
     asyncio.run(main())
 
 
-# --- everybody stops at once --------------------------------------------------------------------------------------
-
-
 class NoValues:
     version = 0
     at_once = 1
@@ -143,9 +127,6 @@ async def test_a_stage_that_waits_stops_at_once(name: str) -> None:
     await until(lambda: service.vitals.state().what not in ("", "something it does not name"), "it waits")
     await asyncio.sleep(0.01)
     await ends(task, service)
-
-
-# --- generator ---------------------------------------------------------------------------------------------------
 
 
 @settings(FEW, max_examples=6)
@@ -205,9 +186,6 @@ async def _samples(inbox: Any, number: int, clock: FakeClock | None = None) -> l
     return found
 
 
-# --- reward ------------------------------------------------------------------------------------------------------
-
-
 @FEW
 @given(seed=st.integers(0, 999), grouping=st.sampled_from(["sample", "group"]))
 def test_samples_are_scored_once_and_groups_together(seed: int, grouping: Any) -> None:
@@ -259,9 +237,6 @@ async def test_a_sample_delivered_again_while_it_is_scored_is_scored_once() -> N
     await until(lambda: len(sources.calls) == 2 and not service._held, "both are scored")
     assert sorted(map(tuple, sources.calls)) == [("sums/1/0/0",), ("sums/1/0/1",)]
     await ends(task, service)
-
-
-# --- trainer -----------------------------------------------------------------------------------------------------
 
 
 @FEW
@@ -377,9 +352,6 @@ def test_what_is_chosen_is_a_function_of_the_rewards_alone(
 
 def _score(sample: Sample, reward: float | None) -> Score:
     return reward_of(sample.id, 0.0, error="no digits") if reward is None else reward_of(sample.id, reward)
-
-
-# --- the loop ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

@@ -1,7 +1,5 @@
 """Part of the sweep over transformers' causal LMs. All: `rlhfspec models check all --table docs/models.md`."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -93,12 +91,6 @@ def test_variants_turn_one_thing_each() -> None:
     for name, make in variants("mistral"):
         changed = {field for field, value in make().to_dict().items() if plain[field] != value}
         assert len(changed) == bool(name), (name, changed)
-
-
-# ---- processes ------------------------------------------------------------------------------------------------------
-
-
-# ---- the tables -----------------------------------------------------------------------------------------------------
 
 
 def judged(model_type: str, variant: str = "", **verdict: str) -> Judged:

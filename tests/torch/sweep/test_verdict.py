@@ -1,7 +1,5 @@
 """Rules of the sweep's judge: rounding, corners of activations, and errors."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from itertools import pairwise
@@ -63,9 +61,6 @@ def test_log_probs_that_are_off_are_not_taken_for_rounding(monkeypatch: pytest.M
     verdict = judge(lambda: tiny_model(config))
     assert verdict.kind == "wrong"
     assert verdict.detail.startswith("log-probs differ from the oracle's by")
-
-
-# ---- in bfloat16, by position ---------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
 """The sums: texts, rewards, lessons, `tiny:` names, and the shipped examples."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -109,11 +107,7 @@ def test_a_start_learns_from_the_lessons() -> None:
 
 def test_what_was_made_before_keeps_its_name() -> None:
     names = {recipe.name: recipe.folder_name for recipe in (TARGET_RECIPE, DRAFT, WIDE)}
-    assert names == {
-        "target": "target-2e9955ebf3d2",
-        "draft": "draft-2455cf378411",
-        "wide": "wide-605a4117ec18",
-    }
+    assert names == {"target": "target-2e9955ebf3d2", "draft": "draft-2455cf378411", "wide": "wide-605a4117ec18"}
     assert len({recipe.folder_name for recipe in RECIPES.values()}) == len(RECIPES)
 
 
@@ -133,9 +127,6 @@ def test_unknown_tiny_names_are_refused_with_those_there_are(name: str) -> None:
         check(name)
     with pytest.raises(InvalidRequest):
         resolve(name)
-
-
-# -- the examples ---------------------------------------------------------------------------------------------------
 
 
 def test_every_algorithm_has_an_example() -> None:

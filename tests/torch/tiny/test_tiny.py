@@ -1,7 +1,5 @@
 """The tiny models: corpus, tokenizer, training, widening, cache, random families."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An engine's log-probs are compared with the trainer's after every weight swap."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

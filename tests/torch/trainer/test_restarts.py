@@ -1,7 +1,5 @@
 """A stage that dies and is restarted alone changes neither other stages nor the curve."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any
@@ -99,8 +97,7 @@ def test_a_trainer_that_dies_alone_trains_the_same_steps_again_to_the_same_bits(
     deaths: list[int], every: int, staleness: int, seed: int
 ) -> None:
     job = a_job(
-        training={"steps": NUM_STEPS, "promptsPerStep": 2, "maxStaleness": staleness},
-        checkpoint={"everySteps": every},
+        training={"steps": NUM_STEPS, "promptsPerStep": 2, "maxStaleness": staleness}, checkpoint={"everySteps": every}
     )
     recorder = asyncio.run(_trained(job, deaths))
     assert sorted(recorder.chains) == list(range(1, NUM_STEPS + 1))

@@ -1,7 +1,5 @@
 """Weights by process groups arrive whole or not at all, and no trainer waits for a member."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -133,9 +131,6 @@ def test_a_sender_takes_two_buckets_of_memory_beside_its_share() -> None:
     assert sum(buffer.numel() for buffer in spare._made.values()) <= 2 * (1 << 16)
 
 
-# -- bugs ---------------------------------------------------------------------------------------------------------
-
-
 def altered(content: Tensor, what: str, hashed: Callable[..., str]) -> str:
     found = hashed(content, what)
     if what.endswith("/3"):
@@ -195,9 +190,6 @@ def test_weights_of_another_digest_are_not_taken() -> None:
     with group_of(1) as group:
         assert group.sent(1, weights(1)) == ""
         assert group.nodes[0].receiver.take(record_of(1, weights(2))) is None
-
-
-# -- members that fail --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Weights in memory, files and over gRPC: what was put is got, the newest stay, invalid ones are refused."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Weights over gRPC from nodes that fail, are late, lie or corrupt: right bits, or a reason."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
@@ -72,9 +70,6 @@ class Peer:
 
 def said(**answer: Any) -> bytes:
     return WeightsAnswer(**answer).model_dump_json().encode()
-
-
-# ---- many receivers ----------------------------------------------------------------------------------------------
 
 
 def test_more_receivers_than_streams_all_get_it_from_the_trainer_and_keep_it(nodes: Cluster) -> None:
@@ -150,9 +145,6 @@ def test_generators_of_a_whole_loop_swap_between_steps_and_never_mix(nodes: Clus
     nodes.trainer.close()
     nodes.trainer = nodes.node(keep=4)
     asyncio.run(main())
-
-
-# ---- faults ------------------------------------------------------------------------------------------------------
 
 
 def test_a_trainer_that_falls_silent_or_dies_in_mid_stream_is_asked_again(nodes: Cluster) -> None:
@@ -313,9 +305,6 @@ def test_closing_ends_a_get_that_waits(nodes: Cluster) -> None:
             got.result()
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------------
-
-
 def header(**changes: Any) -> bytes:
     good = pack("sums", "policy", 1, {"a": torch.ones(4), "b": torch.zeros(2, 2)}, Buffers()).header.model_dump()
     return json.dumps({name: value for name, value in (good | changes).items() if value is not ...}).encode()
@@ -411,9 +400,6 @@ def test_a_hostile_request_is_refused_with_a_reason_and_counted(nodes: Cluster, 
     assert nodes.trainer.store.refused == {"malformed": 1}
 
 
-# ---- TLS ---------------------------------------------------------------------------------------------------------
-
-
 def server_credentials(folder: Path, role: str) -> grpc.ServerCredentials:
     authority, key, certificate = ((folder / name).read_bytes() for name in ("ca.pem", f"{role}.key", f"{role}.pem"))
     return grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)
@@ -453,9 +439,6 @@ def test_tls_knows_who_may_read_and_nobody_else_gets_a_byte(tmp_path: Path) -> N
             nodes.node(
                 trainer_address=lambda: plain.address, credentials=channel_credentials(ours, "generator")
             ).store.get(record)
-
-
-# ---- memory ------------------------------------------------------------------------------------------------------
 
 
 def test_memory_is_used_again_unless_somebody_still_looks_at_it(nodes: Cluster) -> None:

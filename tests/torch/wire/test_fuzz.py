@@ -2,8 +2,6 @@
 FUZZ_CASES=1000000 FUZZ_SEED=7 python -m pytest --timeout 0 tests/torch/wire/test_fuzz.py
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

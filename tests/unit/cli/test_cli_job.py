@@ -1,7 +1,5 @@
 """`rlhfspec validate`, `init` and `schema` print, write and start without torch."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -81,8 +79,7 @@ def test_the_reward_that_init_writes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "fix"),
-    [(("--algorithm", "grop"), "must be one of ppo"), ((), "does not exist")],
+    ("arguments", "fix"), [(("--algorithm", "grop"), "must be one of ppo"), ((), "does not exist")]
 )
 def test_init_refuses(tmp_path: Path, arguments: tuple[str, ...], fix: str) -> None:
     code, output = rlhfspec("init", tmp_path / "none" / "job.yaml", *arguments)

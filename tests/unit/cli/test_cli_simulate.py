@@ -1,7 +1,5 @@
 """`rlhfspec simulate`: table, picture, JSON, calibration by a run, and refusals."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

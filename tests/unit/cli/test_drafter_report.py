@@ -1,7 +1,5 @@
 """`rlhfspec drafter report` on folders with and without a learnt drafter."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`rlhfspec trace` shows every sample truly, and errors take one line."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Control's reactions to records, without a server, on a fake clock."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from dataclasses import replace

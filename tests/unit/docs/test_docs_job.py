@@ -1,7 +1,5 @@
 """docs/job.md has every field of a job, each described by a sentence."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any, get_args, get_origin

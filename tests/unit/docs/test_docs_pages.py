@@ -1,7 +1,5 @@
 """The README shows real output, and the docs index links every page."""
 
-from __future__ import annotations
-
 from places import ROOT
 from typer.testing import CliRunner
 

@@ -1,7 +1,5 @@
 """The acceptance model is calibrated, monotone in the gap, and isolates bad sequences."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -56,9 +54,7 @@ def test_it_learns_the_truth_of_every_gap_and_reports_it() -> None:
 @given(
     st.lists(st.tuples(st.floats(0, 30), st.integers(0, 4), st.integers(1, 5), st.booleans()), min_size=1, max_size=60)
 )
-def test_predictions_are_chances_whatever_was_seen(
-    seen: list[tuple[float, int, int, bool]],
-) -> None:
+def test_predictions_are_chances_whatever_was_seen(seen: list[tuple[float, int, int, bool]]) -> None:
     model = AcceptanceModel(2)
     gap, rank, depth, accepted = (np.array(column) for column in zip(*seen, strict=True))
     rows = np.zeros(len(gap), np.int32)

@@ -1,7 +1,5 @@
 """Cost tables are monotone, exact at knots, robust to outliers and quick to correct."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

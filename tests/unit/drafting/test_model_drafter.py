@@ -1,7 +1,5 @@
 """The model drafter keeps the drafter contract over a forward without a model."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from rlhfspec.common.arrays import FloatArray, Floats, IntArray

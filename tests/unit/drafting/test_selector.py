@@ -1,7 +1,5 @@
 """Selectors in a simulated world are close to the best static strategy and adapt quickly."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import replace
 
@@ -88,11 +86,7 @@ def test_best_nodes_are_a_forest_of_the_asked_size_and_nest(drawn: tuple[Forest,
     st.sampled_from([None, 2]),
 )
 def test_the_budget_is_the_one_that_brute_force_finds(
-    drawn: tuple[Forest, int],
-    seconds: list[float],
-    num_prefill_rows: int,
-    draft_seconds: float,
-    max_nodes: int | None,
+    drawn: tuple[Forest, int], seconds: list[float], num_prefill_rows: int, draft_seconds: float, max_nodes: int | None
 ) -> None:
     forest, num_sequences = drawn
     costs = CostModel({TARGET: CostTable([1, 4, 16, 48], seconds, per_kv_token=1e-6)})
@@ -134,9 +128,6 @@ def test_the_budget_cares_for_sequences_that_have_far_to_go() -> None:
     assert best_nodes(uneven, 2).tolist() == [1, 3], "a forest still, and the second sequence's"
 
 
-# --- the level rule -------------------------------------------------------------------------------------------------
-
-
 def test_another_level_is_drafted_only_while_it_pays() -> None:
     costs = CostModel.profile(
         lambda kind, rows, kv: {"target": 0.01 + 0.001 * max(rows - 16, 0)}.get(kind, 0.001), drafters=("model",)
@@ -161,9 +152,6 @@ def test_a_step_in_the_costs_is_taken_if_what_lies_behind_it_pays() -> None:
         assert rule.go_on(frontier_acceptance=path, num_rows=4, level=2) is expected
 
 
-# --- the outlook ----------------------------------------------------------------------------------------------------
-
-
 def test_a_plan_is_rated_by_what_its_forests_promised_and_what_came_true_of_it() -> None:
     costs = CostModel.profile(
         lambda kind, rows, kv: {TARGET: 0.01 + 0.001 * rows}.get(kind, 1e-4), drafters=("model",), row_grid=(1, 64)
@@ -182,9 +170,6 @@ def test_a_plan_is_rated_by_what_its_forests_promised_and_what_came_true_of_it()
         outlook.learn_truth(outlook.best, num_tokens=2, promised=outlook.promised(outlook.best, seconds=4 / expected))
     outlook.look(state)
     assert outlook.ranked()["model-d6-w1-b1"] == pytest.approx(expected / 2, rel=0.03)
-
-
-# --- adaptive against static ----------------------------------------------------------------------------------------
 
 
 def static_speed(machine: SimulatedMachine, agreement: dict[str, float], plan: DraftPlan, batch: int) -> float:
@@ -351,9 +336,6 @@ def test_tenfold_outliers_change_nothing_but_their_own_steps() -> None:
         world.run(selector, acceptance, num_sequences=8, num_steps=150)
     rates = [selector.explain().rates for selector in (quiet, noisy)]
     assert max(rates[1].values()) == pytest.approx(max(rates[0].values()), rel=0.12)
-
-
-# --- explaining, fixed strategies, cost of choosing -----------------------------------------------------------------
 
 
 def test_every_decision_can_be_explained() -> None:

@@ -1,7 +1,5 @@
 """The suffix drafter uses the law's noise, proposes what comes true, and returns memory."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable

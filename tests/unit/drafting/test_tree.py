@@ -1,7 +1,5 @@
 """The vectorised tree walk equals its slow twin."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Reading a job: YAML traps, overrides, paths, algorithm defaults, and both schemas."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Marks of a field are declared at the field alone."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import pytest

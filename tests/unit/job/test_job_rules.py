@@ -1,7 +1,5 @@
 """The one table of rules matches the API server's, and every rule can be broken."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Micro-batches are whole, within the budget, balanced, and a function of lengths."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

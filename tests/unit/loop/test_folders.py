@@ -1,7 +1,5 @@
 """The map of the loop matches the service folders."""
 
-from __future__ import annotations
-
 from places import ROOT
 
 from rlhfspec.messages.loop import STAGES

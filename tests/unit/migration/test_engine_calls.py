@@ -1,7 +1,5 @@
 """Calls into an engine's thread are metered, ordered, made once and never lost."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """A moving sequence has one owner, or none and its prompt is redelivered, on any network."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -93,9 +91,6 @@ class Moves(RuleBasedStateMachine):
 
 TestMoves = Moves.TestCase
 TestMoves.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
-
-
-# ---- each rule is needed --------------------------------------------------------------------------------------------
 
 
 class NoTombstone(Destination):
@@ -228,8 +223,6 @@ def test_a_source_that_doubted_too_long_believes_no_news() -> None:
         passed_on_long_after(handed_over_and_nobody_said_so(make_source=BelievesGoneForEver))
 
 
-# ---- messages -------------------------------------------------------------------------------------------------------
-
 REPLIES = [
     messages.Reserved(**HEAD, mark=b"mark", offer="{}"), messages.Copied(**HEAD, key="k"),
     messages.Taken(**HEAD, num_recomputed=4), messages.Refused(**HEAD, field="room", reason="none"),
@@ -290,9 +283,6 @@ def test_a_header_that_lies_is_refused_or_harmless(data: st.DataObject) -> None:
 def test_a_header_that_is_none_is_refused(header: object) -> None:
     with pytest.raises(MalformedRecord):
         from_bytes(sealed(header))
-
-
-# ---- the machines, one by one ---------------------------------------------------------------------------------------
 
 
 def test_two_that_arrive_at_once_and_one_too_many() -> None:

@@ -1,7 +1,5 @@
 """Interleaved pipelines: schedules are feasible and no longer than the serial one."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

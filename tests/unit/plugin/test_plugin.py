@@ -1,7 +1,5 @@
 """kubectl-rlhf without a cluster prints tables and starts light. See also e2e/test_plugin.py."""
 
-from __future__ import annotations
-
 from rich.console import Console
 
 from rlhfspec.control.show import document_of

@@ -1,7 +1,5 @@
 """kubectl rlhf sanitises everything from pods and the API server."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """Plans keep their laws, equal the slow planner's, and are fast."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Learning of step costs, remaining lengths, and prompts with long answers."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

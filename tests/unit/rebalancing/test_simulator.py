@@ -1,7 +1,5 @@
 """The simulator equals its slow twin and known results of policies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Steps in which all groups have equal rewards are counted and shown."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 

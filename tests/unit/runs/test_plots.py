@@ -1,7 +1,5 @@
 """Pictures show a run's numbers, for runs of any size."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import replace
 from pathlib import Path

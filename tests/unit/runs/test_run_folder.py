@@ -1,7 +1,5 @@
 """The run folder has whole lines, resumes after any kill, and admits one run."""
 
-from __future__ import annotations
-
 import json
 import stat
 from dataclasses import fields, replace
@@ -22,15 +20,7 @@ from rlhfspec.errors import InvalidRequest, NumericalError, RolloutError, Storag
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.file.yaml_text import parts_of
 from rlhfspec.messages.records.evaluations import Evaluation, example_evaluation
-from rlhfspec.messages.records.metrics import (
-    CURVE,
-    MEASUREMENTS,
-    Lengths,
-    Spread,
-    StepMetrics,
-    curve,
-    example_step,
-)
+from rlhfspec.messages.records.metrics import CURVE, MEASUREMENTS, Lengths, Spread, StepMetrics, curve, example_step
 from rlhfspec.runs.folder.run_folder import RunFolder, example_job
 from rlhfspec.runs.folder.same_job import as_content
 from rlhfspec.runs.folder.sample_lines import evaluation_of, example_sample, sample_line
@@ -481,9 +471,6 @@ def test_the_document_lists_every_field_and_its_kind() -> None:
     ]
     assert listed == kinds
     sample = json.loads(sample_line(example_sample(), None))
-    for file, keys in (
-        ("samples", list(sample)),
-        ("evaluations", [field.name for field in fields(Evaluation)]),
-    ):
+    for file, keys in (("samples", list(sample)), ("evaluations", [field.name for field in fields(Evaluation)])):
         rows = [row for row in text.split(f"## {file}.jsonl")[1].split("## ")[0].splitlines() if row.startswith("| `")]
         assert [name.strip(" `") for row in rows for name in row.split("|")[1].split(",")] == keys

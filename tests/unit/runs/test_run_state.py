@@ -1,7 +1,5 @@
 """Run state keeps the newest record of each worker in any order and repetition."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from dataclasses import replace

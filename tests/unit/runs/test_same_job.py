@@ -1,7 +1,5 @@
 """A run resumes with its own job, even one written before newer fields existed."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from pathlib import Path

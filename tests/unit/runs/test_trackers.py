@@ -1,7 +1,5 @@
 """TensorBoard's reader finds reported values; wandb gets the same, without secrets."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -113,7 +111,7 @@ class _Wandb(ModuleType):
         self.num_finished = 0
         self.refuses = refuses
 
-    def init(self, **given: Any) -> _Wandb:
+    def init(self, **given: Any) -> "_Wandb":
         if self.refuses:
             raise self.errors.Error("api_key not configured")
         self.begun.append(given)

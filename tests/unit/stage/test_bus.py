@@ -1,18 +1,12 @@
 """Rights and retention of records follow THE MAP."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
 
-from rlhfspec.errors import (
-    InvalidRequest,
-    MalformedRecord,
-    RecordUndeliverable,
-)
+from rlhfspec.errors import InvalidRequest, MalformedRecord, RecordUndeliverable
 from rlhfspec.messages.loop import ACK_WAIT_SECONDS
 from rlhfspec.messages.records import Demand, Sample, Score, StepReport, Weights
 from rlhfspec.messages.records.metrics import example_step

@@ -1,7 +1,5 @@
 """Log lines name their subject, are single lines, and contain no secret."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

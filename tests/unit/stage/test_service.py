@@ -1,7 +1,5 @@
 """Vitals, threads and supervisor, driven by events and a fake clock."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
@@ -10,20 +8,12 @@ from concurrent.futures import CancelledError as FutureCancelled
 
 import pytest
 
-from rlhfspec.errors import (
-    InvalidRequest,
-    LoopStalled,
-    RecordUndeliverable,
-    StageFailed,
-    StageStalled,
-)
+from rlhfspec.errors import InvalidRequest, LoopStalled, RecordUndeliverable, StageFailed, StageStalled
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.supervisor import Supervisor
 from rlhfspec.stage.threads import ComputeThread
 from rlhfspec.stage.vitals import SAID_NOTHING, Vitals
-
-# --- Vitals ------------------------------------------------------------------------------------------------------
 
 
 async def test_vitals_say_who_does_what_since_when() -> None:
@@ -64,9 +54,6 @@ def test_work_ends_when_it_fails() -> None:
     with pytest.raises(KeyError), worker.working("step 3", deadline_seconds=9.0):
         raise KeyError
     assert worker.state().doing == "waiting"
-
-
-# --- Threads -----------------------------------------------------------------------------------------------------
 
 
 async def test_calls_share_one_daemon_thread() -> None:
@@ -134,12 +121,9 @@ def test_a_cancelled_call_leaves_its_thread_behind_and_says_so(caplog: pytest.Lo
     go_on.set()
 
 
-# --- Supervisor --------------------------------------------------------------------------------------------------
-
-
 class Scripted(Service):
     def __init__(
-        self, stage: str, vitals: Vitals, script: Callable[[Scripted], Awaitable[None]] | None = None, worker: int = 0
+        self, stage: str, vitals: Vitals, script: Callable[["Scripted"], Awaitable[None]] | None = None, worker: int = 0
     ) -> None:
         super().__init__(stage, worker, vitals)
         self.script = script

@@ -1,7 +1,5 @@
 """Roster, control, `top` and dashboard use the same age of silence."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """GPUs are dealt in order, one a process, and shared only if the job says so."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

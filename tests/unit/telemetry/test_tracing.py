@@ -1,7 +1,5 @@
 """One trace a sample over all stages is connected and unchanged by repetition."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time
@@ -210,9 +208,6 @@ def test_evaluations_end_with_their_report_and_headers_that_are_none_break_nothi
     assert [(span.name, span.sample, span.sent) for span in spans] == [("evaluation", sample.id, None)]
 
 
-# --- the run folder ----------------------------------------------------------------------------------------------
-
-
 def span(name: str = "generation", **fields: object) -> Span:
     stage = {"prompt": "prompts", "generation": "generator", "training": "trainer"}.get(name, name)
     given = {"run": UID, "sample": SAMPLE.id, "stage": stage, "worker": 0, "step": 3, "began": 1.0, "ended": 2.0}
@@ -315,9 +310,6 @@ def test_the_slowest_of_the_last_trained_step(tmp_path: Path) -> None:
     assert [life.sample for life in slowest(tmp_path, 2, step=4)] == ["sums/4/0/0"]
     with pytest.raises(InvalidRequest, match="no traces of this step"):
         slowest(tmp_path, 2, step=5)
-
-
-# --- to a collector, and metrics -----------------------------------------------------------------------------------
 
 
 def test_a_collector_gets_one_connected_trace_from_several_processes(tmp_path: Path) -> None:

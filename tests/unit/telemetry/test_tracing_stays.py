@@ -1,7 +1,5 @@
 """The trace of a sample moved in all ways has no gap."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import random

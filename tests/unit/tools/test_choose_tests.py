@@ -1,7 +1,5 @@
 """A change selects exactly the tests and slow suites that it can break."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

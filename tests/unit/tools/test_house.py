@@ -1,7 +1,5 @@
 """House rules find planted faults and their place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import house

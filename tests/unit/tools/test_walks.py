@@ -1,7 +1,5 @@
 """The counting of files along a walk: chains of calls in a small tree, and that this tree's walks still exist."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """NATS pulling over a scripted connection, for rare server behaviour."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The memory transport keeps `TransportContract`, which asks nothing that NATS could not keep."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

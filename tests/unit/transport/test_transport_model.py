@@ -1,7 +1,5 @@
 """Random interleavings of message events against a slow model."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 from typing import Any

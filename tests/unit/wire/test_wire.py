@@ -1,7 +1,5 @@
 """Records survive encoding, and bad bytes raise only our own error."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import struct
