@@ -24,54 +24,48 @@ ASK = messages.Ask(move="m", sample="x", number=1, source="s", destination="d")
 QUESTIONED = messages.to_bytes(ASK)
 
 
-def test_only_a_generator_is_asked(tmp_path: Path) -> None:
+async def test_only_a_generator_is_asked(tmp_path: Path) -> None:
     """Any stage could claim that a generator is at its address."""
     create_credentials(tmp_path, ["generator", "reward"])
 
-    async def main() -> None:
-        server = StreamControlServer(tls=server_tls(tmp_path, "reward"))
-        server.serve(gone)
-        peer = Peer(name="generator-1", address=server.address, incarnation="d")
-        control = StreamControl(client_tls(tmp_path, "generator"), answerers=["generator"])
-        try:
-            with pytest.raises(NoReply, match="reward may take no sequences"):
-                await control.ask(peer, QUESTIONED)
-        finally:
-            control.close()
-            server.close()
-
-    asyncio.run(main())
+    server = StreamControlServer(tls=server_tls(tmp_path, "reward"))
+    server.serve(gone)
+    peer = Peer(name="generator-1", address=server.address, incarnation="d")
+    control = StreamControl(client_tls(tmp_path, "generator"), answerers=["generator"])
+    try:
+        with pytest.raises(NoReply, match="reward may take no sequences"):
+            await control.ask(peer, QUESTIONED)
+    finally:
+        control.close()
+        server.close()
 
 
 async def gone(message: bytes) -> bytes:
     return messages.to_bytes(messages.Gone(**messages.told(message).head(), here="e"))
 
 
-def test_only_generators_of_the_run_may_ask(tmp_path: Path) -> None:
+async def test_only_generators_of_the_run_may_ask(tmp_path: Path) -> None:
     create_credentials(tmp_path / "ours", ["generator", "reward"])
     create_credentials(tmp_path / "others", ["generator"])
 
-    async def main() -> None:
-        async with served(gone, tmp_path / "ours", askers=["generator"]) as (peer, server):
-            with asking(tmp_path / "ours") as control:
-                reply = messages.reply(await control.ask(peer, QUESTIONED))
-                assert isinstance(reply, messages.Gone)
-                with pytest.raises(NoReply, match="no question"):
-                    await control.ask(peer, messages.to_bytes(reply))
-                with pytest.raises(NoReply, match="malformed"):
-                    await control.ask(peer, b"nonsense")
-            with asking(tmp_path / "ours", "reward") as control, pytest.raises(NoReply, match="reward may not"):
-                await control.ask(peer, QUESTIONED)
-            for credentials in (None, tmp_path / "others"):
-                with asking(credentials) as control, pytest.raises(NoReply):
-                    await control.ask(peer, QUESTIONED, timeout=2.0)
-            stranger = await connected(peer)  # and who never shakes hands, or with nonsense
-            stranger.writer.write(b"\0" * 64)
-            assert await stranger.read() == b""
-            assert server.refused.pop("stranger") == 3
-            assert dict(server.refused) == {"malformed": 2, "role": 1}
-
-    asyncio.run(main())
+    async with served(gone, tmp_path / "ours", askers=["generator"]) as (peer, server):
+        with asking(tmp_path / "ours") as control:
+            reply = messages.reply(await control.ask(peer, QUESTIONED))
+            assert isinstance(reply, messages.Gone)
+            with pytest.raises(NoReply, match="no question"):
+                await control.ask(peer, messages.to_bytes(reply))
+            with pytest.raises(NoReply, match="malformed"):
+                await control.ask(peer, b"nonsense")
+        with asking(tmp_path / "ours", "reward") as control, pytest.raises(NoReply, match="reward may not"):
+            await control.ask(peer, QUESTIONED)
+        for credentials in (None, tmp_path / "others"):
+            with asking(credentials) as control, pytest.raises(NoReply):
+                await control.ask(peer, QUESTIONED, timeout=2.0)
+        stranger = await connected(peer)  # and who never shakes hands, or with nonsense
+        stranger.writer.write(b"\0" * 64)
+        assert await stranger.read() == b""
+        assert server.refused.pop("stranger") == 3
+        assert dict(server.refused) == {"malformed": 2, "role": 1}
 
 
 async def test_who_does_not_answer_in_time_is_not_waited_for() -> None:

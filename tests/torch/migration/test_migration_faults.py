@@ -121,7 +121,7 @@ class BrokenSending:
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("must_go", [False, True])
 @pytest.mark.parametrize("at", ["open", "room", "send", "lies"])
-def test_a_link_that_fails(at: str, must_go: bool) -> None:
+async def test_a_link_that_fails(at: str, must_go: bool) -> None:
     """The sequence stays or, from a leaving generator, moves its tokens without KV."""
 
     def links(index: int) -> Links:
@@ -132,15 +132,12 @@ def test_a_link_that_fails(at: str, must_go: bool) -> None:
 
         return Links(make_landing("memory"), opened)
 
-    async def main() -> None:
-        async with generators(links=links, **LONG) as made:
-            moved = await one_move(made, must_go=must_go)
-        goes = must_go and at != "lies"
-        assert moved.how == ("tokens" if goes else "kept"), moved
-        assert goes or ("checksum" if at == "lies" else "cut") in moved.reason
-        check_bits(made)
-
-    asyncio.run(main())
+    async with generators(links=links, **LONG) as made:
+        moved = await one_move(made, must_go=must_go)
+    goes = must_go and at != "lies"
+    assert moved.how == ("tokens" if goes else "kept"), moved
+    assert goes or ("checksum" if at == "lies" else "cut") in moved.reason
+    check_bits(made)
 
 
 Strike = Callable[[list[Generator]], Any]

@@ -371,21 +371,18 @@ class Shuffled(PromptLengths):
 
 
 @pytest.mark.parametrize(("steps", "watches"), [(2, False), (3, True)])
-def test_prompts_watches_answers_where_prompts_come_again(steps: int, watches: bool) -> None:
+async def test_prompts_watches_answers_where_prompts_come_again(steps: int, watches: bool) -> None:
     job = a_job(training={"steps": steps, "promptsPerStep": 2})
 
-    async def main() -> None:
-        stages = await Stages.open(job, prompts=1, generator=1, trainer=1)
-        service: PromptsService = stages.prompts()
-        task = asyncio.create_task(service.run())
-        await until(lambda: service.vitals.state().what == "weights for step 1", "it runs")
-        sample = example_sample(0, 0)
-        await stages.publish("generator", sample)
-        if watches:
-            await until(lambda: service._lengths.work(sample.prompt_token_ids) > len(sample.prompt_token_ids), "learnt")
-        assert [name for name in stages.stored() if name == "sample"] == ["sample"], "it is kept for the trainer"
-        assert all(list(owed) == ["trainer"] for owed in _owed(stages)), "and for nobody else"
-        await ends(task, service)
-        assert watches == (len(service._lengths._means) == 1)
-
-    asyncio.run(main())
+    stages = await Stages.open(job, prompts=1, generator=1, trainer=1)
+    service: PromptsService = stages.prompts()
+    task = asyncio.create_task(service.run())
+    await until(lambda: service.vitals.state().what == "weights for step 1", "it runs")
+    sample = example_sample(0, 0)
+    await stages.publish("generator", sample)
+    if watches:
+        await until(lambda: service._lengths.work(sample.prompt_token_ids) > len(sample.prompt_token_ids), "learnt")
+    assert [name for name in stages.stored() if name == "sample"] == ["sample"], "it is kept for the trainer"
+    assert all(list(owed) == ["trainer"] for owed in _owed(stages)), "and for nobody else"
+    await ends(task, service)
+    assert watches == (len(service._lengths._means) == 1)

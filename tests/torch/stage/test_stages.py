@@ -65,29 +65,26 @@ def test_a_version_opens_every_step_it_may_sample_and_each_once(staleness: int, 
     asyncio.run(main())
 
 
-def test_a_demand_is_answered_while_weights_are_waited_for() -> None:
+async def test_a_demand_is_answered_while_weights_are_waited_for() -> None:
     """No time passes here, so neither wait may block the other."""
     job = a_job()
 
-    async def main() -> None:
-        stages = await Stages.open(job, prompts=1, generator=1, trainer=1)
-        service, inbox = stages.prompts(), await stages.bus.of("generator").subscribe(Prompt)
-        task = asyncio.create_task(service.run())
-        for version in (0, 1):
-            await stages.publish("trainer", policy_weights(version))
-            demand = Demand(id=f"sums/{version}/demand", job="sums", step=version + 1, round=1, num_prompts=1)
-            await stages.publish("trainer", demand)
-            prompts: list[Prompt] = []
+    stages = await Stages.open(job, prompts=1, generator=1, trainer=1)
+    service, inbox = stages.prompts(), await stages.bus.of("generator").subscribe(Prompt)
+    task = asyncio.create_task(service.run())
+    for version in (0, 1):
+        await stages.publish("trainer", policy_weights(version))
+        demand = Demand(id=f"sums/{version}/demand", job="sums", step=version + 1, round=1, num_prompts=1)
+        await stages.publish("trainer", demand)
+        prompts: list[Prompt] = []
 
-            async def published(prompts: list[Prompt] = prompts) -> bool:
-                prompts += await everything(inbox)
-                return len(prompts) >= 6
+        async def published(prompts: list[Prompt] = prompts) -> bool:
+            prompts += await everything(inbox)
+            return len(prompts) >= 6
 
-            await until(published, "both are answered")
-            assert sorted(p.sort_key for p in prompts) == [(version + 1, p, r) for p in range(3) for r in range(2)]
-        await ends(task, service)
-
-    asyncio.run(main())
+        await until(published, "both are answered")
+        assert sorted(p.sort_key for p in prompts) == [(version + 1, p, r) for p in range(3) for r in range(2)]
+    await ends(task, service)
 
 
 class NoValues:

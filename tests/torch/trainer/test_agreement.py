@@ -81,22 +81,19 @@ class FarLearner(FakeLearner):
         return replace(report, untempered_log_probs=rollouts.log_probs + 0.07 * (self.version > 1))
 
 
-def test_nothing_of_a_step_that_differs_leaves_the_trainer() -> None:
-    async def main() -> None:
-        stages = await Stages.open(a_job(), SystemClock(), prompts=1, generator=1, reward=1, trainer=1)
-        stages.learner = FarLearner()
-        others = [stages.prompts(), stages.generator(), stages.reward(FakeSources())]
-        running = [asyncio.create_task(service.run()) for service in others]
-        trainer = stages.trainer()
-        with pytest.raises(LogProbMismatch, match="own: step 2:"):
-            await asyncio.wait_for(trainer.run(), 60.0)
-        trainer.close()
-        for service, task in zip(others, running, strict=True):
-            await service.stop()
-            await task
-            service.close()
-        assert [trained.step for trained in stages.recorder.trained] == [1]
-        assert stages.engines[0].weights_version == 1
-        await stages.transport.close()
-
-    asyncio.run(main())
+async def test_nothing_of_a_step_that_differs_leaves_the_trainer() -> None:
+    stages = await Stages.open(a_job(), SystemClock(), prompts=1, generator=1, reward=1, trainer=1)
+    stages.learner = FarLearner()
+    others = [stages.prompts(), stages.generator(), stages.reward(FakeSources())]
+    running = [asyncio.create_task(service.run()) for service in others]
+    trainer = stages.trainer()
+    with pytest.raises(LogProbMismatch, match="own: step 2:"):
+        await asyncio.wait_for(trainer.run(), 60.0)
+    trainer.close()
+    for service, task in zip(others, running, strict=True):
+        await service.stop()
+        await task
+        service.close()
+    assert [trained.step for trained in stages.recorder.trained] == [1]
+    assert stages.engines[0].weights_version == 1
+    await stages.transport.close()

@@ -23,28 +23,25 @@ async def test_one_at_least_and_no_more_than_the_budget() -> None:
     assert calls.longest_seconds >= 0.002
 
 
-def test_what_it_raises_on_purpose_comes_back_and_a_bug_ends_the_thread_too() -> None:
+async def test_what_it_raises_on_purpose_comes_back_and_a_bug_ends_the_thread_too() -> None:
     def refuse() -> None:
         raise LinkError("x", "cut")
 
-    async def main() -> None:
-        woken: list[int] = []
-        calls = EngineCalls(on_call=lambda: woken.append(1))
-        refused, bug, after = calls.call(refuse), calls.call(lambda: 1 // 0), calls.call(lambda: 3)
-        assert len(woken) == 3
+    woken: list[int] = []
+    calls = EngineCalls(on_call=lambda: woken.append(1))
+    refused, bug, after = calls.call(refuse), calls.call(lambda: 1 // 0), calls.call(lambda: 3)
+    assert len(woken) == 3
+    calls.run(budget_seconds=0.0)
+    with pytest.raises(LinkError):
+        await refused
+    with pytest.raises(ZeroDivisionError):
         calls.run(budget_seconds=0.0)
-        with pytest.raises(LinkError):
-            await refused
-        with pytest.raises(ZeroDivisionError):
-            calls.run(budget_seconds=0.0)
-        with pytest.raises(EngineStopped):
-            await bug
-        thread = threading.Thread(target=calls.run)
-        thread.start()
-        assert await after == 3
-        thread.join()
-
-    asyncio.run(main())
+    with pytest.raises(EngineStopped):
+        await bug
+    thread = threading.Thread(target=calls.run)
+    thread.start()
+    assert await after == 3
+    thread.join()
 
 
 async def test_when_it_is_closed_nobody_waits_for_ever() -> None:

@@ -80,17 +80,14 @@ async def test_calls_share_one_daemon_thread() -> None:
     ],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
-def test_whatever_a_call_raises_arrives(raised: BaseException, arrives: type[Exception]) -> None:
+async def test_whatever_a_call_raises_arrives(raised: BaseException, arrives: type[Exception]) -> None:
     def fail() -> None:
         raise raised
 
-    async def main() -> None:
-        thread = ComputeThread("reward-0")
-        with pytest.raises(arrives):
-            await thread.in_thread(fail)
-        assert await thread.in_thread(pow, 2, 3) == 8, "the thread lives on"
-
-    asyncio.run(main())
+    thread = ComputeThread("reward-0")
+    with pytest.raises(arrives):
+        await thread.in_thread(fail)
+    assert await thread.in_thread(pow, 2, 3) == 8, "the thread lives on"
 
 
 def test_a_cancelled_call_leaves_its_thread_behind_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -331,32 +328,26 @@ def test_a_failure_while_cancelled_is_logged(caplog: pytest.LogCaptureFixture) -
     assert "disk full" in caplog.text
 
 
-def test_a_stop_that_fails_is_named() -> None:
+async def test_a_stop_that_fails_is_named() -> None:
     class Stubborn(Scripted):
         async def stop(self) -> None:
             raise OSError("no such socket")
 
-    async def main() -> None:
-        clock = FakeClock()
-        vitals = Vitals(clock)
-        with pytest.raises(StageFailed, match="view 0: failed: OSError: no such socket"):
-            await supervise(clock, vitals, [Stubborn("view", vitals), Scripted("trainer", vitals, finish)], 30.0)
-
-    asyncio.run(main())
+    clock = FakeClock()
+    vitals = Vitals(clock)
+    with pytest.raises(StageFailed, match="view 0: failed: OSError: no such socket"):
+        await supervise(clock, vitals, [Stubborn("view", vitals), Scripted("trainer", vitals, finish)], 30.0)
 
 
-def test_a_stop_that_hangs_ends_with_the_grace() -> None:
+async def test_a_stop_that_hangs_ends_with_the_grace() -> None:
     class Stubborn(Scripted):
         async def stop(self) -> None:
             await asyncio.Event().wait()
 
-    async def main() -> None:
-        clock = FakeClock()
-        vitals = Vitals(clock)
-        await supervise(clock, vitals, [Stubborn("view", vitals), Scripted("trainer", vitals, finish)], 30.0)
-        assert len(asyncio.all_tasks()) == 1, "a task outlives the run"
-
-    asyncio.run(main())
+    clock = FakeClock()
+    vitals = Vitals(clock)
+    await supervise(clock, vitals, [Stubborn("view", vitals), Scripted("trainer", vitals, finish)], 30.0)
+    assert len(asyncio.all_tasks()) == 1, "a task outlives the run"
 
 
 async def test_cancelling_the_run_cancels_the_services() -> None:
