@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from kubernetes.client import V1PodSpec
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, create_model
 from pydantic.alias_generators import to_camel
 
@@ -125,9 +126,26 @@ ByRole = create_model(  # type: ignore[call-overload]
 )
 
 
+def _schema_of(kind: str) -> dict[str, Any]:
+    """
+    >>> _schema_of("List[V1Toleration]"), _schema_of("str")
+    ({'type': ['array', 'null'], 'items': {'type': 'object'}}, {'type': ['string', 'null']})
+    """
+    if kind.startswith("List["):
+        return {"type": ["array", "null"], "items": {"type": "object"}}
+    return {"type": [{"str": "string", "int": "integer", "bool": "boolean"}.get(kind, "object"), "null"]}
+
+
+_OF_POD_SPECS = {V1PodSpec.attribute_map[name]: _schema_of(kind) for name, kind in V1PodSpec.openapi_types.items()}
+
+
 class PodTemplate(Part):
     metadata: dict[Literal["labels", "annotations"], dict[str, str]] = {}
-    spec: dict[str, Any] = Field({}, description="tolerations, nodeSelector, containers: [{name: worker, ...}], ...")
+    spec: dict[str, Any] = Field(
+        {},
+        description="tolerations, nodeSelector, containers: [{name: worker, ...}], ...",
+        json_schema_extra={"properties": _OF_POD_SPECS},
+    )
 
 
 class Allowed(Part):
@@ -152,7 +170,7 @@ class Allowed(Part):
 
 class Jobs(Part):
     allowed: Allowed = part(Allowed, "what a job may set in its pods, see docs/rights.md")
-    resources: RoleResources = part(RoleResources, "by role, of pods whose job says none")  # type: ignore[valid-type]
+    resources: RoleResources = part(RoleResources, "by role: requests and limits that the job does not name")  # type: ignore[valid-type]
     shared_memory: Quantity = Field("1Gi", description="of /dev/shm in every pod")
     pod_template: PodTemplate = part(PodTemplate, "merged into every pod of every job, before what the job says")
     service_account: Account = part(Account, "")

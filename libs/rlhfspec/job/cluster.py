@@ -28,7 +28,7 @@ class PodOptions(Block):
     ] = Field(
         {},
         description="Resource requests and limits of the role's container, such as limits: {nvidia.com/gpu: 1}, with "
-        'fractions as text ("500m"); where left out, the defaults of the namespace apply.',
+        "fractions as text (\"500m\"). Those that are not named are the chart's (`jobs.resources`) or the namespace's.",
     )
     image: Annotated[str | None, Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY] = Field(
         None,

@@ -49,7 +49,7 @@ class OperatorFile(SettingsPart):
     redis_url: str | None = None
     report_url: str
     otlp_endpoint: str | None = None
-    resources: dict[str, dict[str, Any]] = Field({}, description="Requests and limits of a role that says none.")
+    resources: dict[str, dict[str, Any]] = Field({}, description="Requests and limits by role; a job may name others.")
     shared_memory: str = Field("1Gi", description="Of /dev/shm in every pod.")
     gpu_resources: tuple[str, ...] = ("nvidia.com/gpu",)
     pod_template: dict[Literal["metadata", "spec"], dict[str, Any]] = Field({}, description="Of every job's pods.")

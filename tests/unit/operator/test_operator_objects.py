@@ -284,6 +284,27 @@ def test_a_limit_of_cpu_is_one_of_threads_until_the_template_says_another() -> N
     assert [each["value"] for each in told["generator"] if each["name"] == "OMP_NUM_THREADS"] == ["1"]
 
 
+def test_a_job_that_names_some_amounts_keeps_the_charts_others() -> None:
+    chart = {"trainer": {"requests": {"cpu": "2", "memory": "4Gi"}, "limits": {"cpu": "4", "memory": "8Gi"}}}
+    settings = SETTINGS.model_copy(update={"resources": chart})
+    own = {"limits": {"nvidia.com/gpu": 1}, "requests": {"memory": "32Gi"}}
+    trainer = objects_of(settings, roles={"trainer": {"resources": own}})["Pod", "sums-trainer-0"]
+    [container] = trainer["spec"]["containers"]
+    assert container["resources"] == {
+        "requests": {"cpu": "2", "memory": "32Gi"}, "limits": {"cpu": "4", "nvidia.com/gpu": 1},
+    }  # fmt: skip
+    assert THREADS | {"value": "4"} in container["env"]
+    assert container["image"] == "rlhfspec:cuda"
+
+
+def test_a_volume_of_a_template_takes_the_place_of_ours() -> None:
+    for ours in ({"claim": "c"}, {"uri": "s3://bucket/team"}):
+        for theirs in ({"persistentVolumeClaim": {"claimName": "fast"}}, {"emptyDir": {"sizeLimit": "1Gi"}}):
+            template = {"spec": {"volumes": [{"name": "storage", **theirs}]}}
+            volumes = pod_of("trainer", storage=ours, podTemplate=template)["spec"]["volumes"]
+            assert [each for each in volumes if each["name"] == "storage"] == template["spec"]["volumes"]
+
+
 def test_resources_and_gpus_are_counted() -> None:
     world = World(job_body(roles={"generator": {"workers": 3, "resources": GPU}, "trainer": {"resources": GPU}}))
     world.to_running()

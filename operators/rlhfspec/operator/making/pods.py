@@ -140,7 +140,7 @@ def _spread(known: Situation, topology_key: str) -> dict[str, Any]:
 
 def _container(known: Situation, key: Worker, options: PodOptions) -> dict[str, Any]:
     role = key[0]
-    resources = options.resources or known.settings.resources.get(role) or {}
+    resources = _asked(known, role, options)
     container: dict[str, Any] = {
         "name": names.CONTAINER,
         "image": image_of(known, role, options),
@@ -293,9 +293,19 @@ def _gpus(known: Situation, role: str, options: PodOptions) -> dict[str, int]:
     return found | ({"claims": len(claims)} if isinstance(claims, list) and claims else {})
 
 
+def _asked(known: Situation, role: str, options: PodOptions) -> Mapping[Any, Any]:
+    """Return the job's amounts, and the chart's of all resources that the job does not name."""
+    named = {name for amounts in options.resources.values() for name in amounts}
+    defaults = {
+        kind: {name: amount for name, amount in amounts.items() if name not in named}
+        for kind, amounts in known.settings.resources.get(role, {}).items()
+    }
+    return merged(defaults, options.resources)
+
+
 def _resources(known: Situation, role: str, options: PodOptions) -> Mapping[Any, Any]:
     """Return the resources after merging templates, which may contain anything."""
-    resources: Mapping[Any, Any] = options.resources or known.settings.resources.get(role) or {}
+    resources = _asked(known, role, options)
     for template in _templates(known, options):
         containers = template.get("spec", {}).get("containers")
         for container in containers if isinstance(containers, list) else ():
@@ -349,7 +359,7 @@ def merged(base: Mapping[Any, Any], change: Mapping[Any, Any]) -> dict[str, Any]
         elif isinstance(value, Mapping) and isinstance(result.get(name), Mapping):
             result[name] = merged(result[name], value)
         elif _is_list(value) and _is_list(result.get(name)):
-            result[name] = _merged_lists(result[name], value, _KEYS.get(name, "name"))
+            result[name] = _merged_lists(result[name], value, name)
         else:
             result[name] = value
     return result
@@ -359,15 +369,17 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _merged_lists(base: Sequence[Any], change: Sequence[Any], key: str) -> list[Any]:
-    """Merge lists: lists of text are replaced, items without the key are appended."""
+def _merged_lists(base: Sequence[Any], change: Sequence[Any], name: str) -> list[Any]:
+    """Merge lists: lists of text are replaced, items without the key are appended. A volume keeps one source."""
+    key = _KEYS.get(name, "name")
     if not all(isinstance(item, Mapping) for item in (*base, *change)):
         return list(change)
     result = list(base)
     for item in change:
         index = next((i for i, each in enumerate(base) if key in item and each.get(key) == item[key]), None)
         if index is not None:
-            result[index] = merged(result[index], item)
+            both = merged(result[index], item)
+            result[index] = {field: both[field] for field in item if field in both} if name == "volumes" else both
         elif item not in result:
             result.append(item)
     return result
