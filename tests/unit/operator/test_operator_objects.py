@@ -298,11 +298,13 @@ def test_a_job_that_names_some_amounts_keeps_the_charts_others() -> None:
 
 
 def test_a_volume_of_a_template_takes_the_place_of_ours() -> None:
-    for ours in ({"claim": "c"}, {"uri": "s3://bucket/team"}):
-        for theirs in ({"persistentVolumeClaim": {"claimName": "fast"}}, {"emptyDir": {"sizeLimit": "1Gi"}}):
-            template = {"spec": {"volumes": [{"name": "storage", **theirs}]}}
-            volumes = pod_of("trainer", storage=ours, podTemplate=template)["spec"]["volumes"]
-            assert [each for each in volumes if each["name"] == "storage"] == template["spec"]["volumes"]
+    nfs = {"name": "storage", "nfs": {"server": "nas", "path": "/jobs"}}
+    settings = SETTINGS.model_copy(update={"pod_template": {"spec": {"volumes": [nfs]}}})
+    scratch = {"name": "storage", "emptyDir": {"sizeLimit": "1Gi"}}
+    for wanted, template in ((nfs, {}), (scratch, {"spec": {"volumes": [scratch]}})):
+        pods = objects_of(settings, podTemplate=template)
+        volumes = pods["Pod", "sums-trainer-0"]["spec"]["volumes"]
+        assert [each for each in volumes if each["name"] == "storage"] == [wanted]
 
 
 def test_resources_and_gpus_are_counted() -> None:
