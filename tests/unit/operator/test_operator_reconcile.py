@@ -43,9 +43,12 @@ def test_a_job_from_nothing_to_its_last_step() -> None:
     world.run_all()
     world.settle()
     assert world.phase == "Preparing"
+    assert world.status["reason"] == "Preparing"
+    assert "kubectl rlhf logs sums --role prepare" in world.status["message"]
     world.end_pod("sums-prepare-0", 0, "prepared")
     world.settle()
     assert world.phase == "Starting"
+    assert world.status["message"] == ""
     assert world.made[1:] == [f"sums-{role}-0" for role in STAGES]
     world.run_all()
     world.settle()
@@ -139,13 +142,13 @@ def test_a_job_that_prepare_refused_after_an_edit_goes_on_once_it_is_edited_back
     world.end_those_asked()
     world.settle()
     assert world.phase == "Suspended"
-    world.edit(suspend=False, roles={"prepare": {"image": "wrong"}})
+    world.edit(suspend=False, podTemplate={"spec": {"nodeSelector": {"disk": "old"}}})
     world.settle()
     world.run_all()
     world.end_pod("sums-prepare-0", 78, "spec.storage.runFolder: holds the run of another job")
     world.settle()
     assert (world.phase, world.healthy()[1]) == ("Failed", "BadConfig")
-    world.edit(suspend=True, roles={})
+    world.edit(suspend=True, podTemplate={})
     world.settle()
     assert (world.phase, world.healthy()[0]) == ("Suspended", "True")
     world.edit(suspend=False)

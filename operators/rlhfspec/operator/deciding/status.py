@@ -39,6 +39,9 @@ def render(known: Situation) -> tuple[dict[str, Any], list[Event]]:
     old, memory = known.job.status, known.memory
     found, phase = finding(known), phase_of(known)
     said = found or (Said(memory.outcome.reason, memory.outcome.message) if memory.outcome else Said(""))
+    if phase == "Preparing" and found is None:
+        shown = f"kubectl rlhf logs {known.job.name} --role prepare"
+        said = Said(phase, f"models and data are fetched, and the run folder is made; `{shown}` shows how far it is")
     new = {
         "phase": phase,
         "observedGeneration": known.job.generation,
