@@ -1,4 +1,4 @@
-"""Jobs with one error each, from the schema and the rules, for e2e/test_crd.py and test_job_cluster.py."""
+"""Jobs with one error each, from the schema and the rules, for e2e/test_crd.py and test_job_malformed.py."""
 
 import copy
 from collections.abc import Iterator
@@ -38,13 +38,13 @@ class Wrong:
         return edited(self.edits)
 
 
-def edited(edits: dict[str, Any]) -> dict[str, Any]:
-    job = copy.deepcopy(JOB)
+def edited(edits: dict[str, Any], job: dict[str, Any] = JOB) -> dict[str, Any]:
+    job = copy.deepcopy(job)
     for path, value in edits.items():
         *outer, last = parts_of(path[1:] if path.startswith("/") else f"spec.{path}")
         holder: Any = job
         for part in outer:
-            holder = holder.setdefault(part, {}) if isinstance(holder, dict) else holder[int(part)]
+            holder = holder[part] if isinstance(holder, list) else holder.setdefault(part, {})
         if value is REMOVED:
             del holder[last]
         else:

@@ -1,4 +1,4 @@
-"""Script of test_shares.py, once a rank: resumes a checkpoint and writes the next. argv: folder, step, fuse."""
+"""Script of test_checkpoint_killed.py, once a rank: resumes a checkpoint and writes the next. argv: folder, step, fuse."""
 
 import sys
 from pathlib import Path

@@ -25,7 +25,7 @@ _running = ""  # the tier of the test that runs
 def tier_of(path: Path) -> str:
     """Return the tier of a path, or "" for tests of e2e/.
 
-    >>> tier_of(TESTS / "unit" / "drafting" / "test_tree.py")
+    >>> tier_of(TESTS / "unit" / "drafting" / "test_suffix.py")
     'unit'
     """
     tier = path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""

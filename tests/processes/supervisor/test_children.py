@@ -5,6 +5,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -440,3 +442,18 @@ async def test_who_is_to_be_started_again_when_the_run_ends_holds_nobody(
         await run.until(running.done)
         running.result()
         assert "did not leave within" not in caplog.text
+
+
+def test_a_hung_call_does_not_keep_the_process() -> None:
+    code = (
+        "import asyncio, threading\n"
+        "from rlhfspec.stage.threads import ComputeThread\n"
+        "async def main():\n"
+        "    begun = threading.Event()\n"
+        "    hang = lambda: (begun.set(), threading.Event().wait())\n"
+        "    call = asyncio.create_task(ComputeThread('x').in_thread(hang))\n"
+        "    while not begun.is_set(): await asyncio.sleep(0)\n"
+        "    call.cancel()\n"
+        "asyncio.run(main())\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

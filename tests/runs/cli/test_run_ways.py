@@ -14,9 +14,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from runs import curve_of, invoke, lines_of, train, write_job
+from runs import curve_of, invoke, lines_of, train, write_data, write_job, write_models
 from shuffled import ShuffledTransport
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhfspec.messages.records.metrics import StepMetrics
+from rlhfspec.runs.folder.run_folder import RunFolder
+from rlhfspec.sweep.classes import stirred, tiny_config
+from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 
 OFF = "generation.speculation.mode=off"
 PATIENCE_SECONDS = 120.0
@@ -247,3 +252,114 @@ def test_the_curve_of_a_run_without_a_job_file_nearby(job_file: Path, monkeypatc
     monkeypatch.chdir(elsewhere)
     train(job_file, "there", "training.steps=1")
     assert curve_of(job_file, "there") == here
+
+
+def test_speculation_changes_nothing(job_file: Path) -> None:
+    plain = train(job_file, "off")
+    assert len(plain) == 3
+    assert len({line["weights_digest"] for line in plain}) == 3, "every step changes the weights"
+    for mode in ("suffix", "model", "adaptive"):
+        assert train(job_file, mode, f"generation.speculation.mode={mode}") == plain
+    drafted = [json.loads(line)["accepted_per_verification"] for line in lines_of(job_file, "model")]
+    assert any(drafted), "the model drafter was really used"
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_resuming_at_every_step_continues_the_same_curve(job_file: Path, models: Path, algorithm: str) -> None:
+    write_job(job_file.parent, models, name=algorithm)
+    whole = train(job_file, "whole")
+    for step in (1, 2, 3):
+        train(job_file, "parts", f"training.steps={step}", resume=step > 1)
+    assert curve_of(job_file, "parts") == whole
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_workers_and_arrival_order_change_nothing(
+    job_file: Path, models: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_job(job_file.parent, models, name=algorithm, samplesPerPrompt=3)
+    plain = train(job_file, "plain")
+    two = [f"roles.{role}.workers=2" for role in ("generator", "reward", "reference", "critic")]
+    assert train(job_file, "workers", *two) == plain
+    monkeypatch.setattr("rlhfspec.cli.local.MemoryTransport", ShuffledTransport)
+    assert train(job_file, "shuffled", *two) == plain
+
+
+def test_generator_and_trainer_agree(job_file: Path) -> None:
+    train(job_file, "run")
+    differences = [json.loads(line)["log_prob_difference"]["max"] for line in lines_of(job_file, "run")]
+    assert 0 < max(differences) < 1e-5
+    result = invoke(job_file, "exact", "training.exactOnPolicy=true")
+    assert result.exit_code == 0, result.output
+    assert [json.loads(line)["log_prob_difference"]["max"] for line in lines_of(job_file, "exact")] == [0.0] * 3
+    assert "log-prob difference max 0" in result.output
+
+
+NUM_EXPERTS, CHOSEN, NUM_LAYERS = 6, 2, 4
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("experts")
+    torch.manual_seed(0)
+    config = tiny_config("mixtral", vocab_size=VOCAB_SIZE)
+    model = stirred(AutoModelForCausalLM.from_config(config), vocab_size=VOCAB_SIZE)  # type: ignore[no-untyped-call]
+    write_models(folder, model)
+    return folder
+
+
+@pytest.fixture
+def experts_job(tmp_path: Path, experts: Path) -> Path:
+    write_data(tmp_path)
+    return write_job(tmp_path, experts, name="ppo")
+
+
+def test_a_mixture_trains_exactly_on_policy_however_it_drafts(experts_job: Path) -> None:
+    exact = "training.exactOnPolicy=true"
+    plain = train(experts_job, "off", "generation.speculation.mode=off", exact)
+    assert len({line["weights_digest"] for line in plain}) == 3
+    assert train(experts_job, "model", "generation.speculation.mode=model", exact) == plain
+    for out in ("off", "model"):
+        steps = [StepMetrics.from_line(line) for line in lines_of(experts_job, out)]
+        assert [step.log_prob_difference.max for step in steps] == [0.0] * 3
+
+
+def test_steps_tell_each_experts_load(experts_job: Path) -> None:
+    train(experts_job, "off")
+    for line in lines_of(experts_job, "off"):
+        step = StepMetrics.from_line(line)
+        assert len(step.expert_rows) == NUM_LAYERS
+        assert {len(counts) for counts in step.expert_rows.values()} == {NUM_EXPERTS}
+        totals = {sum(counts) for counts in step.expert_rows.values()}
+        assert len(totals) == 1, "every layer runs the same rows"
+        prompts = 3 * len("0+0=")  # at least; the replicas of a prompt share its rows
+        assert totals.pop() >= CHOSEN * (step.num_response_tokens - step.num_samples + prompts)
+
+
+def test_the_manifest_says_how_every_model_was_found_right(experts_job: Path) -> None:
+    result = invoke(experts_job, "run", "training.exactOnPolicy=true", "training.steps=1")
+    assert result.exit_code == 0, result.output
+    models = RunFolder(experts_job.parent / "run").manifest().models
+    assert {role: report["path"] for role, report in models.items()} == {
+        "generator": "layers", "drafter": "layers", "reference": "layers", "critic": "layers", "trainer": "exact",
+    }  # fmt: skip
+    for role, report in models.items():
+        assert report["difference"] < 1e-5, role
+        assert report["bits"] == "every row's own", role
+        assert report["attentions"] == ["4 heads of 16 over 2, scale 0.25"]
+        assert len(report["probes"]) >= 2
+
+
+def test_a_manifest_of_an_older_run_has_no_models(experts_job: Path) -> None:
+    train(experts_job, "run")
+    folder = RunFolder(experts_job.parent / "run")
+    content = json.loads(folder.manifest_file.read_text())
+    del content["models"]
+    folder.manifest_file.write_text(json.dumps(content))
+    assert folder.manifest().models == {}
+    train(experts_job, "run", "training.steps=4", resume=True)
+    assert set(folder.manifest().models) >= {"generator", "trainer"}
+    assert len(curve_of(experts_job, "run")) == 4

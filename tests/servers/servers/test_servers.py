@@ -1,25 +1,31 @@
-"""Real servers are started, killed, restarted and removed; start-up errors are clear."""
+"""Real servers start, die and are removed; they accept the right keys and certificates only."""
 
 import asyncio
 import os
 import shutil
 import signal
 import socket
+import ssl
 import stat
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import nats
 import pytest
 import redis.asyncio
+from cryptography import x509
 
 from rlhfspec.errors import InvalidRequest, ServerFailed
 from rlhfspec.messages.servers import find
+from rlhfspec.messages.servers.credentials.certificates import ServerTls, client_tls, create_credentials, server_tls
 from rlhfspec.messages.servers.guardian import MARK
-from rlhfspec.messages.servers.nats import MAX_PAYLOAD_BYTES, NatsServer
-from rlhfspec.messages.servers.program import ServerProgram
+from rlhfspec.messages.servers.nats import MAX_PAYLOAD_BYTES, NatsServer, User
+from rlhfspec.messages.servers.program import ServerProgram, write_secret
 from rlhfspec.messages.servers.redis import RedisServer
 
 MADE: dict[str, Callable[[Path], ServerProgram]] = {
@@ -210,3 +216,183 @@ def test_programs_are_looked_for_beside_the_interpreter_then_in_the_path(
     for name in ("nats-server", "redis-server"):
         shutil.copy(shutil.which("true", path="/usr/bin:/bin") or "", tmp_path / name)
     assert (find.nats_server(), find.redis_server()) == (tmp_path / "nats-server", tmp_path / "redis-server")
+
+
+ROLES = ("control", "reward", "trainer")
+RIGHTS = {
+    "control": SimpleNamespace(publish=[">"], subscribe=[">"]),
+    "reward": SimpleNamespace(publish=["score"], subscribe=["_INBOX_reward.>"]),
+    "trainer": SimpleNamespace(publish=["weights"], subscribe=["_INBOX_trainer.>", "score"]),
+}
+
+
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[tuple[str, Path]]:
+    credentials = folder / "credentials"
+    public_keys = create_credentials(credentials, ROLES)
+    users = {role: User.of(public_keys[role], RIGHTS[role]) for role in ROLES}
+    server = NatsServer(folder / "nats", run="r1", users=users, tls=ServerTls.of(credentials, "nats"))
+    try:
+        yield await server.start(), credentials
+    finally:
+        await server.stop()
+
+
+async def connect(url: str, *, tls: ssl.SSLContext | None, seed: Path | None) -> nats.NATS:
+    async def ignore(_: Exception) -> None:
+        pass
+
+    return await nats.connect(
+        url, tls=tls, nkeys_seed=str(seed) if seed else None, allow_reconnect=False, max_reconnect_attempts=1,
+        connect_timeout=5, error_cb=ignore,
+    )  # fmt: skip
+
+
+async def test_the_key_says_which_role_it_is_and_so_what_it_may(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (url, credentials):
+        assert url.startswith("tls://")
+        control = await connect(url, tls=client_tls(credentials, "control"), seed=credentials / "control.seed")
+        heard = await control.subscribe(">")
+        for role, certificate in (*zip(ROLES, ROLES, strict=True), ("reward", "trainer")):
+            tls, seed = client_tls(credentials, certificate), credentials / f"{role}.seed"
+            connection = await connect(url, tls=tls, seed=seed)
+            for subject in ("score", "weights"):
+                await connection.publish(subject, role.encode())
+            await connection.flush()  # the server has seen all of it
+            await connection.close()
+            await control.flush()  # and has sent on what was allowed
+            arrived = {(await heard.next_msg()).subject for _ in range(heard.pending_msgs)}
+            assert arrived == {"control": {"score", "weights"}, "reward": {"score"}, "trainer": {"weights"}}[role]
+        await control.close()
+
+
+async def test_streams_are_the_accounts(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (url, credentials):
+        connection = await connect(url, tls=client_tls(credentials, "control"), seed=credentials / "control.seed")
+        await connection.jetstream().add_stream(name="scores", subjects=["score"])
+        assert (await connection.jetstream().publish("score", b"1")).seq == 1
+        await connection.close()
+
+
+async def test_strangers_are_refused_with_a_reason(tmp_path: Path) -> None:
+    """Either the client refuses, or the server does before the client's first byte and logs the reason."""
+    strange, old = tmp_path / "strange", tmp_path / "old"
+    create_credentials(strange, ROLES)
+    create_credentials(old, ROLES, lifetime=timedelta(seconds=-1))
+
+    async with serving(tmp_path) as (url, credentials):
+        right, seed, log = client_tls(credentials, "reward"), credentials / "reward.seed", tmp_path / "nats.log"
+        trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        trusting.load_verify_locations(credentials / "ca.pem")
+        for what, tls, key, reason in (
+            ("another run's key", right, strange / "reward.seed", "Authorization Violation"),
+            ("no key", right, None, "Authorization Violation"),
+            ("another run's authority", client_tls(strange, "reward"), seed, "certificate verify failed"),
+            ("no certificate", trusting, seed, "client didn't provide a certificate"),
+            ("a certificate of another run", trusting_with(credentials, strange), seed, "unknown authority"),
+            ("a certificate that has expired", trusting_with(credentials, old), seed, "certificate has expired"),
+        ):
+            seen = len(log.read_text())
+            with pytest.raises((nats.errors.Error, OSError)) as refused:
+                await asyncio.wait_for(connect(url, tls=tls, seed=key), 30.0)
+            async with asyncio.timeout(30.0):
+                while reason not in (words := f"{what}: {refused.value}: {log.read_text()[seen:]}"):
+                    await asyncio.sleep(0.01)
+            print(words)
+
+
+def trusting_with(credentials: Path, others: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(credentials / "ca.pem")
+    context.load_cert_chain(others / "reward.pem", others / "reward.key")
+    return context
+
+
+async def test_without_tls_nothing_is_said(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (url, _credentials):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        assert (await reader.readline()).startswith(b"INFO ")
+        writer.write(b'CONNECT {"verbose": true}\r\nPUB score 1\r\n1\r\n')
+        # It takes the first bytes for the beginning of TLS, and says no more than that it is not.
+        assert b"PONG" not in (rest := await reader.read())
+        assert b"+OK" not in rest
+        writer.close()
+        await writer.wait_closed()
+
+
+def test_certificates_hold_on_both_sides_and_for_named_hosts(tmp_path: Path) -> None:
+    create_credentials(tmp_path, ["reward", "trainer"], hosts=["node-1", "10.0.0.7"])
+    for host in ("localhost", "127.0.0.1", "node-1", "10.0.0.7"):
+        shake_hands(client_tls(tmp_path, "reward"), server_tls(tmp_path, "trainer"), host)
+    with pytest.raises(ssl.SSLCertVerificationError, match="node-2"):
+        shake_hands(client_tls(tmp_path, "reward"), server_tls(tmp_path, "trainer"), "node-2")
+
+
+def test_expired_and_missing_certificates_are_refused_on_both_sides(tmp_path: Path) -> None:
+    create_credentials(tmp_path, ["reward"], lifetime=timedelta(seconds=-1))
+    with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
+        shake_hands(client_tls(tmp_path, "reward"), careless(server_tls(tmp_path, "reward")))
+    with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
+        shake_hands(careless(client_tls(tmp_path, "reward")), server_tls(tmp_path, "reward"))
+    with pytest.raises(ssl.SSLError, match=r"(?i)peer did not return a certificate"):
+        shake_hands(careless(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)), server_tls(tmp_path, "reward"))
+
+
+def test_old_versions_of_tls_are_refused(tmp_path: Path) -> None:
+    create_credentials(tmp_path, ["reward"])
+    old = client_tls(tmp_path, "reward")
+    with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+        old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_1
+    old.set_ciphers("ALL:@SECLEVEL=0")
+    with pytest.raises(ssl.SSLError, match=r"(?i)version|protocol"):
+        shake_hands(old, server_tls(tmp_path, "reward"))
+
+
+def careless(context: ssl.SSLContext) -> ssl.SSLContext:
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, host: str = "localhost") -> None:
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [
+        client.wrap_bio(to_client, to_server, server_hostname=host),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+    for _ in range(8):
+        for side in sides:
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    assert all(side.version() in ("TLSv1.2", "TLSv1.3") for side in sides)
+
+
+def test_credentials_are_for_this_user_alone_and_soon_made(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "credentials"
+    began = time.perf_counter()
+    create_credentials(folder, [f"role-{i}" for i in range(8)])
+    print(f"8 roles in {time.perf_counter() - began:.2f} s")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert len(list(folder.iterdir())) == 3 * 8 + 2 + 2  # nothing half written, and the authority's key nowhere
+    certificate = x509.load_pem_x509_certificate((folder / "role-3.pem").read_bytes())
+    assert certificate.subject.rfc4514_string() == "CN=role-3"
+    assert certificate.not_valid_after_utc - certificate.not_valid_before_utc < timedelta(days=31)
+
+
+def test_a_secret_is_never_readable_by_others(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("old")
+    path.chmod(0o644)
+    write_secret(path, b"new")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_bytes() == b"new"
+
+
+def test_missing_credentials_are_named(tmp_path: Path) -> None:
+    create_credentials(tmp_path, ["reward"])
+    with pytest.raises(InvalidRequest, match=r"credentials: no usable certificate of trainer is there: .*No such file"):
+        client_tls(tmp_path, "trainer")
+    (tmp_path / "reward.pem").write_text("no certificate")
+    with pytest.raises(InvalidRequest, match="no usable certificate of reward"):
+        server_tls(tmp_path, "reward")

@@ -1,16 +1,27 @@
-"""KV takes the device memory left by weights and the largest forward, and no more than useful."""
+"""A device's memory and costs, and one copy to it and one back in a step."""
 
 import gc
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from flash_played import have_flash, played_there
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhfspec.engine import Engine, SamplingParams
+from rlhfspec.engine.base import Request
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.drafting.base import DraftPlan
+from rlhfspec.engine.forward import chunks, graphs, profile, runner
+from rlhfspec.engine.forward.staging import Staging
+from rlhfspec.engine.kv.cache import SlotTable
+from rlhfspec.engine.kv.state import KVSpace
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.tiny import perturbed, random_model
 
 MIB = 1 << 20
@@ -85,3 +96,244 @@ def test_the_size_that_was_asked_for_is_taken_or_refused(second: Any) -> None:
     assert engine_on_second(kv_cache_tokens=1024).stats().num_blocks == 64
     with second.limited(4 * MIB), pytest.raises(InvalidRequest, match="of keys and values"):
         engine_on_second(kv_cache_tokens=1 << 20)
+
+
+TREE = DraftPlan(drafter="model", depth=3, width=2, branch=2)
+
+
+class DeviceClock:
+    def __init__(self, second: Any) -> None:
+        self.now, self._second, self._num_kernels = 0.0, second, second.seen().kernels
+
+    def synchronize(self, *device: Any) -> None:
+        self.now += self._second.seen().kernels > self._num_kernels
+        self._num_kernels = self._second.seen().kernels
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_a_forward_is_timed_to_its_end_and_without_its_first_sight(
+    second: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"max_sequences": 4, "max_context": 64, "profile": False, "speculation": "off"}
+    engine = make_engine(random_model("llama", seed=0), EngineConfig(device="second:0", **settings))
+    clock = DeviceClock(second)
+    monkeypatch.setattr(torch.get_device_module("second"), "synchronize", clock.synchronize)
+    monkeypatch.setattr(profile, "time", clock)
+    target = engine.state.target.runner
+    for draft in (False, True):
+        assert profile._time_forward(target, 4, 16, engine.state.target.table.slots.shape, draft=draft) == 1.0
+
+
+def test_what_is_timed_is_what_steps_replay(second: Any) -> None:
+    """Graphs depend on the slot table's shape, so the profile uses the engine's."""
+    settings = {"max_sequences": 4, "max_context": 64, "profile": False, "speculation": "off"}
+    engine = make_engine(random_model("llama", seed=0), EngineConfig(device="second:0", **settings))
+    target = engine.state.target.runner
+    target._graphs = graphs.GraphedForward(target._run_layers, torch.device("second:0"), graphs.call_again)
+    profile.profile(engine.state)
+    shapes = set(target._graphs._captured)
+    assert {shape[2] for shape in shapes} == {engine.state.target.table.slots.shape}
+    engine.generate([[5, 6, 7]] * 3, SamplingParams(max_tokens=8))
+    assert set(target._graphs._captured) == shapes
+
+
+def test_a_capture_is_its_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture mode "global" would break on calls of other threads, such as a trainer's."""
+    given: list[dict[str, Any]] = []
+    stream = type("Stream", (), {"wait_stream": lambda self, other: None})
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: type("Graph", (), {"replay": lambda self: None})())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **keywords: given.append(keywords) or nullcontext())
+    assert graphs.CudaCapture()(lambda: torch.ones(1))().item() == 1.0
+    assert given == [{"pool": (0, 1), "capture_error_mode": "thread_local"}]
+
+
+@pytest.mark.parametrize(("speculation", "exact"), [("off", "off"), (TREE, "off"), (TREE, "on")])
+def test_steps_capture_nothing(second: Any, monkeypatch: pytest.MonkeyPatch, speculation: Any, exact: str) -> None:
+    """All graphs are captured at construction, the largest first, as a capture takes as long as many steps."""
+    captured: list[int] = []
+
+    def capture(run: Any) -> Any:
+        captured.append(run().shape[1])
+        return run
+
+    monkeypatch.setattr(runner, "can_capture", lambda device: True)
+    monkeypatch.setattr(graphs, "CudaCapture", lambda: capture)
+    settings = {"max_sequences": 4, "max_context": 64, "profile": False, "prefill_chunk": 8, "tree_slots": 16}
+    config = EngineConfig(device="second:0", speculation=speculation, exact=exact, **settings)
+    model = random_model("llama", seed=0)
+    engine = make_engine(model, config, draft=perturbed(random_model("llama", seed=0), 0.1))
+    assert captured == [rows for space in captures(engine) for rows in space]
+    at_the_start = len(captured)
+    assert at_the_start > 0
+    engine.generate([[5, 6, 7]] * 3 + [[8] * 20], SamplingParams(max_tokens=12))
+    assert len(captured) == at_the_start
+
+
+def captures(engine: Any) -> list[list[int]]:
+    found = []
+    for space in engine.state.spaces:
+        shapes = [key[:2] for key in space.runner._graphs._captured]
+        assert shapes == sorted(shapes, reverse=True)
+        found.append([rows for rows, _ in shapes])
+    return found
+
+
+UP, DOWN = 1, 1  # copies a step
+TABLE_BYTES = 4 * (1024 + 65)  # of a row
+
+
+@pytest.fixture
+def played(second: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from second_device.attention import attend
+
+    for module in (runner, chunks):
+        monkeypatch.setattr(module, "tree_attention", attend)
+    return second
+
+
+def engine_of(**options: Any) -> Engine:
+    settings = {"max_sequences": 4, "max_context": 1024, "profile": False, "num_threads": 1, "kv_cache_tokens": 8192}
+    draft = perturbed(random_model("llama", seed=0), 0.1) if options.pop("drafts", False) else None
+    model = random_model("llama", seed=0)
+    for each in filter(None, (model, draft)):
+        each.config.max_position_embeddings = 2048
+    return make_engine(model, EngineConfig(device="second:0", **(settings | options)), draft=draft)
+
+
+def submitted(engine: Engine) -> Engine:
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.5, top_k=20)
+    for place, prompt in enumerate(((5, 6, 7), (8, 9) * 9, (5, 6, 7), (3,) * 20)):
+        engine.submit(Request(id=f"r{place}", prompt_token_ids=prompt, params=params, seed=place))
+    engine.step()
+    engine.step()
+    return engine
+
+
+def counts(second: Any, engine: Engine) -> SimpleNamespace:
+    with second.counted() as seen:
+        engine.step()
+    return seen
+
+
+@pytest.mark.parametrize("speculation", ["off", DraftPlan(drafter="suffix", depth=4, width=2, branch=2)])
+@pytest.mark.parametrize("exact", ["off", "on"])
+def test_a_step_is_one_copy_up_and_one_down(played: Any, speculation: Any, exact: str) -> None:
+    engine = submitted(engine_of(speculation=speculation, exact=exact))
+    num_drafted = 0
+    for _ in range(12):
+        with played.counted() as seen:
+            num_drafted += engine.step().num_verified_nodes
+        assert (seen.h2d, seen.d2h, seen.waits) == (UP, DOWN, DOWN), seen.names
+        assert seen.h2d_bytes < TABLE_BYTES, "rows of the slot table go up whole"
+    assert (num_drafted > 0) is (speculation != "off")
+
+
+def test_chunks_by_flash_attention_are_neither_a_copy_nor_a_wait_more(
+    played: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_flash(monkeypatch, played_there(played), least_rows=8)
+    engine = submitted(engine_of(speculation="off", prefill_chunk=24))
+    params = SamplingParams(max_tokens=4)
+    for place in range(3):
+        prompt = tuple(range(3 + place, 63 + place))
+        engine.submit(Request(id=f"longer{place}", prompt_token_ids=prompt, params=params, seed=9))
+    for name in ("r0", "r1", "r2"):
+        engine.cancel(name)
+    num_prefilled = 0
+    for _ in range(7):
+        with played.counted() as seen:
+            num_prefilled += engine.step().num_prefill_tokens
+        assert (seen.h2d, seen.d2h, seen.waits) == (UP, DOWN, DOWN), seen.names
+        assert seen.h2d_bytes < TABLE_BYTES
+    assert num_prefilled > 150
+    assert engine.reports["model"].prefill == "varlen_attn"
+
+
+def test_a_level_of_a_drafting_model_is_one_more_of_each(played: Any) -> None:
+    plan = DraftPlan(drafter="model", depth=3, width=2, branch=2)
+    engine = submitted(engine_of(speculation=plan, drafts=True))
+    for _ in range(4):
+        seen = counts(played, engine)
+        assert seen.h2d <= UP * (1 + plan.depth), seen.names
+        assert seen.d2h == seen.h2d
+
+
+def test_a_drafting_model_reads_there_what_it_keeps_here(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device keeps accepted tree entries by swapping. A stale table costs draft quality, no token."""
+    num_looks, stage = 0, KVSpace.stage
+
+    def looking(space: KVSpace, meta: AttentionMeta, **arrays: Any) -> Any:
+        nonlocal num_looks
+        found, given = stage(space, meta, **arrays)
+        assert np.array_equal(played.opened(found.slot_table).numpy(), space.table.slots)
+        num_looks += 1
+        return found, given
+
+    monkeypatch.setattr(KVSpace, "stage", looking)
+    engine = submitted(engine_of(speculation=DraftPlan(drafter="model", depth=3, width=2, branch=2), drafts=True))
+    steps = [engine.step() for _ in range(6)]
+    assert num_looks > 20
+    assert any(step.num_committed > step.num_decoding for step in steps), "drafts came true"
+
+
+def test_what_graphs_are_replayed_with_stays_on_the_device(played: Any) -> None:
+    engine = engine_of(speculation="off")
+    there = engine.state.target.runner
+    there._graphs = graphs.GraphedForward(there._run_layers, torch.device("second:0"), graphs.call_again)
+    submitted(engine)
+    for _ in range(4):
+        seen = counts(played, engine)
+        assert (seen.h2d, seen.d2h, seen.waits) == (UP, DOWN, DOWN), seen.names
+
+
+def test_a_table_changes_there_as_it_changes_here() -> None:
+    draw = np.random.default_rng(0)
+    table, there = SlotTable(4, 64, 4), np.full(4 * 64, -1, np.int32)
+    first, _ = table.take_changed()
+    assert len(first) == 4 * 64
+    for step in range(60):
+        row = int(draw.integers(4))
+        if step % 7 == 6:
+            table.clear(row)
+            table.hold(row, draw.integers(0, 99, 8).astype(np.int32))
+        elif table.capacity[row] < 60:
+            table.append(row, draw.integers(0, 9, 1).tolist())
+        if (length := int(table.capacity[row])) > 4:
+            held = np.array([draw.integers(2, length)], np.int32)
+            table.keep_path(np.array([row], np.int32), held - 2, held)
+        if step % 3 == 0:
+            places, slots = table.take_changed()
+            assert len(places) < 64
+            there[places] = slots
+            for each in range(4):
+                owned = slice(each * 64, each * 64 + int(table.capacity[each]))
+                assert np.array_equal(there[owned], table.slots.reshape(-1)[owned])
+
+
+def test_what_is_staged_arrives(second: Any) -> None:
+    staging = Staging(torch.device("second:1"))
+    draw = np.random.default_rng(0)
+    for size in (5, 1, 400, 0):
+        given = {
+            "odd": draw.integers(0, 99, (size, 3)).astype(np.int32),
+            "seeds": draw.integers(0, 1 << 63, size).astype(np.uint64) * 2 + 1,
+            "strided": draw.random((size, 4)).astype(np.float32)[:, 1],
+        }
+        with second.counted() as seen:
+            found = staging.up(given)
+        assert seen.h2d == 1
+        for name, array in given.items():
+            assert found[name].device == torch.device("second:1")
+            assert np.array_equal(found[name].cpu().numpy().view(array.dtype), array)
+    numbers = torch.tensor([1.5, -0.0, torch.nan], device="second:1")
+    with second.counted() as seen:
+        down = staging.down([numbers, numbers > 1, torch.tensor([1, 2, 3], dtype=torch.int32).to("second:1")])
+    assert seen.d2h == 1
+    assert [each.tolist() for each in down[1:]] == [[True, False, False], [1, 2, 3]]
+    assert down[0].view(np.int32).tolist() == numbers.cpu().view(torch.int32).tolist()

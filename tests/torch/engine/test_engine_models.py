@@ -1,18 +1,26 @@
-"""Unmodified Hugging Face models in the engine: their logits, the law, and refusals by name."""
+"""Unmodified Hugging Face models in the engine, with windows of every size: logits, the law, refusals."""
 
 import copy
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from on_device import BY_COMPANY
+from sweeps import examples
 from transformers import MistralConfig, MistralForCausalLM
 
-from rlhfspec.engine import Engine, SamplingParams
+from rlhfspec.engine import Engine, Request, SamplingParams, oracle
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import UnsupportedModel
+from rlhfspec.sweep.classes import CLASSES_VOCAB_SIZE, tiny_config, tiny_model
+from rlhfspec.sweep.ways import check_same, moving, one_by_one, together
 from rlhfspec.tiny import MODEL_KINDS, perturbed, random_model
 
 VOCAB = 61
@@ -73,3 +81,51 @@ def test_an_attention_that_bypasses_the_interface_is_found_out(monkeypatch: pyte
     monkeypatch.setattr(runner, "tree_attention", without_scale)
     with pytest.raises(UnsupportedModel, match="logits differ from Hugging Face's"):
         make(model)
+
+
+SPECULATIONS = ("off", "suffix", "model", "adaptive", TREE)
+MAX_CONTEXT = 430
+
+
+def requests(lengths: tuple[int, int], seed: int) -> list[Request]:
+    draw = np.random.default_rng(seed)
+    params = SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True)
+    prompts = [tuple(draw.integers(0, CLASSES_VOCAB_SIZE, length).tolist()) for length in lengths]
+    return [Request(id=str(n), prompt_token_ids=p, params=params, seed=seed + n) for n, p in enumerate(prompts)]
+
+
+def preempt(engine: Engine, step: int) -> None:
+    if step in (5, 50) and engine.scheduler.running:
+        engine.preempt(engine.scheduler.running[0].request.id)
+
+
+@pytest.mark.on_the_cpu(BY_COMPANY)
+@given(window=st.integers(1, 200), lengths=st.tuples(st.integers(1, 400), st.integers(1, 400)), seed=st.integers(0, 99))
+@example(window=1, lengths=(1, 40), seed=1)
+@example(window=24, lengths=(50, 399), seed=2)
+@example(window=200, lengths=(199, 201), seed=3)
+@examples(3, whole=12)
+def test_every_window_is_the_oracles(window: int, lengths: tuple[int, int], seed: int) -> None:
+    make = partial(tiny_model, tiny_config("mistral", sliding_window=window, num_hidden_layers=2))
+    wanted = requests(lengths, seed)
+    usual = EngineConfig(max_context=MAX_CONTEXT, max_sequences=2, kv_cache_tokens=1600, profile=False, num_threads=1)
+    plain = make_engine(make(), replace(usual, speculation="off"))
+    assert plain.reports["model"].attentions == (f"4 heads of 16 over 2, scale 0.25, window {window}",)
+    alone = one_by_one(plain, wanted)
+    plainly_hf = make().double()  # so that the roundings are ours alone
+    plainly_hf.set_attn_implementation("eager")
+    for request in wanted:
+        ours = alone[request.id]
+        with torch.inference_mode():
+            theirs = oracle.decode(
+                plainly_hf, list(request.prompt_token_ids), request.params, request.seed, forced=list(ours.token_ids)
+            )
+        margins = zip(ours.token_ids, theirs.token_ids, theirs.margins, strict=True)
+        assert all(token == wanted_token or margin < 1e-5 for token, wanted_token, margin in margins)
+        np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=1e-5, rtol=0)
+    for speculation in SPECULATIONS:
+        ways = replace(usual, speculation=speculation, prefill_chunk=13, num_threads=2)
+        other = make_engine(make(), ways, draft=perturbed(make(), 0.1))
+        check_same(f"{speculation}, together, in chunks, with two threads", alone, together(other, wanted))
+        check_same(f"{speculation}, preempted", alone, together(other, wanted, every_step=preempt))
+        check_same(f"{speculation}, moving", alone, moving(other, plain, wanted))

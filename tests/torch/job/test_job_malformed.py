@@ -1,4 +1,4 @@
-"""Malformed jobs and datasets exit with code 2, the field and the fix, without traceback."""
+"""Malformed jobs and datasets exit with code 2, the field and the fix; checks of a job in a cluster."""
 
 import copy
 import json
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow
@@ -16,19 +16,27 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from invalid_jobs import HTTP, JOB, REMOVED, SOURCE, Wrong, all_wrong, edited
+from pydantic import ValidationError
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
+from rlhfspec.cluster import names
+from rlhfspec.cluster.crd import custom_resource_definition
+from rlhfspec.cluster.crd_rules import MUTABLE
 from rlhfspec.errors import JobError
 from rlhfspec.job import Dataset, RLHFJob
+from rlhfspec.job.cluster import Role
 from rlhfspec.job.file import read_job
-from rlhfspec.job.file.yaml_text import parts_of
+from rlhfspec.job.file.checks import check
+from rlhfspec.job.file.problems import explain
+from rlhfspec.job.file.remarks import left_aside
+from rlhfspec.job.file.yaml_text import dotted
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 from rlhfspec.training.data import load_rows
 
-REMOVED = object()
-JOB: dict[str, Any] = {
+LAPTOP_JOB: dict[str, Any] = {
     "apiVersion": "rlhfspec.io/v1alpha1",
     "kind": "RLHFJob",
     "metadata": {"name": "sums"},
@@ -41,9 +49,7 @@ JOB: dict[str, Any] = {
     },
 }
 HEAD = "apiVersion: rlhfspec.io/v1alpha1\nkind: RLHFJob\nmetadata: {name: sums}\n"
-SOURCE = "rewards.sources[0]"
 TWO = [{"type": "function", "function": "rewards:exact"}, {"type": "function", "function": "rewards:exact"}]
-HTTP = {"type": "http", "url": "http://localhost:1/"}
 PPO = {"algorithm.name": "ppo"}
 JUDGE = {"type": "model", "path": "./judge"}
 
@@ -205,18 +211,8 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(child, f"{path}{key}.")
 
 
-def edited(edits: dict[str, Any]) -> dict[str, Any]:
-    job = copy.deepcopy(JOB)
-    for path, value in edits.items():
-        holder: Any = job
-        *keys, last = parts_of(path[1:] if path.startswith("/") else f"spec.{path}")
-        for key in keys:
-            holder = holder[key] if isinstance(holder, list) else holder.setdefault(key, {})
-        if value is REMOVED:
-            del holder[last]
-        else:
-            holder[last] = value
-    return job
+def laptop(edits: dict[str, Any]) -> str:
+    return yaml.safe_dump(edited(edits, LAPTOP_JOB))
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +248,7 @@ def assert_refused(file: Path, field: str, fix: str, *options: str) -> None:
 
 def test_the_unspoiled_job_is_valid(folder: Path) -> None:
     file = folder / "good.yaml"
-    file.write_text(yaml.safe_dump(JOB))
+    file.write_text(yaml.safe_dump(LAPTOP_JOB))
     result = CliRunner().invoke(app, ["validate", str(file), "--prompts"])
     assert result.exit_code == 0, result.output
     assert "3 of 5 to 5 tokens, 0 too long" in result.output
@@ -261,13 +257,13 @@ def test_the_unspoiled_job_is_valid(folder: Path) -> None:
 @pytest.mark.parametrize(("edits", "field", "fix"), FIELDS, ids=lambda value: value if isinstance(value, str) else "")
 def test_field(folder: Path, edits: dict[str, Any], field: str, fix: str) -> None:
     file = folder / "job.yaml"
-    file.write_text(yaml.safe_dump(edited(edits)))
+    file.write_text(laptop(edits))
     assert_refused(file, field, fix)
 
 
 def test_a_function_without_a_name_from_the_jobs_own_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    Path("here.yaml").write_text(yaml.safe_dump(edited({f"{SOURCE}.function": ":"})))
+    Path("here.yaml").write_text(laptop({f"{SOURCE}.function": ":"}))
     assert_refused(Path("here.yaml"), f"spec.{SOURCE}.function", "must be module:function")
 
 
@@ -282,13 +278,13 @@ def test_file(folder: Path, content: bytes, field: str, fix: str) -> None:
 def test_data(folder: Path, content: bytes, edits: dict[str, Any], field: str, fix: str) -> None:
     (folder / "data.jsonl").write_bytes(content)
     file = folder / "data.yaml"
-    file.write_text(yaml.safe_dump(edited({"dataset.path": "./data.jsonl"} | edits)))
+    file.write_text(laptop({"dataset.path": "./data.jsonl"} | edits))
     assert_refused(file, field, fix, "--prompts")
 
 
 def test_parquet(folder: Path) -> None:
     file = folder / "parquet.yaml"
-    file.write_text(yaml.safe_dump(edited({"dataset.path": "./data.parquet"})))
+    file.write_text(laptop({"dataset.path": "./data.parquet"}))
     (folder / "data.parquet").write_bytes(b"PAR1 and no more")
     assert_refused(file, "spec.dataset.path", "not a readable Parquet file")
     table = pyarrow.table({"prompt": ["a", "b"], "answer": ["a", "b"], "score": [1.0, float("nan")]})
@@ -310,7 +306,7 @@ def test_parquet(folder: Path) -> None:
 )
 def test_override(folder: Path, override: str, field: str, fix: str) -> None:
     file = folder / "set.yaml"
-    file.write_text(yaml.safe_dump(JOB))
+    file.write_text(yaml.safe_dump(LAPTOP_JOB))
     assert_refused(file, field, fix, "--set", override)
 
 
@@ -327,7 +323,7 @@ def test_a_pipe_is_refused_as_job_and_as_data(folder: Path) -> None:
     os.mkfifo(folder / "pipe.jsonl")
     assert_refused(folder / "pipe.jsonl", "file", "must be a regular file")
     file = folder / "piped.yaml"
-    file.write_text(yaml.safe_dump(edited({"dataset.path": "./pipe.jsonl"})))
+    file.write_text(laptop({"dataset.path": "./pipe.jsonl"}))
     assert_refused(file, "spec.dataset.path", "must be a regular file")
     with pytest.raises(JobError, match=r"must be a regular file"):
         load_rows(Dataset(path=str(folder / "pipe.jsonl")))
@@ -339,7 +335,7 @@ def test_an_import_that_hangs_is_named_by_its_source(
     monkeypatch.setattr("rlhfspec.training.scoring.rewards.imports.IMPORT_SECONDS", 0.05)
     path = list(sys.path)
     file = folder / "hanging.yaml"
-    file.write_text(yaml.safe_dump(edited({f"{SOURCE}.function": "hanging:f"})))
+    file.write_text(laptop({f"{SOURCE}.function": "hanging:f"}))
     assert_refused(file, f"spec.{SOURCE}.function", "importing 'hanging' took longer than 0.05 s")
     assert f"spec.{SOURCE}.function: importing 'hanging' takes long; it is given up after 0.05 s" in caplog.text
     monkeypatch.setattr(sys, "path", path)
@@ -348,7 +344,7 @@ def test_an_import_that_hangs_is_named_by_its_source(
 def test_a_package_that_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhfspec.runs.folder.trackers.find_spec", lambda name: None)
     file = folder / "wandb.yaml"
-    file.write_text(yaml.safe_dump(edited({"observability.wandb": {"project": "p"}})))
+    file.write_text(laptop({"observability.wandb": {"project": "p"}}))
     assert_refused(file, "spec.observability.wandb", "needs a package: pip install wandb")
 
 
@@ -375,7 +371,7 @@ WITH_SECRETS: list[tuple[dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("edits", "overrides"), WITH_SECRETS)
 def test_no_refusal_repeats_a_secret(folder: Path, edits: dict[str, Any], overrides: list[str]) -> None:
     file = folder / "secret.yaml"
-    file.write_text(yaml.safe_dump(edited(edits)))
+    file.write_text(laptop(edits))
     sets = [word for override in overrides for word in ("--set", override)]
     result = CliRunner().invoke(app, ["validate", str(file), *sets])
     assert result.exit_code == 2, result.output
@@ -388,7 +384,7 @@ def test_every_problem_is_said_at_once(folder: Path) -> None:
         "/metadata.name": "My Run", "training.steps": 0, "algorithm.clipHigh": 0, "dataset.path": "./gone.jsonl",
         "model.pth": "x", "generation.speculation": {"mode": "model"},
     }  # fmt: skip
-    file.write_text(yaml.safe_dump(edited(edits)))
+    file.write_text(laptop(edits))
     output = CliRunner().invoke(app, ["validate", str(file)]).output
     for field in ("metadata.name", "training.steps", "clipHigh", "dataset.path", "model.pth", "speculation.mode"):
         assert f"{field}: " in output, output
@@ -397,13 +393,13 @@ def test_every_problem_is_said_at_once(folder: Path) -> None:
 
 def test_nothing_is_concluded_from_a_wrong_field(folder: Path) -> None:
     file = folder / "one.yaml"
-    file.write_text(yaml.safe_dump(edited({"algorithm.name": "reinforce+", "algorithm.samplesPerPrompt": 1})))
+    file.write_text(laptop({"algorithm.name": "reinforce+", "algorithm.samplesPerPrompt": 1}))
     output = CliRunner().invoke(app, ["validate", str(file)]).output
     assert "algorithm.name" in output
     assert "samplesPerPrompt" not in output, "reinforce++ was meant, and needs no group"
 
 
-FULL = RLHFJob.model_validate(JOB).model_dump(mode="json", by_alias=True)
+FULL = RLHFJob.model_validate(LAPTOP_JOB).model_dump(mode="json", by_alias=True)
 PLACES = ["apiVersion", "kind", "metadata", "spec", *(path for path, _ in leaves(FULL))]
 ODD = st.sampled_from([None, True, -1, 0, 3, 1e300, float("nan"), "", "x", "a:b", "../x\0", [], [None], {}, {"a": {}}])
 
@@ -428,3 +424,118 @@ def test_whatever_stands_there_is_a_job_or_a_problem(folder: Path, changes: list
     file.write_text(yaml.safe_dump(job))
     with suppress(JobError):
         read_job(file)
+
+
+CLUSTER = {
+    "roles.generator": {
+        "workers": 2,
+        "replicas": {"min": 1, "max": 4},
+        "resources": {"limits": {"nvidia.com/gpu": 1, "memory": "16Gi"}},
+        "image": "registry.example/rlhfspec:cuda",
+        "podTemplate": {"metadata": {"labels": {"team": "a"}}, "spec": {"nodeSelector": {"gpu": "h200"}}},
+    },
+    "failurePolicy.rules": [
+        {"roles": ["reward"], "exitCodes": [75], "action": "Ignore"},
+        {"exitCodes": [75, 3], "action": "FailJob"},
+    ],
+    "activeDeadlineSeconds": 3600,
+    "podTemplate": {"spec": {"tolerations": [{"key": "gpu", "operator": "Exists"}]}},
+    "scheduling": {"gang": "kueue", "queue": "team-a", "topologyKey": "kubernetes.io/hostname"},
+    "storage": {"claim": "data", "runFolder": "runs/mine"},
+    "restart": {"id": "2", "roles": ["reward", "control"]},
+}
+
+
+def fields_refused(manifest: dict[str, Any]) -> list[str]:
+    try:
+        job = RLHFJob.model_validate(manifest)
+    except ValidationError as error:
+        return [dotted(path) for path in explain(error, manifest, {})[1]]
+    return [finding.field for finding in check(job)]
+
+
+WRONG = all_wrong()
+
+
+def test_there_are_enough() -> None:
+    assert len(WRONG) > 400
+    assert not fields_refused(JOB)
+    assert not fields_refused(edited(CLUSTER))
+
+
+@pytest.mark.parametrize("wrong", [each for each in WRONG if each.by != "server"], ids=str)
+def test_what_is_wrong_is_named(wrong: Wrong) -> None:
+    refused = fields_refused(wrong.manifest)
+    assert any(field.startswith(wrong.field) for field in refused), refused
+
+
+def test_what_only_an_api_server_refuses_is_too_long_alone() -> None:
+    """Local jobs need no bounds on length; nothing else may pass only there."""
+    for wrong in WRONG:
+        if wrong.by == "server":
+            assert len(next(iter(reversed(wrong.edits.values())))) > 64
+
+
+def test_a_laptop_says_what_it_leaves_aside(tmp_path: Path) -> None:
+    file = tmp_path / "job.json"
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
+    manifest = edited(CLUSTER | {"model.path": "tiny:sums", "dataset.path": "train.jsonl"})
+    manifest["spec"]["rewards"]["sources"] = [{"type": "function", "function": "rlhfspec.tiny.sums:correct"}]
+    file.write_text(json.dumps(manifest))
+    line = left_aside(read_job(file))
+    assert line == (
+        "left aside outside a cluster: activeDeadlineSeconds, scheduling, podTemplate, storage, restart, "
+        "failurePolicy.rules, "
+        "roles.generator.resources, roles.generator.image, roles.generator.podTemplate, roles.generator.replicas"
+    )
+    said = CliRunner().invoke(app, ["validate", str(file), "--set", "dataset.path=tiny:sums.jsonl"])
+    assert f"remark: {line}" in said.output
+    # What the run needs is missing, and only then refused: the line comes first.
+    said = CliRunner().invoke(app, ["run", str(file), "--resume", "--out", str(tmp_path / "none")])
+    assert said.exit_code == 2
+    assert line in said.output.replace("\n", "")
+
+
+def test_roles_are_those_that_have_a_pod() -> None:
+    assert set(get_args(Role)) == set(names.ROLES)
+
+
+def test_the_definition_bounds_everything() -> None:
+    """Otherwise the API server counts the cost of a rule as endless."""
+
+    def walk(node: dict[str, Any], path: str) -> None:
+        kind = node.get("type")
+        if kind == "string":
+            assert {"maxLength", "enum", "format"} & set(node), path
+        if kind == "array":
+            assert "maxItems" in node, path
+        if "additionalProperties" in node:
+            assert "maxProperties" in node, path
+        for name, child in node.get("properties", {}).items():
+            walk(child, f"{path}.{name}")
+        for key in ("items", "additionalProperties"):
+            if isinstance(node.get(key), dict):
+                walk(node[key], f"{path}[]")
+
+    walk(schema_of(custom_resource_definition()), "")
+
+
+def test_every_rule_names_a_field_that_exists() -> None:
+    def exists(node: dict[str, Any], path: str) -> bool:
+        for name in path.split(".")[1:]:
+            node = node["properties"].get(name, {})
+        return bool(node)
+
+    schema = schema_of(custom_resource_definition())
+    assert all(exists(schema, rule["fieldPath"]) for rule in schema["x-kubernetes-validations"])
+    assert all(exists(schema, f".spec.{path}") for path in MUTABLE)
+
+
+def test_the_printed_definition_is_this_one() -> None:
+    printed = CliRunner().invoke(app, ["schema", "--crd"]).output
+    assert json.loads(printed) == custom_resource_definition()
+
+
+def schema_of(crd: dict[str, Any]) -> dict[str, Any]:
+    schema: dict[str, Any] = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return schema

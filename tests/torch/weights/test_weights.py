@@ -2,18 +2,29 @@
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from weight_groups import eventually, group_of, record_of, weights
 from weight_nodes import FromTheTrainer, cluster
 
 from rlhfspec.errors import StorageError, WeightsVersionError
+from rlhfspec.messages.servers.credentials.certificates import (
+    channel_credentials,
+    create_credentials,
+    server_credentials,
+)
 from rlhfspec.testing.weight_store import WeightStoreContract, state
 from rlhfspec.training.modeling import digest as digest_module
 from rlhfspec.training.modeling.digest import checksum, digest, hash_of
@@ -22,7 +33,23 @@ from rlhfspec.training.weights import FileWeightStore, MemoryWeightStore, Weight
 from rlhfspec.training.weights import file as file_module
 from rlhfspec.training.weights import packed as packed_module
 from rlhfspec.training.weights.file import HASHES
+from rlhfspec.training.weights.group import channel, receiver, sender, shares
+from rlhfspec.training.weights.group.channel import TwoBuffers
+from rlhfspec.training.weights.group.messages import (
+    GROUP_METHOD,
+    GROUP_SERVICE,
+    GroupAsk,
+    GroupCommit,
+    GroupOrder,
+    Wish,
+)
+from rlhfspec.training.weights.group.plan import buckets, described, fill
+from rlhfspec.training.weights.group.receiver import GroupReceiver
+from rlhfspec.training.weights.group.sender import GroupSender, SendingRanks, hold_up_seconds
+from rlhfspec.training.weights.group.shares import Shares, Told
+from rlhfspec.training.weights.group.ways import Ways
 from rlhfspec.training.weights.grpc import GrpcWeightStore
+from rlhfspec.training.weights.grpc_messages import MAX_MESSAGE_BYTES
 
 
 class TestStores(WeightStoreContract):
@@ -209,3 +236,258 @@ def test_a_devices_weights_come_down_once(
         record = store.put("sums", "policy", 1, weights)
     assert seen.d2h_bytes == sum(tensor.nbytes for tensor in weights.values())
     assert record.digest == digest({name: tensor.cpu() for name, tensor in weights.items()})
+
+
+def every_kind() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    found = {f"layers.{layer}": torch.randn(100, 57, generator=draw) for layer in range(5)}
+    found["bfloat"] = torch.randn(7, 3, generator=draw).bfloat16()
+    found["nan"] = torch.tensor([float("nan"), float("inf"), -0.0])
+    found["whole"] = torch.arange(9)
+    found["flag"] = torch.tensor(True)
+    found["large"] = torch.randn(3, 1 << 15, generator=draw)
+    found["column"] = torch.randn(40, 30, generator=draw).T
+    found["empty"] = torch.zeros(0, 4)
+    found["tied"] = found["layers.2"]
+    return found
+
+
+def test_version_after_version_comes_to_all_bit_for_bit() -> None:
+    with group_of(2) as group:
+        epochs = set()
+        for version in (1, 2, 3):
+            state = every_kind() | {"step": torch.tensor(version)}
+            assert group.sent(version, state) == ""
+            for node in group.nodes:
+                assert node.has(version, state)
+                assert not node.has(version - 1, state), "the one before has gone"
+                found = node.receiver.take(record_of(version, state))
+                assert found is not None
+                assert found["tied"].data_ptr() == found["layers.2"].data_ptr(), "sent once, and tied again"
+            epochs.add(group.sender._epoch)
+        assert len(epochs) == 1, "one group for as long as the same are in"
+
+
+def test_a_model_of_thousands_of_tensors_comes_too() -> None:
+    """The names and shapes exceed the limit of other messages."""
+    state = {f"model.layers.{number // 40}.experts.{number % 40}.weight": torch.ones(2) for number in range(2000)}
+    with group_of(1) as group:
+        assert len(described("sums", "policy", 1, state).model_dump_json()) > MAX_MESSAGE_BYTES
+        assert group.sent(1, state) == ""
+        assert group.nodes[0].has(1, state)
+
+
+def test_weights_are_sent_in_the_type_that_generators_keep_them_in() -> None:
+    state = {"kept": torch.randn(40, 3), "weight": torch.randn(40, 300), "index": torch.arange(4)}
+    with group_of(2, dtype="bfloat16") as group:
+        types = {"bfloat16": torch.bfloat16}
+        ranks = SendingRanks(kept_as=lambda dtype: lambda name: types[dtype] if name == "weight" else None)
+        assert group.sent(1, state, ranks) == ""
+        found = group.nodes[1].receiver.take(record_of(1, state))
+        assert found is not None
+        assert digest(found) == digest(state | {"weight": state["weight"].to(torch.bfloat16)})
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_each_rank_sends_its_rows_and_all_of_them_are_the_version(num_ranks: int) -> None:
+    state = every_kind()
+    with group_of(2) as group:
+        ranks = [Shares() for _ in range(num_ranks)]
+        sent: list[list[int]] = [[] for _ in ranks]
+
+        def send(told: Told) -> list[list[str]]:
+            for rank in range(num_ranks):
+                sent[rank] = [bucket.num_bytes for bucket in buckets(told.header, rank, num_ranks, told.bucket_bytes)]
+            with ThreadPoolExecutor(num_ranks) as pool:
+                return list(pool.map(lambda rank: ranks[rank].send(told, state, rank), range(num_ranks)))
+
+        for version in (1, 2):
+            assert group.sent(version, state, SendingRanks(num_senders=num_ranks, send=send)) == ""
+            assert all(node.has(version, state) for node in group.nodes)
+        total = described("sums", "policy", 1, state).num_bytes
+        assert sum(map(sum, sent)) < total + 64 * len(state) * num_ranks, "nobody sends another's"
+        for rank in ranks:
+            rank.close()
+
+
+def test_a_plan_names_every_byte_once_and_no_bucket_is_larger_than_it_may_be() -> None:
+    header = described("sums", "policy", 1, every_kind())
+    for num_ranks in (1, 2, 3, 7):
+        for most in (64, 4096, 1 << 20):
+            found = [bucket for rank in range(num_ranks) for bucket in buckets(header, rank, num_ranks, most)]
+            assert max(bucket.num_bytes for bucket in found) <= most
+            spans = sorted((piece.begin, piece.begin + piece.num_bytes) for each in found for piece in each.pieces)
+            assert all(first[1] <= second[0] for first, second in pairwise(spans))
+            assert sum(end - begin for begin, end in spans) == sum(place.end - place.begin for place in header.places())
+
+
+def test_a_sender_takes_two_buckets_of_memory_beside_its_share() -> None:
+    state = weights(1)
+    plan = buckets(described("sums", "policy", 1, state), 0, 1, 1 << 16)
+    spare = TwoBuffers(plan, "cpu")
+    for number, bucket in enumerate(plan):
+        fill(bucket, spare[number], state, 0, 1)
+    assert len(plan) > 10
+    assert sum(buffer.numel() for buffer in spare._made.values()) <= 2 * (1 << 16)
+
+
+def altered(content: Tensor, what: str, hashed: Callable[..., str]) -> str:
+    found = hashed(content, what)
+    if what.endswith("/3"):
+        content[100] ^= 1
+    return found
+
+
+def test_a_bucket_that_is_altered_on_its_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = shares.bucket_digest
+    monkeypatch.setattr(shares, "bucket_digest", lambda content, what: altered(content, what, hashed))
+    with group_of(2) as group:
+        assert "bucket 3 of rank 0 is not what was sent" in group.sent(1, weights(1))
+        assert not any(node.has(1, weights(1)) for node in group.nodes)
+
+
+def test_a_layer_that_is_missing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = shares.buckets
+    monkeypatch.setattr(shares, "buckets", lambda *arguments: planned(*arguments)[:-1])
+    monkeypatch.setattr(receiver, "COMMIT_SECONDS", 0.2)
+    with group_of(2) as group:
+        assert "not all of it came" in group.sent(1, weights(1))
+        assert not any(node.has(1, weights(1)) for node in group.nodes)
+
+
+def test_a_version_that_is_mixed_with_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[int, tuple[Tensor, str]] = {}
+    hashed = shares.bucket_digest
+
+    def mixing(content: Tensor, what: str) -> str:
+        number = int(what.rpartition("/")[2])
+        if number not in kept:
+            kept[number] = content.clone(), hashed(content, what)
+        elif number % 2:
+            content.copy_(kept[number][0])
+            return kept[number][1]
+        return hashed(content, what)
+
+    with group_of(2) as group:
+        monkeypatch.setattr(shares, "bucket_digest", mixing)
+        assert group.sent(1, weights(1)) == ""
+        assert "bucket 1 of rank 0 is not what was sent" in group.sent(2, weights(2))
+        assert not any(node.has(2, weights(2)) for node in group.nodes)
+        assert all(node.has(1, weights(1)) for node in group.nodes), "that one was right"
+
+
+def test_a_transfer_that_is_not_under_way_makes_no_version() -> None:
+    with group_of(1) as group:
+        commit = GroupCommit(transfer="0" * 16, digest="ab" * 32, digests=[[]])
+        order = GroupOrder(order="0" * 16, commit=commit)
+        with pytest.raises(RuntimeError, match="not under way here"):
+            group.sender.tell_all({group.nodes[0].address: order}, 5.0)
+        assert not group.nodes[0].has(1, weights(1))
+
+
+def test_weights_of_another_digest_are_not_taken() -> None:
+    """The trainer may have resumed a checkpoint and trained on differently."""
+    with group_of(1) as group:
+        assert group.sent(1, weights(1)) == ""
+        assert group.nodes[0].receiver.take(record_of(1, weights(2))) is None
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    event, received = threading.Event(), receiver._Arriving._received
+    event.set()
+
+    def hang(self: Any, rank: int) -> list[str]:
+        while event.is_set():
+            time.sleep(0.01)
+        return received(self, rank)
+
+    monkeypatch.setattr(receiver._Arriving, "_received", hang)
+    monkeypatch.setattr(channel, "FORM_SECONDS", 0.5)
+    return event
+
+
+def test_a_member_that_hangs_holds_up_for_no_longer_than_told_and_the_next_group_is_whole(
+    hanging: threading.Event,
+) -> None:
+    state = weights(1)
+    with group_of(2) as group:
+        began = time.monotonic()
+        assert group.sent(1, state)
+        assert time.monotonic() - began < hold_up_seconds(1 << 20)
+        assert not any(node.has(1, state) for node in group.nodes), "nor half of it"
+        hanging.clear()
+        group.until_members(2)
+        assert group.sent(2, weights(2)) == ""
+        assert all(node.has(2, weights(2)) for node in group.nodes)
+
+
+def test_the_more_often_it_fails_the_more_versions_go_without(hanging: threading.Event) -> None:
+    with group_of(1) as group:
+        went = []
+        for version in range(1, 8):
+            group.until_members(1)
+            sending = group.sender.begin("policy", version, weights(version))
+            went.append(sending is not None)
+            if sending is not None:
+                assert sending.end("ab" * 32)
+        assert went == [True, True, False, True, False, False, False]
+        hanging.clear()
+
+
+def test_who_falls_silent_and_who_joins_is_in_the_next_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    with group_of(2) as group:
+        assert group.sent(1, weights(1)) == ""
+        group.nodes[1].trainer = lambda: None
+        with monkeypatch.context() as patched:
+            patched.setattr(sender, "_CALL_SECONDS", 0.5)
+            assert "has not answered" in group.sent(2, weights(2)), "one of its members is not there"
+        group.until_members(1)
+        assert group.sent(3, weights(3)) == ""
+        other = group.joined()
+        group.until_members(2)
+        assert group.sent(4, weights(4)) == ""
+        assert group.nodes[0].has(4, weights(4))
+        assert other.has(4, weights(4))
+
+
+def test_who_leaves_is_waited_for_by_nobody() -> None:
+    with group_of(2) as group:
+        group.nodes[1].close()
+        assert group.sender.members == {group.nodes[0].address}
+        assert group.sent(1, weights(1)) == ""
+        assert group.nodes[0].has(1, weights(1))
+
+
+def test_who_has_found_the_store_quicker_is_not_in() -> None:
+    with group_of(2) as group:
+        ways = group.nodes[1].receiver._ways = Ways("auto")
+        for _ in range(3):
+            ways.took("group", 0.3)
+            ways.took("store", 0.1)
+        group.until_members(1)
+        assert group.sent(1, weights(1)) == ""
+        assert [node.has(1, weights(1)) for node in group.nodes] == [True, False]
+
+
+def test_only_generators_of_the_run_may_take_part(tmp_path: Path) -> None:
+    create_credentials(tmp_path, ("trainer", "critic", "generator"))
+    server = grpc.server(ThreadPoolExecutor(4))
+    address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', server_credentials(tmp_path, 'trainer'))}"
+    trainer = GroupSender("sums", host="127.0.0.1", askers=("generator",))
+    trainer.add_to(server)
+    server.start()
+    with grpc.secure_channel(address, channel_credentials(tmp_path, "critic")) as channel:
+        ask = GroupAsk(member="127.0.0.1:1", wish=Wish(wants=True)).model_dump_json().encode()
+        with pytest.raises(grpc.RpcError, match="critic may not take part"):
+            channel.unary_unary(f"/{GROUP_SERVICE}/{GROUP_METHOD}")(ask, timeout=5.0)
+    assert not trainer.members
+    node = GroupReceiver(
+        Wish(wants=True), Ways("group"), address="127.0.0.1:2", trainer_address=lambda: address,
+        credentials=channel_credentials(tmp_path, "generator"),
+    )  # fmt: skip
+    eventually(lambda: trainer.members == {"127.0.0.1:2"})
+    node.close()
+    assert not trainer.members, "it has left"
+    trainer.close()
+    server.stop(None).wait()

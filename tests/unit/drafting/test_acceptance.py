@@ -1,4 +1,6 @@
-"""The acceptance model is calibrated, monotone in the gap, and isolates bad sequences."""
+"""The acceptance model and the cost tables: calibrated, monotone, quick to correct."""
+
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -7,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel
+from rlhfspec.engine.drafting.cost import ROW_GRID, TARGET, CostModel, CostTable, draft_kind, from_below, host_kind
 
 
 def predicted(
@@ -122,3 +125,133 @@ def test_drafters_are_learnt_apart() -> None:
     )
     assert other[0] > 0.6
     assert {row.drafter for row in model.calibration()} == {"model"}
+
+
+seconds_lists = st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=8)
+
+
+@given(seconds_lists, st.lists(st.tuples(st.integers(1, 600), st.floats(1e-5, 2.0)), max_size=30))
+def test_a_table_is_monotone_whatever_is_measured_and_observed(
+    seconds: list[float], seen: list[tuple[int, float]]
+) -> None:
+    table = CostTable(ROW_GRID[: len(seconds)], seconds)
+    for rows, real in seen:
+        table.correct(table.seconds(rows), real)
+    curve = table.seconds_array(np.arange(0, 700))
+    assert (np.diff(curve) >= -1e-12).all()
+    assert (curve > 0).all()
+
+
+@given(seconds_lists, st.floats(0.0, 2000.0), st.floats(0.0, 1e5))
+def test_scalars_and_arrays_agree(seconds: list[float], rows: float, kv_tokens: float) -> None:
+    table = CostTable(ROW_GRID[: len(seconds)], seconds, per_kv_token=1e-7)
+    table.correct(0.4, 0.5)
+    assert table.seconds(rows, kv_tokens) == pytest.approx(float(table.seconds_array([rows], kv_tokens)[0]))
+
+
+def test_between_knots_costs_are_linear_and_beyond_them_they_go_on() -> None:
+    table = CostTable([1, 3, 5], [1.0, 2.0, 6.0])
+    assert table.seconds_array([0, 1, 2, 4, 5, 10]).tolist() == pytest.approx([1.0, 1.0, 1.5, 4.0, 6.0, 16.0])
+
+
+def test_noise_only_adds_time_so_the_later_minimum_holds() -> None:
+    assert CostTable([1, 2, 4], [3.0, 1.0, 2.0]).seconds(1) == 1.0
+
+
+def test_a_profile_is_a_convex_curve_that_no_unlucky_measurement_bends() -> None:
+    """A temporarily slow machine must not make knots look like a step, or rows behind the last one free."""
+    random = np.random.default_rng(3)
+    true = [0.01 + 1e-4 * max(rows - 16, 0) for rows in ROW_GRID]
+    measured = [s * float(random.choice([1.0, 1.0, 2.0])) for s in true]
+    measured[0], measured[-1], measured[-2] = true[0], true[-1], 2 * true[-2]
+    found = from_below(ROW_GRID, measured)
+    slopes = np.diff(found) / np.diff(ROW_GRID)
+    assert (np.diff(slopes) >= -1e-12).all()
+    assert (np.array(found) <= measured).all()
+    assert found == pytest.approx(true, rel=0.15)
+    assert CostTable(ROW_GRID, found).seconds(2000) == pytest.approx(0.01 + 1e-4 * 1984, rel=0.1)
+
+
+def test_rows_beyond_a_flat_end_are_not_free() -> None:
+    assert CostTable([1, 100, 200], [0.01, 0.03, 0.03]).seconds(1200) == pytest.approx(0.03 + 1000 * 0.02 / 199)
+
+
+def test_a_tenfold_outlier_moves_next_to_nothing() -> None:
+    table = CostTable([1, 64], [0.01, 0.02])
+    for _ in range(50):
+        table.correct(table.seconds(32), table.seconds(32) * 1.02)
+    before = table.seconds(32)
+    table.correct(before, 10 * before)
+    assert table.seconds(32) == pytest.approx(before, rel=0.02)
+
+
+def test_one_outlier_in_twenty_does_not_bend_the_table() -> None:
+    random = np.random.default_rng(0)
+    table = CostTable(ROW_GRID, [0.01 + 1e-4 * rows for rows in ROW_GRID])
+    for _ in range(600):
+        rows = int(random.integers(1, 200))
+        slow = 10.0 if random.random() < 0.05 else 1.0
+        real = (0.01 + 1e-4 * rows) * slow * math.exp(random.normal(0, 0.03))
+        table.correct(table.seconds(rows), real)
+    assert table.seconds_array([1, 32, 128]) == pytest.approx([0.0101, 0.0132, 0.0228], rel=0.06)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_table_that_is_off_by_two_is_mended_within_some_dozens_of_steps(factor: float) -> None:
+    table = CostTable(ROW_GRID, [0.01 + 1e-4 * rows for rows in ROW_GRID])
+    for _ in range(60):
+        table.correct(table.seconds(40), 0.014 * factor)
+    assert table.seconds(40) == pytest.approx(0.014 * factor, rel=0.1)
+
+
+def test_a_profile_takes_the_minimum_of_its_repetitions() -> None:
+    calls: dict[tuple[str, int], int] = {}
+
+    def measure(kind: str, rows: int, kv_tokens: int) -> float:
+        calls[kind, rows] = calls.get((kind, rows), 0) + 1
+        return 0.001 * rows + (0.5 if calls[kind, rows] != 2 else 0.0)
+
+    costs = CostModel.profile(measure, drafters=("model",), row_grid=(1, 4), repetitions=3)
+    assert costs.table(TARGET).seconds_array([1, 4]).tolist() == pytest.approx([0.001, 0.004])
+    assert set(costs.tables) == {TARGET, draft_kind("model"), draft_kind("model", first=True)}
+
+
+def test_context_has_a_price_when_it_is_measured() -> None:
+    costs = CostModel.profile(
+        lambda kind, rows, kv_tokens: 0.01 + 1e-6 * kv_tokens, kv_tokens_per_row=500, row_grid=(1, 8)
+    )
+    assert costs.table(TARGET).seconds(4, 10_000) == pytest.approx(0.02)
+
+
+def test_kinds_that_were_not_measured_start_from_a_guess_and_learn() -> None:
+    costs = CostModel({TARGET: CostTable([1, 2], [0.01, 0.01])})
+    for _ in range(80):
+        costs.observe(host_kind("suffix"), 8, 0.004)
+    assert costs.host_seconds("suffix", 8) == pytest.approx(0.004, rel=0.1)
+    assert costs.errors()[host_kind("suffix")] < 1.0
+    assert host_kind("model") not in costs.errors()
+    with pytest.raises(KeyError, match="no cost table for 'lunch'"):
+        costs.table("lunch")
+
+
+def test_the_error_is_of_the_last_window() -> None:
+    costs = CostModel()
+    for _ in range(300):
+        costs.record_error("step", 2.0, 1.0)
+    for _ in range(256):
+        costs.record_error("step", 1.1, 1.0)
+    assert costs.errors() == {"step": pytest.approx(0.1)}
+
+
+def test_the_tables_of_a_draft_are_corrected_alike() -> None:
+    costs = CostModel.profile(lambda kind, rows, kv_tokens: 0.001, drafters=("model",), row_grid=(1, 64))
+    for _ in range(80):
+        costs.observe_draft("model", 4, [4, 4, 3], 0.008)
+    assert costs.observe_draft("model", 4, [4, 4, 3], 0.008) == pytest.approx(0.008, rel=0.05)
+    assert costs.table(draft_kind("model")).seconds(4) == pytest.approx(0.002, rel=0.05)
+    assert costs.table(TARGET).seconds(4) == 0.001
+
+
+def test_rows_must_ascend() -> None:
+    with pytest.raises(ValueError, match="ascending"):
+        CostTable([2, 1], [0.1, 0.1])

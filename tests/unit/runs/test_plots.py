@@ -1,5 +1,6 @@
-"""Pictures show a run's numbers, for runs of any size."""
+"""Pictures show a run's numbers, for runs of any size; steps of equal rewards are counted and shown."""
 
+import io
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +9,17 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
+from rich.console import Console
 
 from rlhfspec.messages.records.evaluations import example_evaluation
 from rlhfspec.messages.records.metrics import StepMetrics, example_step
+from rlhfspec.runs.folder.run_folder import example_job
+from rlhfspec.runs.view.equal_rewards import equal_reward_groups, equal_rewards_warning
+from rlhfspec.runs.view.panel import panel
 from rlhfspec.runs.view.plots import compare, comparison_figure, ends, overview, overview_figure
+from rlhfspec.runs.view.progress import RunProgress
+from rlhfspec.runs.view.summary import facts
+from rlhfspec.runs.view.view import step_line
 
 
 def a_run(num_steps: int, *, kl: bool = True, slope: float = 0.01) -> list[StepMetrics]:
@@ -19,7 +27,7 @@ def a_run(num_steps: int, *, kl: bool = True, slope: float = 0.01) -> list[StepM
     return steps if kl else [replace(metrics, kl=None, accepted_per_verification=None) for metrics in steps]
 
 
-def panel(figure: Figure, title: str) -> Axes:
+def panel_of(figure: Figure, title: str) -> Axes:
     (found,) = [axis for axis in figure.axes if title in axis.get_title(loc="left")]
     return found
 
@@ -35,22 +43,22 @@ def patches(axis: Axes) -> list[StepPatch]:
 def test_every_panel_shows_its_numbers() -> None:
     steps = a_run(12)
     figure = overview_figure(steps, title="sums")
-    assert values(panel(figure, "reward")) == [metrics.reward.mean for metrics in steps]
-    assert values(panel(figure, "KL")) == [metrics.kl_k3 for metrics in steps]
-    assert values(panel(figure, "loss of the policy")) == [-0.01] * 12
-    assert values(panel(figure, "loss of the policy"), 1) == [0.002] * 12
-    assert values(panel(figure, "gradient norm")) == [0.8] * 12
-    assert values(panel(figure, "clipped")) == [2.0] * 12
-    assert values(panel(figure, "entropy")) == [1.5] * 12
-    assert values(panel(figure, "response length, tokens")) == [27.5] * 12
-    assert values(panel(figure, "response length, tokens"), 1) == [60] * 12
-    assert values(panel(figure, "tokens/s")) == [1234.5] * 12
-    assert values(panel(figure, "accepted per verification")) == [1.75] * 12
-    assert "0.0100 to 0.120" in panel(figure, "reward").get_title(loc="left")
+    assert values(panel_of(figure, "reward")) == [metrics.reward.mean for metrics in steps]
+    assert values(panel_of(figure, "KL")) == [metrics.kl_k3 for metrics in steps]
+    assert values(panel_of(figure, "loss of the policy")) == [-0.01] * 12
+    assert values(panel_of(figure, "loss of the policy"), 1) == [0.002] * 12
+    assert values(panel_of(figure, "gradient norm")) == [0.8] * 12
+    assert values(panel_of(figure, "clipped")) == [2.0] * 12
+    assert values(panel_of(figure, "entropy")) == [1.5] * 12
+    assert values(panel_of(figure, "response length, tokens")) == [27.5] * 12
+    assert values(panel_of(figure, "response length, tokens"), 1) == [60] * 12
+    assert values(panel_of(figure, "tokens/s")) == [1234.5] * 12
+    assert values(panel_of(figure, "accepted per verification")) == [1.75] * 12
+    assert "0.0100 to 0.120" in panel_of(figure, "reward").get_title(loc="left")
 
 
 def test_seconds_are_stacked() -> None:
-    axis = panel(overview_figure(a_run(3), title="sums"), "seconds")
+    axis = panel_of(overview_figure(a_run(3), title="sums"), "seconds")
     bottoms = {patch.get_label(): patch.get_data().baseline for patch in patches(axis) if patch.get_label() != "passed"}
     tops = {patch.get_label(): patch.get_data().values[0] for patch in patches(axis)}
     assert list(tops) == ["generation", "reward", "reference", "training", "checkpoint", "passed"], "no critic ran"
@@ -62,7 +70,7 @@ def test_seconds_are_stacked() -> None:
 
 def test_histograms_are_of_the_first_and_last_step() -> None:
     steps = a_run(5)
-    axis = panel(overview_figure(steps, title="sums"), "response lengths")
+    axis = panel_of(overview_figure(steps, title="sums"), "response lengths")
     assert [patch.get_label() for patch in patches(axis)] == ["step 1", "step 5"]
     for patch in patches(axis):
         assert sum(patch.get_data().values) == pytest.approx(100.0)
@@ -70,7 +78,7 @@ def test_histograms_are_of_the_first_and_last_step() -> None:
 
 def test_the_smoothed_line_follows_the_means() -> None:
     steps = a_run(100)
-    axis = panel(overview_figure(steps, title="sums"), "reward")
+    axis = panel_of(overview_figure(steps, title="sums"), "reward")
     assert values(axis, 0) == [metrics.reward.mean for metrics in steps]
     assert values(axis, 1)[20:80] == pytest.approx([metrics.reward.mean for metrics in steps][20:80])
 
@@ -93,20 +101,20 @@ def test_a_critic_and_several_rewards_get_panels() -> None:
         for metrics in a_run(3)
     ]
     figure = overview_figure(steps, title="sums")
-    assert values(panel(figure, "loss of the critic")) == [0.5] * 3
-    assert values(panel(figure, "gradient norm"), 1) == [0.4] * 3
-    sources = panel(figure, "rewards by source")
+    assert values(panel_of(figure, "loss of the critic")) == [0.5] * 3
+    assert values(panel_of(figure, "gradient norm"), 1) == [0.4] * 3
+    sources = panel_of(figure, "rewards by source")
     assert [(line.get_label(), float(line.get_ydata()[0])) for line in sources.lines[:2]] == [  # type: ignore[index, arg-type]
         ("exact", 0.1),
         ("format", 0.9),
     ]
-    explained = panel(figure, "explained variance")
+    explained = panel_of(figure, "explained variance")
     assert values(explained) == [-1.0, 0.25, 0.25], "an early value far below hides no other"
 
 
 def test_the_estimator_of_the_kl_is_named_and_k3_stands_beside_it() -> None:
     steps = [replace(metrics, kl={"k1": -0.01, "k3": 0.002}) for metrics in a_run(3)]
-    lines = panel(overview_figure(steps, title="sums"), "KL").lines[:2]
+    lines = panel_of(overview_figure(steps, title="sums"), "KL").lines[:2]
     assert [(line.get_label(), float(line.get_ydata()[0])) for line in lines] == [("k1", -0.01), ("k3", 0.002)]  # type: ignore[index, arg-type]
 
 
@@ -116,7 +124,7 @@ def test_evaluations_are_drawn_over_the_rewards_with_the_best_marked() -> None:
         overview_figure(a_run(10), title="sums", evaluations=runs),
         comparison_figure({"reward A": a_run(10)}, evaluations={"reward A": runs}),
     ):
-        axis = panel(figure, "reward")
+        axis = panel_of(figure, "reward")
         assert values(axis, 1) == [0.1, 0.9, 0.5]
         assert (values(axis, 2), axis.lines[2].get_label()) == ([0.9], "best: 0.900 after step 5")
         assert axis.get_xlim()[0] < 0, "an evaluation before training is seen"
@@ -125,7 +133,7 @@ def test_evaluations_are_drawn_over_the_rewards_with_the_best_marked() -> None:
 def test_compared_runs_share_their_scale() -> None:
     figure = comparison_figure({"GRPO": a_run(9), "PPO": a_run(9, kl=False, slope=0.05), "DAPO": a_run(4)})
     assert len(figure.axes) == 6
-    grpo, ppo = panel(figure, "GRPO"), panel(figure, "PPO")
+    grpo, ppo = panel_of(figure, "GRPO"), panel_of(figure, "PPO")
     assert grpo.get_ylim() == ppo.get_ylim()
     assert ppo.get_ylim()[1] > 0.45
     assert values(ppo) == pytest.approx([0.05 * step for step in range(1, 10)])
@@ -167,3 +175,52 @@ def test_the_same_numbers_give_the_same_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("num_steps", "first", "last"), [(1, 0.01, 0.01), (19, 0.01, 0.19), (100, 0.03, 0.98)])
 def test_ends_are_means_of_a_tenth(num_steps: int, first: float, last: float) -> None:
     assert ends(a_run(num_steps)) == pytest.approx((first, last))
+
+
+SAID = "rewards were equal in every group of the last 3 steps: nothing is learnt"
+
+
+def steps(*equal_groups: int | None) -> list[StepMetrics]:
+    return [
+        replace(example_step(step=number), equal_reward_groups=equal) for number, equal in enumerate(equal_groups, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "rewards", "equal"),
+    [
+        ("aabb", [1.0, 1.0, 0.0, 0.0], 2),
+        ("abab", [1.0, 0.0, 1.0, 0.5], 1),
+        ("aab", [1.0, 0.0, 0.5], 1),  # all but one sample of b were dropped: its advantage is zero too
+        ("aabb", [1.0, 0.0, 0.0, 1.0], 0),
+        ("abc", [1.0, 1.0, 1.0], None),
+    ],
+)
+def test_counting(groups: str, rewards: list[float], equal: int | None) -> None:
+    assert equal_reward_groups(groups, rewards) == equal
+
+
+@pytest.mark.parametrize(
+    ("equal_groups", "warns"),
+    [((2, 2, 2), True), ((0, 2, 2, 2), True), ((2, 2), False), ((2, 1, 2), False), ((2, 2, 2, 1), False)],
+)
+def test_three_steps_running_are_said(equal_groups: tuple[int, ...], warns: bool) -> None:
+    assert equal_rewards_warning(steps(*equal_groups)).startswith(SAID) is warns
+    assert not equal_rewards_warning(steps(None, None, None))
+
+
+def test_it_is_said_in_the_summary_the_picture_and_the_line() -> None:
+    progress = RunProgress(example_job(steps=9), lambda: 0.0)
+    progress.history(steps(2, 2, 2))
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(panel(progress, console.size, "stop"))
+    assert "rewards were equal in every group" in console.export_text()
+    assert SAID in step_line(progress.steps[-1], progress)
+    assert SAID in dict(facts(progress.steps))["warning"]
+    assert "warning" not in dict(facts(steps(2, 2, 1)))
+
+
+def test_lines_of_before_can_still_be_read() -> None:
+    line = example_step().to_line().replace('"equal_reward_groups": null, ', "")
+    assert "equal" not in line
+    assert StepMetrics.from_line(line).equal_reward_groups is None

@@ -1,16 +1,30 @@
-"""Vitals, threads and supervisor, driven by events and a fake clock."""
+"""Vitals, threads, heartbeats and supervisor, driven by events and a fake clock."""
 
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError as FutureCancelled
 
 import pytest
+from dashboards import beat, load
+from rich.console import Console
+from small_job import a_job
 
+from rlhfspec.cli.commands.top import _row
+from rlhfspec.control.show import document_of
+from rlhfspec.dashboard.live.live_state import Live
 from rlhfspec.errors import InvalidRequest, LoopStalled, RecordUndeliverable, StageFailed, StageStalled
+from rlhfspec.messages.records import WorkerInfo
 from rlhfspec.messages.transport.clock import FakeClock
+from rlhfspec.plugin.status import table_of
+from rlhfspec.runs.live.live import LiveView
+from rlhfspec.runs.live.run_state import SILENT_SECONDS, KnownRun
+from rlhfspec.runs.view.roster import process_states
 from rlhfspec.stage.base import Service
+from rlhfspec.stage.context import kept_versions
+from rlhfspec.stage.pace import Beats, Pace
 from rlhfspec.stage.supervisor import Supervisor
 from rlhfspec.stage.threads import ComputeThread
 from rlhfspec.stage.vitals import SAID_NOTHING, Vitals
@@ -360,3 +374,97 @@ async def test_cancelling_the_run_cancels_the_services() -> None:
     await asyncio.wait([run])
     assert run.cancelled()
     assert [service.ended for service in services] == ["cancelled", "cancelled"]
+
+
+def slow(vitals: Vitals, monkeypatch: pytest.MonkeyPatch) -> Beats:
+    beats = Beats(vitals)
+    monkeypatch.setattr(beats, "_pace", Pace(1000.0, 1000.0))
+    return beats
+
+
+async def test_work_that_begins_in_any_thread_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    vitals = Vitals()
+    worker = vitals.worker("reward", 0)
+    begun, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.wait()
+        with worker.working("scoring", deadline_seconds=60.0):
+            over.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    beat = asyncio.create_task(slow(vitals, monkeypatch).next("waits", asyncio.Event()))
+    try:
+        await asyncio.sleep(0.05)
+        assert not beat.done()
+        begun.set()
+        await asyncio.wait_for(beat, 60.0)
+    finally:
+        begun.set()
+        over.set()
+        thread.join()
+
+
+async def test_a_trouble_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    vitals = Vitals()
+    worker = vitals.worker("trainer", 0)
+    beat = asyncio.create_task(slow(vitals, monkeypatch).next("waits", asyncio.Event()))
+    await asyncio.sleep(0.05)
+    worker.in_trouble("no weights are stored: disk full")
+    await asyncio.wait_for(beat, 60.0)
+
+
+async def test_a_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopping = asyncio.Event()
+    beat = asyncio.create_task(slow(Vitals(), monkeypatch).next("waits", stopping))
+    await asyncio.sleep(0.05)
+    stopping.set()
+    await asyncio.wait_for(beat, 60.0)
+
+
+def test_work_that_goes_on_is_no_news() -> None:
+    vitals = Vitals()
+    with vitals.worker("reward", 0).working("scoring", deadline_seconds=60.0):
+        before = vitals.snapshot()[0]
+        time.sleep(0.01)
+        after = vitals.snapshot()[0]
+    assert after.busy_seconds > before.busy_seconds
+    assert after.without_times() == before.without_times()
+
+
+INFO = WorkerInfo(id="w", job="sums", stage="reward", worker=0, host="h", pid=1, grpc_address="", http_address="")
+
+
+def plugin_top(view: LiveView) -> str:
+    console = Console(width=150)
+    with console.capture() as captured:
+        console.print(table_of(document_of(view), []))
+    return captured.get()
+
+
+@pytest.mark.parametrize(("seconds", "is_told"), [(SILENT_SECONDS - 0.5, False), (SILENT_SECONDS + 0.5, True)])
+def test_all_that_tell_of_silence_tell_it_at_one_time(seconds: float, is_told: bool) -> None:
+    clock = FakeClock()
+    known, live = KnownRun(clock), Live()
+    known.tell(INFO, beat(), load())
+    asyncio.run(clock.advance(seconds))
+    view = LiveView(run=known.run, now=clock.now())
+    live.seen(view)
+    [state] = process_states(known.run, clock.now())
+    [page], [tile] = live.content(clock.now())["workers"], live.content(clock.now())["generators"]
+    told = {
+        "roster": state.doing,
+        "dashboard": page["doing"],
+        "its generators": "silent" if tile["silent"] else "working",
+        "top": _row(state)[2],
+        "kubectl rlhf top": "silent" if "silent" in plugin_top(view) else "working",
+    }
+    assert set(told.values()) == {"silent" if is_told else "working"}, told
+
+
+def test_only_the_trainer_keeps_more_versions_with_staleness() -> None:
+    """Receivers take the newest version and are asked for at most the newest two."""
+    jobs = [a_job(training={"maxStaleness": staleness}) for staleness in (0, 3)]
+    assert [kept_versions(job) for job in jobs] == [2, 5]
+    assert [kept_versions(jobs[1], stage) for stage in ("generator", "critic")] == [2, 2]

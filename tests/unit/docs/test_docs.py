@@ -1,4 +1,4 @@
-"""docs/job.md has every field of a job, each described by a sentence."""
+"""docs/job.md has every field, the README shows real output, and the index links every page."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +7,9 @@ from typing import Any, get_args, get_origin
 from places import ROOT
 from pydantic.alias_generators import to_camel
 from pydantic.fields import FieldInfo
+from typer.testing import CliRunner
 
+from rlhfspec.cli.main import app
 from rlhfspec.job import Metadata, Spec
 from rlhfspec.job.block import Block
 
@@ -51,3 +53,18 @@ def test_the_page_describes_every_field_in_a_sentence() -> None:
         assert description in (told.get(path) or told[re.sub(r"^roles\.\w+\.", "roles.ROLE.", path)])
         assert re.match(r"(?!(Of|That|By|Also|null|It|Else) ).+\.$", description, re.DOTALL), path
         assert not re.search(r"\b(who|whom|whoever|nobody|somebody)\b", description, re.IGNORECASE), path
+
+
+def test_the_readme_shows_what_validate_prints() -> None:
+    """Lines on the data are excepted, as it may be absent."""
+    readme = (ROOT / "README.md").read_text().splitlines()
+    printed = CliRunner().invoke(app, ["validate", str(ROOT / "examples" / "grpo.yaml")]).output
+    lines = [line for line in printed.splitlines()[1:] if line and not line.startswith("  data")]
+    assert len(lines) >= 5
+    assert set(lines) <= set(readme)
+
+
+def test_the_index_leads_to_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert not {page for page in pages if f"({page})" not in index}

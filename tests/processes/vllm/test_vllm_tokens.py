@@ -1,10 +1,13 @@
-"""Tokens of vLLM under the law equal our engine's over model families, after a full weight swap."""
+"""Tokens of vLLM under the law are our engine's in all families and runners; in bfloat16 they follow the model."""
 
 import copy
+import dataclasses
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from vllm_children import Children
 
 from rlhfspec.engine import oracle
@@ -12,7 +15,7 @@ from rlhfspec.engine.base import Completion, Request
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.vllm.from_job import drafts_right
-from rlhfspec.testing.engine import NEAR_TIE, request, run
+from rlhfspec.testing.engine import NEAR_TIE, PROMPTS, reference, request, run
 from rlhfspec.tiny import perturbed, random_model
 
 pytestmark = pytest.mark.timeout(900)  # a child is 12 s of a processor until it is there
@@ -70,3 +73,61 @@ def test_tokens_are_our_engines(family: str) -> None:
     assert ties <= MOST_TIES * num_tokens
     assert mode == "off" or sum(each.stats.num_accepted for each in theirs.values()) > 0, "n-grams are accepted"
     print(f"{family}: {num_tokens} tokens, {ties} other")
+
+
+NUM_SAMPLES = 3000
+LEAST_EXPECTED = 8.0  # in a cell; rarer tokens share one
+
+
+def test_one_token_of_many_seeds_has_the_distribution_of_the_model() -> None:
+    children = Children(reference(), reference(), max_context=96, max_sequences=64, dtype="bfloat16")
+    model = copy.deepcopy(reference()).to(torch.bfloat16)
+    try:
+        asked = [request(f"r{seed}", PROMPTS[3], seed=seed, max_tokens=1) for seed in range(NUM_SAMPLES)]
+        done = run(children.engine("off", model), *asked)
+    finally:
+        children.close()
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([PROMPTS[3]]), use_cache=False).logits[0, -1]
+    expected = NUM_SAMPLES * logits.double().softmax(-1).numpy()
+    observed = np.bincount([each.token_ids[0] for each in done.values()], minlength=len(expected)).astype(float)
+    often = expected >= LEAST_EXPECTED
+    cells = [(observed[often], expected[often]), (observed[~often].sum(), expected[~often].sum())]
+    chi_square = sum(float(np.sum((found - wanted) ** 2 / wanted)) for found, wanted in cells)
+    freedom = int(often.sum())
+    assert freedom > 10
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom), f"{chi_square:.0f} of {freedom} degrees of freedom"
+
+
+INTERPRETED = """
+import os, types
+import triton.backends
+
+class Driver:
+    @staticmethod
+    def is_active():
+        return True
+
+triton.backends.backends["cpu"] = types.SimpleNamespace(driver=Driver, compiler=None)
+"""
+
+
+@pytest.mark.parametrize("mode", ["off", "draft_model"])
+def test_tokens_of_the_gpus_runner_are_our_engines(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERPRETED)
+    runner = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(tmp_path)}
+    asked = [request(f"r{seed}", prompt, seed=seed, max_tokens=12) for seed, prompt in enumerate(PROMPTS)]
+    asked[1] = dataclasses.replace(asked[1], params=dataclasses.replace(asked[1].params, top_k=9, top_p=0.9))
+    config = EngineConfig(max_sequences=4, max_context=96, profile=False, num_threads=1, speculation="off")
+    wanted = run(make_engine(copy.deepcopy(reference()), config), *asked)
+    children = Children(
+        reference(), perturbed(reference(), 0.1), max_context=96, max_sequences=4, environment=runner
+    )  # fmt: skip
+    try:
+        done = run(children.engine(mode, reference()), *asked)
+    finally:
+        children.close()
+    assert {name: each.token_ids for name, each in done.items()} == {
+        name: each.token_ids for name, each in wanted.items()
+    }
+    assert (sum(each.stats.num_accepted for each in done.values()) > 0) == (mode != "off")

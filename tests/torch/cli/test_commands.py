@@ -1,0 +1,277 @@
+"""rlhfspec drafter train, explain-moves and plan."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loads import a_load, knowing, moved, skewed
+from places import ROOT
+from runs import write_data, write_models
+from typer.testing import CliRunner, Result
+from views import a_full_view, picture, terminal
+
+from rlhfspec.cli.main import app
+from rlhfspec.engine import Engine, SamplingParams
+from rlhfspec.engine.distilling import learning as distilling
+from rlhfspec.engine.distilling.early_exit import early_exit
+from rlhfspec.engine.distilling.student import Student
+from rlhfspec.huggingface.loading import load_model
+from rlhfspec.rebalancer.knowledge import Advice
+from rlhfspec.rebalancer.service import plan_of
+from rlhfspec.runs.folder.moves import MovesFile
+from rlhfspec.telemetry.base import WorkerPlace
+from rlhfspec.telemetry.meters import Meters
+from rlhfspec.telemetry.prometheus import text_of
+from rlhfspec.tiny import random_model
+from rlhfspec.tiny.tokenizer import VOCAB_SIZE
+
+PROMPTS = [[65, 66, 67], [70, 71]]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(distilling, "LESSON_TOKENS", 64)
+    write_models(tmp_path, random_model("llama", seed=3, vocab_size=VOCAB_SIZE, num_layers=4))
+    write_data(tmp_path)
+    return tmp_path
+
+
+def train(place: Path, *given: str, model: str = "policy", data: str = "data.jsonl", out: str = "made") -> Result:
+    files = ["--data", str(place / data), "--out", str(place / out)]
+    small = ["--max-tokens", "24", "--tokens", "300"]
+    return CliRunner().invoke(app, ["drafter", "train", str(place / model), *files, *small, *given])
+
+
+def generated(place: Path, drafter: Path | str | None) -> list[Any]:
+    engine = Engine.from_pretrained(
+        place / "policy", drafter=drafter, speculation="off" if drafter is None else "model", profile=False,
+        max_sequences=4, max_context=64, num_threads=1,
+    )  # fmt: skip
+    done = engine.generate(PROMPTS * 4, SamplingParams(max_tokens=40, ignore_eos=True))
+    return [(each.token_ids, each.log_probs) for each in done]
+
+
+def test_a_drafter_is_made_and_changes_no_token(place: Path) -> None:
+    result = train(place, "--tokens", "3000")
+    assert result.exit_code == 0, result.output
+    last = result.stdout.splitlines()[-1]
+    assert "made: learnt from 3," in last
+    assert last.endswith(" tokens a verification")
+    made = load_model(place / "made")
+    assert made.config.num_hidden_layers == 2
+    assert made.config.vocab_size == VOCAB_SIZE
+    assert generated(place, None) == generated(place, "auto") == generated(place, place / "made")
+
+
+def test_transformers_gives_the_logits_of_what_drafts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    learnt: list[Student] = []
+    genuine = Student.learn
+
+    def learn(self: Student, lessons: Any) -> float:
+        learnt[:] = [self]
+        return genuine(self, lessons)
+
+    monkeypatch.setattr(Student, "learn", learn)
+    assert train(place).exit_code == 0
+    tokens = torch.tensor([[65, 66, 67, 68, 69]])
+    with torch.inference_mode():
+        found = AutoModelForCausalLM.from_pretrained(place / "made")(tokens).logits
+        assert torch.equal(found, learnt[0].model(tokens).logits)
+        assert not torch.equal(found, early_exit(load_model(place / "policy"))(tokens).logits)
+
+
+def test_ctrl_c_leaves_a_whole_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine = Student.learn
+
+    def learn(self: Student, lessons: Any) -> float:
+        os.kill(os.getpid(), signal.SIGINT)
+        return genuine(self, lessons)
+
+    monkeypatch.setattr(Student, "learn", learn)
+    result = train(place, "--tokens", "1000000000", "--seconds", "1000000")
+    assert result.exit_code == 0, result.output
+    assert "made: learnt from" in result.stdout
+    assert load_model(place / "made").config.num_hidden_layers == 2
+    assert not list(place.glob(".writing*"))
+
+
+def test_time_is_a_limit_too(place: Path) -> None:
+    result = train(place, "--seconds", "0")
+    assert result.exit_code == 0, result.output
+    assert "learnt from 0 tokens" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"out": "policy"}, "--out: is there already"),
+        ({"out": "data.jsonl"}, "--out: is there already"),
+        ({"data": "none.jsonl"}, "none.jsonl"),
+        ({"data": "rewards.py"}, "rewards.py"),
+        ({"model": "none"}, "none"),
+        ({"column": "text"}, "--column: "),
+        ({"drafter": "none"}, "none"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(place: Path, given: dict[str, str], said: str) -> None:
+    options = [word for name in ("column", "drafter") if name in given for word in (f"--{name}", given[name])]
+    named = {name: given[name] for name in ("model", "data", "out") if name in given}
+    before = sorted(place.iterdir())
+    result = train(place, *options, **named)
+    assert result.exit_code in (1, 2)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    problem = [line for line in result.stderr.splitlines() if not line.startswith(("reading", "loading"))]
+    assert len(problem) <= 2, problem
+    assert said in problem[-1]
+    assert sorted(place.iterdir()) == before
+
+
+def explain(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["explain-moves", *arguments])
+
+
+def an_advice(**changed: Any) -> Advice:
+    knowledge = knowing()
+    skewed(knowledge, 5.0, **changed)
+    advice = knowledge.advise(5.0)
+    assert advice is not None
+    return advice
+
+
+def a_run(folder: Path) -> None:
+    file = MovesFile(folder, now=lambda: 0.0)
+    advice = an_advice()
+    file.plan(plan_of(advice, None, id="sums/plan/a/1", job="sums"))
+    file.moved([moved(advice.moves[0], num_bytes=4_700_000, num_rounds=2, pause_seconds=0.0123)])
+    file.moved([moved(advice.moves[1], "kept", reason="no free row")])
+    file.plan(plan_of(an_advice(num_free_rows=0), None, id="sums/plan/a/2", job="sums"))
+
+
+def test_it_says_what_moved_why_and_what_came_of_it(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    told = explain(str(tmp_path))
+    assert told.exit_code == 0
+    lines = [line.partition("  ")[2] for line in told.output.splitlines()]
+    assert lines[0].startswith("8 samples at 2 generators, the last to end in 2.")
+    assert "generator 0 -> 1: generator 0 ends in 2." in lines[1]
+    assert "went with its KV, 4.7 MB in 2 rounds, a pause of 12.3 ms" in told.output
+    assert "generator 0 -> 1: stayed: no free row" in told.output
+    assert "; nothing moves" in told.output
+    assert told.output.splitlines()[-1] == "4 moves were advised"
+
+
+def test_as_json_it_is_the_lines_of_the_file(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    told = explain(str(tmp_path), "--json").output.splitlines()
+    assert [json.loads(line) for line in told] == [
+        json.loads(line) for line in (tmp_path / "moves.jsonl").read_text().splitlines()
+    ]
+
+
+def test_a_folder_without_moves_is_one_line(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        refused = explain(str(folder))
+        assert refused.exit_code == 2
+        assert refused.output.startswith("RUN: ")
+        assert len(refused.output.splitlines()) == 1
+
+
+def test_the_view_has_a_row_of_moves() -> None:
+    console = terminal()
+    view = a_full_view(console)
+    advice = an_advice()
+    view.progress.plan(plan_of(advice, None, id="plan", job="sums"))
+    view.progress.moved(moved(advice.moves[0]))
+    view.progress.moved(moved(advice.moves[1], "kept"))
+    [row] = [line for line in picture(view, console) if "moves " in line]
+    assert "1 not" in row
+    assert "generator 0 ends in" in row
+
+
+def test_moves_are_counted() -> None:
+    meters = Meters()
+    advice = an_advice()
+    place = WorkerPlace("generator", 0)
+    ended = [
+        moved(advice.moves[0], num_bytes=1000, pause_seconds=0.004),
+        moved(advice.moves[1], "tokens", num_recomputed=70, pause_seconds=0.2),
+        moved(advice.moves[2], "kept", reason="no room", num_bytes=9, pause_seconds=9.0),
+    ]
+    for record in ended:
+        meters.published(place, record, 0.0, True)
+    text = text_of(meters.metrics())
+    for how in ("kv", "tokens", "kept"):
+        assert f'rlhfspec_moves_total{{how="{how}",stage="generator",worker="0"}} 1.0' in text
+    assert 'rlhfspec_move_bytes_total{stage="generator",worker="0"} 1000.0' in text
+    assert 'rlhfspec_move_recomputed_tokens_total{stage="generator",worker="0"} 70.0' in text
+    assert 'rlhfspec_move_pause_seconds_bucket{how="kv",le="0.005",stage="generator",worker="0"} 1.0' in text
+    assert 'how="kept",le' not in text
+
+
+def test_loads_of_rebalancing_are_loads(tmp_path: Path) -> None:
+    from rlhfspec.messages.wire.codec import decode, encode
+
+    load = a_load(1, range(3), is_leaving=True)
+    assert decode(encode(load)) == load
+
+
+JOBS = ROOT / "examples" / "cluster"
+FITS = {"8b-8xh100": "h100", "70b-4x8xb200": "b200"}
+
+
+def rlhfspec(*arguments: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
+    return result.exit_code, result.output
+
+
+def test_every_example_for_a_cluster_is_here() -> None:
+    assert {path.stem for path in JOBS.glob("*.yaml")} == set(FITS)
+
+
+@pytest.mark.parametrize(("name", "gpu"), FITS.items())
+def test_an_example_for_a_cluster_is_valid_and_fits(name: str, gpu: str) -> None:
+    job = JOBS / f"{name}.yaml"
+    code, output = rlhfspec("validate", job, "--set", "roles.generator.workers=1")  # memory is not that of this machine
+    assert (code, output.splitlines()[0]) == (0, f"{job}: valid"), output
+    code, output = rlhfspec("plan", job, "--gpu-memory", gpu)
+    assert code == 0, output
+    assert [line.split()[0] for line in output.splitlines()[1:]] == ["model", "trainer", "generator", "weights"]
+
+
+def test_what_cannot_fit_is_refused_with_the_sum() -> None:
+    code, output = rlhfspec("plan", JOBS / "70b-4x8xb200.yaml", "--gpu-memory", "80")
+    assert code == 2
+    assert "does not fit\n  trainer: weights 17.6 + gradients 17.6 + optimizer 35.3" in output
+    assert "  generator: weights 141.1 + KV 1.4 + forwards 1.8 = 144.3 GB of the 68 GB that it may take" in output
+
+
+def test_roles_that_share_a_gpu_add_up() -> None:
+    job = JOBS / "8b-8xh100.yaml"
+    code, output = rlhfspec("plan", job, "--gpus", "4")
+    assert code == 2
+    assert "wanted by each of 8 processes (trainer 4, generator 4), and there are 4" in output
+    shared = ("--gpus", "4", "--set", "shareGpus=true", "--set", "generation.gpuMemoryFraction=0.5")
+    code, output = rlhfspec("plan", job, *shared)
+    assert code == 2
+    assert "GPU 3: 1 x trainer 43.9 + 1 x generator 40.0 = 83.9 GB" in output
+    code, output = rlhfspec("plan", job, *shared, "--gpu-memory", "141")
+    assert code == 0, output
+
+
+def test_a_model_whose_configuration_is_not_here_is_named(tmp_path: Path) -> None:
+    code, output = rlhfspec("plan", JOBS / "8b-8xh100.yaml", "--set", f"model.path={tmp_path}")
+    assert code == 2
+    assert "spec.model.path" in output
+
+
+def test_an_unknown_gpu_is_refused() -> None:
+    code, output = rlhfspec("plan", JOBS / "8b-8xh100.yaml", "--gpu-memory", "h10")
+    assert code == 2
+    assert "--gpu-memory: must be a number of GB or one of a10g" in output

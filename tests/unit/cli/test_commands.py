@@ -1,0 +1,396 @@
+"""Commands that start without torch: validate, init, schema, simulate, trace and drafter report."""
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from places import ROOT
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from rlhfspec.cli.main import app
+from rlhfspec.job.choices.algorithms import ALGORITHMS
+from rlhfspec.job.file import read_job
+from rlhfspec.runs.folder.learnt import LEARNT, LearntLine, append_learnt_line, learnt_lines
+from rlhfspec.runs.folder.run_folder import RunFolder, example_job
+from rlhfspec.runs.view.waterfall import bar, slowest_table, waterfall
+from rlhfspec.simulator.calibrate import Ran, as_spans, workload_of
+from rlhfspec.simulator.lengths import workload
+from rlhfspec.simulator.scenario import Scenario
+from rlhfspec.simulator.step_curves import PRESETS
+from rlhfspec.telemetry.folder import SpanFiles
+from rlhfspec.telemetry.read import Life, lives
+from rlhfspec.telemetry.spans import Attribute, Span
+
+
+def rlhfspec(*arguments: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 20)
+    return tmp_path
+
+
+def init(folder: Path, *options: str) -> Path:
+    job = folder / "job.yaml"
+    code, output = rlhfspec("init", job, "--model", "./model", "--data", "./train.jsonl", *options)
+    assert code == 0, output
+    return job
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_init_writes_a_valid_job(folder: Path, algorithm: str) -> None:
+    job = init(folder, "--algorithm", algorithm)
+    code, output = rlhfspec("validate", job)
+    assert code == 0, output
+    assert f"algorithm   {algorithm}" in output
+    assert "20 rows" in output
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_what_init_comments_out_is_what_is_left_out(folder: Path, algorithm: str) -> None:
+    """Uncommenting all fields changes only blocks that are off by default."""
+    job = init(folder, "--algorithm", algorithm)
+    full = folder / "full.yaml"
+    full.write_text(re.sub(r"(?m)^( *)#(?=[a-z])", r"\1", job.read_text()))
+    both = [read_job(path).model_dump() for path in (job, full)]
+    for resolved in both:
+        resolved["spec"].pop("evaluation")
+        resolved["spec"]["model"].pop("lora")
+        resolved["spec"]["observability"].pop("wandb")
+    assert both[0] == both[1]
+    assert len(full.read_text().splitlines()) == len(job.read_text().splitlines())
+
+
+def test_init_keeps_what_is_there(folder: Path) -> None:
+    (folder / "rewards.py").write_text("def exact(completion): return 1.0\n")
+    job = init(folder)
+    assert "return 1.0" in (folder / "rewards.py").read_text()
+    job.write_text("mine")
+    code, output = rlhfspec("init", job)
+    assert (code, job.read_text()) == (2, "mine")
+    assert "--force" in output
+    init(folder, "--force")
+    assert "RLHFJob" in job.read_text()
+
+
+def test_the_reward_that_init_writes(folder: Path) -> None:
+    init(folder)
+    scope: dict[str, object] = {}
+    exec((folder / "rewards.py").read_text(), scope)
+    exact = scope["exact"]
+    assert callable(exact)
+    assert [exact(completion="answer 12 ", answer=12), exact(completion="answer 3", answer="12")] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"), [(("--algorithm", "grop"), "must be one of ppo"), ((), "does not exist")]
+)
+def test_init_refuses(tmp_path: Path, arguments: tuple[str, ...], fix: str) -> None:
+    code, output = rlhfspec("init", tmp_path / "none" / "job.yaml", *arguments)
+    assert code == 2
+    assert fix in output
+
+
+def test_what_init_writes_by_itself_is_valid(tmp_path: Path) -> None:
+    assert rlhfspec("init", tmp_path / "job.yaml")[0] == 0
+    code, output = rlhfspec("validate", tmp_path / "job.yaml")
+    assert code == 0, output
+    assert "tiny:sums.jsonl (not read" in output
+    code, output = rlhfspec("validate", tmp_path / "job.yaml", "--set", "model.drafter=tiny:sum")
+    assert code == 2
+    assert "spec.model.drafter: must be tiny: and one of" in output
+
+
+def test_init_makes_a_name_of_the_file(folder: Path) -> None:
+    odd = folder / "My Run_2.yaml"
+    assert rlhfspec("init", odd, "--model", "./model", "--data", "./train.jsonl")[0] == 0
+    assert read_job(odd).metadata.name == "my-run-2"
+
+
+def test_validate_remarks_and_takes_overrides(folder: Path) -> None:
+    job = init(folder)
+    code, output = rlhfspec(
+        "validate", job, "--set", "dataset.epochs=1", "--set", "training.steps=3", "--set", "generation.topK=5"
+    )
+    assert code == 0, output
+    assert "training    3 steps" in output
+    assert "remark: the data ends after step 1 of 3" in output
+    assert "remark: generation.topK" in output
+
+
+def test_schema() -> None:
+    code, output = rlhfspec("schema")
+    assert (code, json.loads(output)["properties"]["spec"]["additionalProperties"]) == (0, False)
+    code, output = rlhfspec("schema", "--crd")
+    assert (code, json.loads(output)["kind"]) == (0, "CustomResourceDefinition")
+
+
+JOB = str(ROOT / "examples" / "grpo.yaml")
+SMALL = ("--generators", "4", "--per-generator", "8", "--seeds", "2")
+
+
+def simulated(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["simulate", JOB, *arguments])
+
+
+def content(*arguments: str) -> dict[str, object]:
+    result = simulated(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    read = json.loads(result.stdout)
+    assert isinstance(read, dict)
+    return read
+
+
+def test_the_table_has_every_policy_and_the_picture_is_drawn(tmp_path: Path) -> None:
+    result = simulated(*SMALL, "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    for name in ("none", "threshold", "knee", "counts", "ours", "pull+none", "pull+ours", "ours-knowing"):
+        assert f" {name} " in result.stdout
+    assert (tmp_path / "simulated.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_seeds_give_the_same_json() -> None:
+    arguments = (*SMALL, "--policy", "ours", "--policy", "pull+none", "--set", "generation.maxTokens=300")
+    first = content(*arguments)
+    assert first == content(*arguments)
+    assert first["simulated"] is True
+    assert first["generators"] == 4
+    assert [trial["policy"] for trial in first["trials"]] == ["ours", "pull+none"]  # type: ignore[attr-defined]
+
+
+def test_slow_machines_and_deaths_take_time() -> None:
+    seconds = [
+        content(*SMALL, "--policy", "none", *more)["trials"][0]["mean_seconds"]  # type: ignore[index]
+        for more in ((), ("--slow", "0:3"), ("--kill", "1@0.2+5"))
+    ]
+    assert seconds[0] < min(seconds[1:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--policy", "our"), "did you mean ours?"),
+        (("--curve", "fast"), "must be one of plain, adaptive"),
+        (("--lengths", "group"), "did you mean groups?"),
+        (("--kill", "9@1"), "a generator of 0 to 3"),
+        (("--slow", "0"), "GENERATOR:TIMES"),
+        (("--calibrate", "nowhere"), "is no run's folder"),
+    ],
+)
+def test_what_cannot_be_is_one_line(arguments: tuple[str, str], said: str) -> None:
+    result = simulated(*SMALL, *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def parts_of(whole: Span) -> list[Span]:
+    middle, tokens = (whole.began + whole.ended) / 2, int(whole.attributes["tokens"])
+    told: dict[str, Attribute] = {"generator": whole.attributes["generator"]}
+    rest: dict[str, Attribute] = {"tokens": tokens - tokens // 2, "finish_reason": "stop"}
+    return [
+        replace(whole, ended=middle, attributes=told | {"tokens": tokens // 2}),
+        replace(whole, began=middle, stay=2, attributes=told | rest),
+        replace(whole, delivery=2, is_open=True, ended=middle, attributes=told),  # a generator that died with it
+    ]
+
+
+def test_a_samples_parts_are_one_sample_of_the_simulated_stage() -> None:
+    whole = Ran(sample="a", generator="0", prompt="p", step=1, began=0.0, ended=4.0, num_tokens=40, prompt_tokens=5)
+    parts = [replace(whole, num_tokens=15), replace(whole, num_tokens=25, generator="1", prompt_tokens=0)]
+    one, several = (workload_of(each, num_generators=2, seed=1) for each in ([whole], parts))
+    assert one.lengths.tolist() == several.lengths.tolist() == [40]
+    assert one.prompt_tokens.tolist() == several.prompt_tokens.tolist()
+
+
+def test_it_is_calibrated_by_what_a_run_left(tmp_path: Path) -> None:
+    scenario = Scenario(num_generators=2, curve=PRESETS["t0=2.5c"], prefill_seconds=5e-4)
+    samples = as_spans(scenario, workload("groups", num_generators=2, per_generator=32, seed=1))
+    (tmp_path / "traces").mkdir()
+    lines, spans = [], []
+    for place, sample in enumerate(samples):
+        name = f"sums/1/{sample.prompt}/{place}"
+        lines.append(json.dumps({"id": name, "step": 1, "prompt": "word " * sample.prompt_tokens}) + "\n")
+        span = Span(
+            run="r", sample=name, name="generation", stage="generator", worker=0, step=1, began=sample.began,
+            ended=sample.ended, attributes={"generator": sample.generator, "tokens": sample.num_tokens},
+        )  # fmt: skip
+        spans += [part.to_line() for part in ([span] if place % 4 else parts_of(span))]
+    (tmp_path / "samples.jsonl").write_text("".join(lines))
+    (tmp_path / "traces" / "generator-0.jsonl").write_text("".join(spans))
+    found = content("--seeds", "1", "--policy", "none", "--calibrate", str(tmp_path))["calibration"]
+    assert found["samples"] == 64 + 16  # type: ignore[index]
+    assert found["sequence_seconds"] == pytest.approx(0.5e-3, rel=0.1)  # type: ignore[index]
+    assert found["median_error"] < 0.05  # type: ignore[index]
+
+
+def a_line(generator: int, weights_version: int, *num_accepted: int) -> LearntLine:
+    return LearntLine(
+        generator=f"generator-{generator}", unix_seconds=100.0 * weights_version + generator,
+        weights_version=weights_version, version=512 * (weights_version + 1), num_tokens=512, seconds=1.5,
+        saved_seconds=4.0, num_accepted=num_accepted,
+    )  # fmt: skip
+
+
+def report(run: Path, *options: str) -> Result:
+    return CliRunner().invoke(app, ["drafter", "report", str(run), *options])
+
+
+def test_it_shows_acceptance_by_step_and_depth_and_what_it_cost(tmp_path: Path) -> None:
+    for line in (a_line(0, 0, 2, 2), a_line(1, 0, 0, 0, 4), a_line(0, 1, 0, 0, 0, 0, 8)):
+        append_learnt_line(tmp_path, line)
+    result = report(tmp_path)
+    assert result.exit_code == 0, result.output
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines() if "│" in line]
+    assert rows == [
+        ["0", "512", "3.0", "8.0", "2.25", "75%", "50%", "0%", "0%", "0%", "0%"],
+        ["1", "1,024", "1.5", "4.0", "5.00", "100%", "100%", "100%", "100%", "0%", "0%"],
+    ]
+    assert "learning took 4.5 s of generators and saved an estimated 12.0 s" in result.output
+
+
+def test_it_says_how_old_the_drafter_is(tmp_path: Path) -> None:
+    append_learnt_line(tmp_path, a_line(0, 3, 1, 1))
+    assert "learnt last 0 steps ago" in report(tmp_path).output
+    append_learnt_line(tmp_path, replace(a_line(1, 3, 1, 1), num_tokens=0))
+    append_learnt_line(tmp_path, replace(a_line(0, 5, 1, 1), num_tokens=0))
+    assert "learnt last 2 steps ago" in report(tmp_path).output
+
+
+def test_of_many_steps_it_shows_some_and_the_last(tmp_path: Path) -> None:
+    for version in range(137):
+        append_learnt_line(tmp_path, a_line(0, version, 1, 1))
+    rows = [line for line in report(tmp_path).output.splitlines() if "│" in line]
+    assert 15 < len(rows) <= 20
+    assert rows[-1].split("│")[1].strip() == "136"
+
+
+def test_as_json_it_gives_the_lines(tmp_path: Path) -> None:
+    line = a_line(3, 2, 5, 1)
+    append_learnt_line(tmp_path, line)
+    [found] = map(json.loads, report(tmp_path, "--json").output.splitlines())
+    assert found["generator"] == "generator-3"
+    assert found["num_accepted"] == [5, 1]
+
+
+def test_a_line_that_a_generator_was_killed_in_is_left_out(tmp_path: Path) -> None:
+    append_learnt_line(tmp_path, a_line(0, 0, 1))
+    with (tmp_path / LEARNT / "generator-0.jsonl").open("a") as file:
+        file.write('{"generator": "generator-0", "unix')
+    assert list(learnt_lines(tmp_path)) == [a_line(0, 0, 1)]
+    append_learnt_line(tmp_path, a_line(0, 1, 1))
+    assert len(list(learnt_lines(tmp_path))) == 2, "and what comes behind it is read"
+
+
+def test_where_no_drafter_learnt_it_says_so_in_a_line(tmp_path: Path) -> None:
+    for run in (tmp_path, tmp_path / "none"):
+        for command in (["report", str(run)], ["export", str(run), "--out", str(tmp_path / "out")]):
+            result = CliRunner().invoke(app, ["drafter", *command])
+            assert result.exit_code == 2
+            assert "no drafter learnt there" in result.stderr
+            assert len(result.stderr.splitlines()) == 1
+
+
+def trace(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["trace", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "SAMPLE: give a sample's id, or --slowest N"),
+        (("sums/3/7/1", "--slowest", "2"), "SAMPLE: give a sample's id, or --slowest N"),
+        (("sums/3/7/1", "--step", "2"), "--step: goes with --slowest"),
+        (("sums/3/7/9",), "SAMPLE: no trace of it; the nearest: sums/3/7/1"),
+        (("--slowest", "2", "--step", "9"), "--step: there are no traces of this step"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    with SpanFiles(tmp_path) as files:
+        for span in life().spans:
+            files.keep(span)
+    refused = trace(str(tmp_path), *arguments)
+    assert refused.exit_code == 2
+    assert refused.output.startswith(said)
+    assert len(refused.output.splitlines()) == 1
+
+
+def life() -> Life:
+    def span(name: str, stage: str, began: float, ended: float, sent: float | None, **attributes: object) -> Span:
+        return Span(
+            run="3f2a", sample="sums/3/7/1", name=name, stage=stage, worker=0, step=3, began=100 + began,
+            ended=100 + ended, sent=None if sent is None else 100 + sent, attributes=attributes,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    generation = {
+        "tokens": 40, "engine_steps": 25, "strategies": "plain x 20, suffix x 5", "accepted": 15, "drafted": 30,
+        "weights_versions": "2",
+    }  # fmt: skip
+    return lives([
+        span("prompt", "prompts", 0.0, 0.1, None),
+        span("generation", "generator", 1.0, 4.0, 0.0, **generation),
+        span("reward", "reward", 4.5, 5.0, 4.0, reward=0.5),
+        span("critic", "critic", 4.0, 6.0, 4.0, error="timed\nout"),
+        span("training", "trainer", 4.0, 10.0, 4.0, scored=106.0, complete=108.0, dropped=3),
+    ])[0]  # fmt: skip
+
+
+def printed(table: object, width: int = 160) -> list[str]:
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(table)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_a_waterfall_shows_what_waited_for_what() -> None:
+    rows = {line.split()[0]: line for line in printed(waterfall(life(), width=20), 240) if line.strip()}
+    assert "··██████ " in rows["generation"]
+    assert (
+        "1.00 s until generator 0 took it; 40 tokens in 25 steps: plain x 20, suffix x 5; 15 of" in rows["generation"]
+    )
+    assert "15 of 30 drafted tokens accepted; weights 2" in rows["generation"]
+    assert "        ·█ " in rows["reward"]
+    assert "500 ms until reward 0 took it; reward 0.500" in rows["reward"]
+    assert "failed: timed ↵ out" in rows["critic"]
+    assert "        ░░░░░░░░████" in rows["training"]
+    waits = "2.00 s for its scores, the last from critic 0; 2.00 s for the rest of the step; step 3"
+    assert f"{waits}; 3 samples of it were left out" in rows["training"]
+
+
+def test_a_narrow_terminal_loses_nothing() -> None:
+    for width in (80, 100, 200):
+        text = "".join(printed(waterfall(life(), width=12), width))
+        assert "…" not in text
+        for word in ("generation", "generator 0", "░", "accepted"):
+            assert word in text
+
+
+def test_the_slowest_say_where_their_time_went() -> None:
+    [row] = [line for line in printed(slowest_table([life()])) if "sums/3/7/1" in line]
+    assert row.split("   ")[0].strip() == "sums/3/7/1"
+    for part in ("6.00 s", "1.50 s", "3.00 s", "critic 2.00 s, reward 500 ms", "40", "generator 0"):
+        assert part in row
+
+
+def test_bars_are_seen_however_short_and_stay_within_the_axis() -> None:
+    assert bar([("█", 0.0, 0.0)], began=0.0, ended=10.0, width=4) == "█"
+    assert bar([("█", 10.0, 10.0)], began=0.0, ended=10.0, width=4) == "   █"
+    assert bar([("·", -5.0, 5.0), ("█", 5.0, 50.0)], began=0.0, ended=10.0, width=4) == "··██"
+    assert bar([("█", 1.0, 1.0)], began=1.0, ended=1.0, width=4) == "█"
+
+
+def test_a_folder_with_traces_is_a_runs_own(tmp_path: Path) -> None:
+    with SpanFiles(tmp_path) as files:
+        files.keep(life().spans[0])
+    with RunFolder(tmp_path) as folder:
+        folder.begin(example_job(), resume=False)
