@@ -118,8 +118,7 @@ class Generator:
         while not self._stopped:
             self.calls.run()
             if self.engine.has_work:
-                done = self.engine.step().finished
-                self._loop.call_soon_threadsafe(self._stepped, done)
+                self._loop.call_soon_threadsafe(self._stepped, self.engine.step().finished)
             elif not self.calls.waiting:
                 self._news.wait(10)
                 self._news.clear()

@@ -79,8 +79,7 @@ def at_once(here: Engine, there: Engine, name: str, rng: np.random.Generator) ->
 
 
 def reserved(here: Engine, there: Engine, name: str, rng: np.random.Generator) -> None:
-    mark = there.reserve(here.manifest(name))
-    there.import_sequence(here.export_sequence(name, mark))
+    there.import_sequence(here.export_sequence(name, there.reserve(here.manifest(name))))
     assert here.cancel(name)
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from rlhfspec.moves.migration import messages
-from rlhfspec.moves.migration import source as ours
+from rlhfspec.moves.migration import messages, source as ours
 from rlhfspec.moves.migration.destination import Destination, Judgement
 from rlhfspec.moves.migration.source import MoveSource
 

@@ -1,4 +1,4 @@
-"""Script of test_checkpoint_killed.py, once a rank: resumes a checkpoint and writes the next. argv: folder, step, fuse."""
+"""Script of test_checkpoint_killed.py, once a rank. argv: folder, step and fuse of a checkpoint to resume."""
 
 import sys
 from pathlib import Path

@@ -262,8 +262,7 @@ class World:
         log_odds = np.log(np.expm1(0.75 * lead + 0.66) + 1e-9) + self.agreement[name] + self._shift[rows]
         best = 1.0 / (1.0 + np.exp(-log_odds))
         chances = np.concatenate((best[:, None], (1.0 - best)[:, None] * _SHARES * np.exp(-0.3 * behind)), axis=1)
-        drawn = self._random.random((n, 1))
-        winner = (drawn > np.cumsum(chances, axis=1)).sum(axis=1)
+        winner = (self._random.random((n, 1)) > np.cumsum(chances, axis=1)).sum(axis=1)
         gaps = np.concatenate((lead[:, None], behind), axis=1)[:, :branch].astype(np.float32)
         return np.where(winner < branch, winner, 9), gaps
 

@@ -15,8 +15,7 @@ import moving
 import numpy as np
 import torch.distributed as dist
 from forced_moves import play, unmoving
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.common.ranks.meeting import joined

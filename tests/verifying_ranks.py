@@ -1,4 +1,4 @@
-"""Script of test_checkpoint_killed.py, once a rank: finds the newest sound checkpoint. argv: its folder, a folder for results."""
+"""Script of test_checkpoint_killed.py, once a rank. argv: a checkpoint's folder, a folder for results."""
 
 import json
 import logging

@@ -194,8 +194,7 @@ def trial(
 
 
 def work_seconds(folder: Path) -> float:
-    job = a_job(folder)
-    run = StruckRun(job, folder / "faults", [*OVERRIDES, f"training.steps={NUM_STEPS}"], print)
+    run = StruckRun(a_job(folder), folder / "faults", [*OVERRIDES, f"training.steps={NUM_STEPS}"], print)
     try:
         run.live([])
     finally:

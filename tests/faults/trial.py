@@ -53,8 +53,7 @@ def join_and_leave(folder: Path, say: Callable[[str], None]) -> None:
         run.until(lambda: run.num_steps >= 1, "the first step")
         Joined(run, say).visit()
         run.interrupt()
-    undisturbed = train(job, "undisturbed", *overrides, f"training.steps={run.num_steps}")
-    check(job, undisturbed)
+    check(job, train(job, "undisturbed", *overrides, f"training.steps={run.num_steps}"))
 
 
 def _trial(folder: Path, faults: Sequence[Fault], say: Callable[[str], None]) -> FaultyRun:

@@ -36,8 +36,7 @@ _COUNTS = (
 @functools.cache
 def load() -> None:
     """Load the device for the rest of the process. Raise Unavailable if there is none."""
-    path = str(build.library())
-    torch.ops.load_library(path)
+    torch.ops.load_library(str(build.library()))
     library = _library()
     library.second_count.restype = library.second_limit.restype = ctypes.c_long
     library.second_set_limit.argtypes = [ctypes.c_long]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Mapping, Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

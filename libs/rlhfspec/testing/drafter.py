@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from rlhfspec.common.arrays import FloatArray, IntArray
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel

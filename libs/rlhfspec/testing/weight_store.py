@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from rlhfspec.errors import StorageError, WeightsVersionError
 from rlhfspec.training.modeling.digest import digest

@@ -121,8 +121,7 @@ def drain(
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """Move a worker to another node: it hands over its sequences and exits, and the operator starts it again."""
-    from rlhfspec.plugin.changes import drain as drain_pods
-    from rlhfspec.plugin.changes import to_drain
+    from rlhfspec.plugin.changes import drain as drain_pods, to_drain
     from rlhfspec.plugin.output import say
 
     with _cluster(namespace, context, kubeconfig) as cluster:

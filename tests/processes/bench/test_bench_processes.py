@@ -17,12 +17,10 @@ from rlhfspec.bench.generating import report, run
 from rlhfspec.bench.generating.plot import plot
 from rlhfspec.bench.generating.results import Results, to_json
 from rlhfspec.bench.generating.run import Benchmark, BenchSettings
-from rlhfspec.bench.moving.migrating import plot as migrate_plot
-from rlhfspec.bench.moving.migrating import report as migrate_report
+from rlhfspec.bench.moving.migrating import plot as migrate_plot, report as migrate_report
 from rlhfspec.bench.moving.migrating.migrate import MigrateBenchmark, MigrateSettings
 from rlhfspec.bench.moving.pair import Pair
-from rlhfspec.bench.moving.rebalancing import plot as rebalance_plot
-from rlhfspec.bench.moving.rebalancing import report as rebalance_report
+from rlhfspec.bench.moving.rebalancing import plot as rebalance_plot, report as rebalance_report
 from rlhfspec.bench.moving.rebalancing.rebalance import RebalanceBenchmark, RebalanceSettings
 from rlhfspec.bench.moving.rebalancing.rebalancer import RunsRebalancer
 from rlhfspec.bench.moving.rebalancing.workloads import stages
@@ -31,8 +29,7 @@ from rlhfspec.bench.stepping.step import StepSettings
 from rlhfspec.bench.worker import RIVALS, Worker, WorkerFailed
 from rlhfspec.cli import main as cli
 from rlhfspec.messages.records import Move
-from rlhfspec.tiny import models as tiny_models
-from rlhfspec.tiny import random_model
+from rlhfspec.tiny import models as tiny_models, random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 
 # Answers instantly; its speed depends on the mode, its digest on the seeds (and on the mode, when told to cheat).
@@ -96,8 +93,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def start(*, cheat: str = "nobody", **options: Any) -> tuple[Results, list[str], list[str]]:
         script, log = tmp_path / "scripted.py", tmp_path / "log"
         log.write_text("")
-        rivals = str(RIVALS)
-        script.write_text(SCRIPTED.format(rivals=rivals, cheat=cheat, log=str(log)))
+        script.write_text(SCRIPTED.format(rivals=str(RIVALS), cheat=cheat, log=str(log)))
         monkeypatch.setattr(run, "our_command", lambda: [sys.executable, str(script)])
         monkeypatch.setattr(run, "hf_command", lambda: [sys.executable, str(script)])
         clock = options.pop("clock", lambda: 0.0)
@@ -256,8 +252,7 @@ def test_rebalance_runs_every_arm_with_the_same_tokens(model: str, tmp_path: Pat
     text = shown(rebalance_report.render(results))
     assert "skew" in text
     assert "dealt / ours" in text
-    written = json.loads(results.to_json())
-    assert written["rows"][0]["seconds"].keys() >= {"dealt", "ours", "ideal"}
+    assert json.loads(results.to_json())["rows"][0]["seconds"].keys() >= {"dealt", "ours", "ideal"}
     assert str(tmp_path) not in results.to_json()
     rebalance_plot.plot(results, tmp_path / "rebalance.png")
     assert (tmp_path / "rebalance.png").stat().st_size > 10_000
@@ -274,8 +269,7 @@ def test_migrate_measures_moves_there_and_back(model: str, tmp_path: Path) -> No
         for move in cell.moves:
             assert move.num_bytes > 0
             assert min(move.pause, move.gap, move.seconds, move.step) > 0
-    text = shown(migrate_report.render(results))
-    assert "an engine held" in text
+    assert "an engine held" in shown(migrate_report.render(results))
     written = json.loads(results.to_json())
     assert {"pause", "gap", "cpu_per_mb", "break_even_tokens"} <= written["cells"][0]["medians"].keys()
     migrate_plot.plot(results, tmp_path / "migrate.png")

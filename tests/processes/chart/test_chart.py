@@ -204,8 +204,7 @@ def test_the_operator_reads_the_settings_it_is_given(values: dict[str, Any], tmp
 def test_reports_reach_the_replica_that_leads() -> None:
     service = named(rendered(), "Service", "rlhfspec-operator")
     assert service["spec"]["selector"][names.LEADER] == "true"
-    deployment = named(rendered(), "Deployment", "rlhfspec-operator")
-    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    labels = named(rendered(), "Deployment", "rlhfspec-operator")["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["selector"].items() - {(names.LEADER, "true")} <= labels.items()
     assert names.LEADER not in labels, "each replica says it itself"
 
@@ -343,8 +342,7 @@ def test_every_pod_of_the_release_is_placed_and_marked_as_its_component_says() -
         [container], [usual] = spec["containers"], plain["spec"]["containers"]
         assert container["securityContext"] == usual["securityContext"] | POD["securityContext"], name
         assert container["env"] == [*usual.get("env", []), *POD["env"]], name
-    one = dict(pods(rendered({"redis": POD})))
-    changed = {name for name, pod in one.items() if pod != before[name]}
+    changed = {name for name, pod in dict(pods(rendered({"redis": POD}))).items() if pod != before[name]}
     assert changed == {"StatefulSet/rlhfspec-redis"}
 
 
@@ -419,8 +417,7 @@ def test_the_dashboard_has_an_ingress_with_tls_that_the_network_lets_through() -
     [path] = rule["http"]["paths"]
     service = named(objects, "Service", path["backend"]["service"]["name"])
     assert path["backend"]["service"]["port"]["name"] == service["spec"]["ports"][0]["name"]
-    policy = named(objects, "NetworkPolicy", "rlhfspec-dashboard")
-    assert policy["spec"]["ingress"][0]["from"] == [peer]
+    assert named(objects, "NetworkPolicy", "rlhfspec-dashboard")["spec"]["ingress"][0]["from"] == [peer]
     assert not of_kind(rendered(), "Ingress")
 
 

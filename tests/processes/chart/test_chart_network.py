@@ -256,8 +256,7 @@ def test_a_role_goes_outside_where_values_say_so() -> None:
     place = {"cidr": "203.0.113.0/24", "except": ["203.0.113.7/32"], "ports": [8000]}
     policies = policies_of({"networkPolicy": {"egress": {"reward": [place]}}})
     going = {name: _outside(policies, name) for name in ("reward", "prepare", "trainer", "generator")}
-    block = {"cidr": "203.0.113.0/24", "except": ["203.0.113.7/32"]}
-    assert going["reward"] == [({"ipBlock": block}, 8000)]
+    assert going["reward"] == [({"ipBlock": {"cidr": "203.0.113.0/24", "except": ["203.0.113.7/32"]}}, 8000)]
     assert [port for _, port in going["prepare"]] == [443], "the hub, unless values say otherwise"
     assert going["trainer"] == going["generator"] == []
 

@@ -10,9 +10,7 @@ from small_job import a_job
 
 from rlhfspec import job as job_module
 from rlhfspec.engine.base import MovableByTokens
-from rlhfspec.job import Algorithm, Roles
-from rlhfspec.job import generation as job_generation
-from rlhfspec.job import roles as job_roles
+from rlhfspec.job import Algorithm, Roles, generation as job_generation, roles as job_roles
 from rlhfspec.job.choices import CHOICES
 from rlhfspec.job.choices.algorithms import ALGORITHMS
 from rlhfspec.job.choices.drafters import DRAFTERS, SPECULATION_MODES, may_run_draft_model

@@ -80,8 +80,7 @@ def test_the_wheel_has_no_benchmark_and_works_without(wheel: Path, others: Path,
 
 @pytest.mark.parametrize("name", BENCH)
 def test_help_says_of_each_what_it_says_itself(name: str) -> None:
-    said = " ".join(CliRunner().invoke(app, [name, "--help"]).stdout.split())
-    assert BENCH[name] in said
+    assert BENCH[name] in " ".join(CliRunner().invoke(app, [name, "--help"]).stdout.split())
     assert name in CliRunner().invoke(app, ["--help"]).stdout
 
 

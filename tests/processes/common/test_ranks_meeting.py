@@ -69,8 +69,7 @@ def test_a_process_that_takes_the_seat_of_rank_1_gets_no_message_and_runs_no_cod
     stranger = started("foreign_rank", str(port), str(tmp_path), OMP_NUM_THREADS="1")
     _, said = stranger.communicate(timeout=100)
     assert stranger.returncode != 0, said
-    second = started("meeting_ranks", str(tmp_path), "-1", **rank_of_two(1, port))
-    for rank in (first, second):
+    for rank in (first, started("meeting_ranks", str(tmp_path), "-1", **rank_of_two(1, port))):
         _, said = rank.communicate(timeout=100)
         assert rank.returncode == 0, said
     assert [path.name for path in tmp_path.iterdir()] == ["told"], "nobody else came in, got anything, or ran code"
@@ -92,8 +91,7 @@ def test_the_store_is_on_loopback_and_tells_nothing(tmp_path: Path, started: Sta
         value = store.get(key)
         assert re.fullmatch(rb"[0-9a-f]+", value), "an address would be bytes"
         store.set(key, value[:-2] + b"00")
-    second = started("meeting_ranks", str(tmp_path), "-1", **rank_of_two(1, port))
-    _, said = second.communicate(timeout=100)
+    _, said = started("meeting_ranks", str(tmp_path), "-1", **rank_of_two(1, port)).communicate(timeout=100)
     assert "without the ranks' secret wrote into their store" in said
     assert not (tmp_path / "told").exists()
 

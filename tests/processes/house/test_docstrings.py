@@ -16,8 +16,7 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("name", sorted(set(House.of_git(ROOT).modules) - SCRIPTS))
 def test_module_imports_and_its_examples_are_true(name: str) -> None:
-    module = importlib.import_module(name)
-    assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0
+    assert doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS).failed == 0
 
 
 @pytest.mark.parametrize("name", ["choose_tests", "counting", "house", "selector_world", "tiers", "twins.simulator"])

@@ -78,8 +78,7 @@ def test_two_processes_may_build_at_once(sources: Path) -> None:
     assert [job.returncode for job in jobs] == [0, 0]
     assert len(paths) == 1
     assert tiny_answer(Path(paths.pop())) == 42
-    leftovers = [path.name for path in build._cache_dir().iterdir() if path.name.startswith("tmp")]
-    assert leftovers == []
+    assert [path.name for path in build._cache_dir().iterdir() if path.name.startswith("tmp")] == []
 
 
 ARENAS = """

@@ -55,10 +55,8 @@ def mixed_policy() -> Any:
 
 
 def alone() -> tuple[list[Any], Learner]:
-    settings = spec("ppo", tokensPerMicroBatch=40, epochs=2)
-    learner = Learner(settings, policy(), critic(), num_threads=1)
-    steps = [rollouts(0), rollouts(1), rollouts(2, num_samples=1)]
-    return [learner.learn(step) for step in steps], learner
+    learner = Learner(spec("ppo", tokensPerMicroBatch=40, epochs=2), policy(), critic(), num_threads=1)
+    return [learner.learn(step) for step in [rollouts(0), rollouts(1), rollouts(2, num_samples=1)]], learner
 
 
 def test_two_ranks_train_what_one_trains(found: Path) -> None:
@@ -169,8 +167,7 @@ def test_blocks_are_gathered_in_bfloat16_and_kept_in_float32(on_devices: Path) -
     assert theirs["ran in"] == ["torch.bfloat16"]
     assert theirs["kept in"] == ["torch.float32"]
     learner = Learner(spec(), policy(), num_threads=1)
-    ours = learner.learn(rollouts(0))
-    difference = float((theirs["log_probs"] - ours.log_probs).abs().max())
+    difference = float((theirs["log_probs"] - learner.learn(rollouts(0)).log_probs).abs().max())
     assert 1e-4 < difference < 0.2, difference
     for name, tensor in learner.policy_state().items():
         assert theirs["policy"][name].dtype == torch.float32

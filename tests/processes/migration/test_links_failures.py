@@ -15,8 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from link_checks import DESTINATION, NIXL, SOURCE, nothing_left, other, shared_names, warm
 
 from rlhfspec.errors import LinkError
@@ -259,8 +258,7 @@ def test_what_nobody_takes_is_forgotten_and_what_nobody_wants_any_more_never_kep
 @pytest.mark.parametrize("kind", BY_SOCKET)
 def test_who_does_not_know_the_token_is_refused(kind: str) -> None:
     landing = make_landing(kind)
-    offer = json.loads(landing.offer)
-    stranger = json.dumps(offer | {"token": "00" * 32})
+    stranger = json.dumps(json.loads(landing.offer) | {"token": "00" * 32})
     with pytest.raises(LinkError, match=r"closed|token|broke"):
         open_sending(stranger, seconds=5)
     assert_works(landing, "m/1")

@@ -196,8 +196,7 @@ def test_a_model_of_the_hub_is_fetched_to_the_storage_and_the_pods_read_its_fold
     (cached / "snapshots" / "c0ffee" / "config.json").write_text("{}")
     assert place.run() == 0
     assert place.resolved()["spec"]["model"]["path"] == str(cached / "snapshots" / "c0ffee")
-    written = yaml.safe_load((place.folder / "job.yaml").read_text())
-    assert written["spec"]["model"]["path"] == "owner/name"
+    assert yaml.safe_load((place.folder / "job.yaml").read_text())["spec"]["model"]["path"] == "owner/name"
 
 
 @pytest.mark.usefixtures("object_credentials")

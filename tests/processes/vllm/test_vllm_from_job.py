@@ -43,8 +43,7 @@ def ranks_of(pid: int) -> list[str]:
 def test_tensor_parallel_of_the_job_is_vllms_number_of_ranks(tmp_path: Path) -> None:
     python_with_vllm()
     write_models(tmp_path, random_model("llama", seed=0, vocab_size=VOCAB_SIZE, head_dim=32))
-    job = job_of(tmp_path, tensorParallel=2)
-    engine = from_job.make(job, lambda: None)
+    engine = from_job.make(job_of(tmp_path, tensorParallel=2), lambda: None)
     try:
         assert engine.pid is not None
         assert len(ranks_of(engine.pid)) == 2, ranks_of(engine.pid)

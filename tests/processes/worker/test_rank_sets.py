@@ -28,8 +28,7 @@ def ended(process: Any) -> tuple[int, dict[str, Any]]:
     finally:
         process.kill()
         process.wait()
-    lines = [line for line in said.splitlines() if line.startswith("{")]
-    return process.returncode, json.loads(lines[-1])
+    return process.returncode, json.loads([line for line in said.splitlines() if line.startswith("{")][-1])
 
 
 def nodes(folder: Path, struck: int) -> list[Any]:

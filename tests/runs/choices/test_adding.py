@@ -131,8 +131,7 @@ def test_an_algorithm_is_added(job_file: Path, tmp_path_factory: pytest.TempPath
         "validate", job_file, "--set", "algorithm.name=raft", "--set", "algorithm.samplesPerPrompt=1"
     )
     assert "raft compares the responses to one prompt: must be >= 2" in " ".join(alone.stderr.split())
-    definition = overlay.rlhfspec("schema", "--crd").stdout
-    assert '"gspo", "raft"' in " ".join(definition.replace("\\", "").split())
+    assert '"gspo", "raft"' in " ".join(overlay.rlhfspec("schema", "--crd").stdout.replace("\\", "").split())
     out = job_file.parent / "out"
     ran = overlay.rlhfspec("run", job_file, "--out", out, "--set", "algorithm.name=raft", "--set", "training.steps=2")
     assert ran.returncode == 0, ran.stdout + ran.stderr

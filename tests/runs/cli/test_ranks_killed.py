@@ -71,8 +71,7 @@ def test_ranks_killed_one_after_the_other_leave_the_curve_of_a_run_without(
         run.until(A_STEP)
         assert run.pid_of("generator") == generator
         before.update(struck.values())
-    output = left(run)
-    assert output.count("it is started again") == len(strikes), "nothing else was"
+    assert left(run).count("it is started again") == len(strikes), "nothing else was"
     curve = run.curve()
     if len(whole.curve()) < len(curve):
         whole.until(f" {len(curve)}/{NUM_STEPS} ")

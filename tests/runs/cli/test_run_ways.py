@@ -138,8 +138,7 @@ def test_chat_messages_through_another_tokenizer(job_file: Path, models: Path) -
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
     tokenizer.save_pretrained(job_file.parent / "tokenizer")
     with_spec(job_file, dataset={"path": "chät.jsonl", "messagesColumn": "messages"}, model={"tokenizer": "tokenizer"})
-    steps = steps_of(job_file, "chat", "training.steps=1")
-    assert len(steps) == 1
+    assert len(steps_of(job_file, "chat", "training.steps=1")) == 1
     sample = json.loads((job_file.parent / "chat" / "samples.jsonl").read_text().splitlines()[0])
     assert re.fullmatch(r"<user>日本 \d 🙂<assistant>", sample["prompt"])
 

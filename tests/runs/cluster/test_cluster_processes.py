@@ -72,8 +72,7 @@ def test_a_run_in_pods_has_the_laptops_curve(job: Job) -> None:
     hold.write_text("2 storage/run")
     eventually(lambda: steps_trained(job) >= 2, "two trained steps")
     pods["trainer"].process.send_signal(signal.SIGTERM)
-    said = pods["trainer"].ended()
-    assert said == (0, f"left: step {steps_trained(job)} is trained and saved")
+    assert pods["trainer"].ended() == (0, f"left: step {steps_trained(job)} is trained and saved")
     assert steps_trained(job) < STEPS
     manifest = json.loads((job.folder / "manifest.json").read_text())
     assert (manifest["outcome"], manifest["reason"]) == ("stopped", "the trainer was asked to leave")

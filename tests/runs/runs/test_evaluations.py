@@ -57,8 +57,7 @@ def test_the_best_checkpoint_is_kept(job_file: Path) -> None:
     folder = RunFolder(job_file.parent / "run")
     top = best(folder.evaluations()).step
     assert top in (2, 4), "neither before training nor the last"
-    kept = {int(path.name.removeprefix("step-")) for path in folder.checkpoints.glob("step-*")}
-    assert kept == {top, 5}
+    assert {int(path.name.removeprefix("step-")) for path in folder.checkpoints.glob("step-*")} == {top, 5}
 
 
 def test_more_held_out_prompts_than_the_data_has_are_refused(job_file: Path) -> None:

@@ -117,8 +117,7 @@ def test_a_supervisor_that_dies_together_with_its_guardians_is_cleaned_up_after_
     assert (run.folder / "processes").exists()
     hold.unlink()
     if way == "processes":
-        again = starting("many", steps, resume=True)
-        assert again.ended()[0] == 0
+        assert starting("many", steps, resume=True).ended()[0] == 0
     else:
         train(job_file, "many" if way == "one process" else "other", steps, resume=way == "one process")
     if way != "another job":

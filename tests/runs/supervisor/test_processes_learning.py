@@ -123,8 +123,7 @@ def test_a_generator_that_is_killed_goes_on_from_what_was_learnt(
     run = starting("killed", *AUTO)
     run.until("(5 of 5)")
     eventually((run.folder / LEARNT / LEARNT_FILE).exists, "what was learnt is there")
-    killed = run.pid_of("generator")
-    os.kill(killed, signal.SIGKILL)
+    os.kill(run.pid_of("generator"), signal.SIGKILL)
     logs = run.folder / "logs"
     said = "goes on from what was learnt"
     eventually(lambda: any(said in file.read_text() for file in logs.glob("*generator*")), "the next one takes it")

@@ -47,8 +47,7 @@ def test_what_runs_at_a_generator_that_leaves_goes_on_elsewhere(
     assert run.curve() == whole
     one, many = ((job_file.parent / out / "samples.jsonl").read_bytes() for out in ("one", "many"))
     assert one == many
-    left = [moved.how for moved in listener.moved if "/leave/" in moved.id]
-    assert left.count("kv") >= 2, listener.moved
+    assert [moved.how for moved in listener.moved if "/leave/" in moved.id].count("kv") >= 2, listener.moved
     assert set(listener.outcomes) <= {"kv", "kept"}, listener.moved
     assert sum(moved.num_recomputed for moved in listener.moved) == 0
     # Had anything been delivered again, or been computed again, more tokens would have been made than there are.

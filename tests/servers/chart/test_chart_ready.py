@@ -82,8 +82,7 @@ def test_a_nats_that_lets_strangers_in_is_noticed(
 ) -> None:
     monkeypatch.setattr(ready, "DEADLINE_SECONDS", 5.0)
     config = written(tmp_path, secret)
-    open_to_all = config[: config.index("operator:")]
-    with nats(tmp_path, open_to_all) as port:
+    with nats(tmp_path, config[: config.index("operator:")]) as port:
         assert "a stranger is answered with" in problem(ready, port, secret)
 
 

@@ -6,8 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rlhfspec.common.object_store import ObjectStore
 from rlhfspec.errors import InvalidRequest, StorageError, StorageUnavailable
@@ -61,8 +60,7 @@ def test_a_name_means_the_object_or_what_is_below_it_and_nothing_beside(tmp_path
 
 
 def test_what_changes_while_it_is_fetched_is_not_taken_for_whole(tmp_path: Path) -> None:
-    store = store_at(tmp_path / "a", "shrinking")
-    store.push(written(tmp_path / "a", {"x/y": b"12"}))
+    store_at(tmp_path / "a", "shrinking").push(written(tmp_path / "a", {"x/y": b"12"}))
     other = store_at(tmp_path / "b", "shrinking")
     with pytest.raises(StorageUnavailable):
         other.fetch({"x/y": 2_000})

@@ -15,8 +15,7 @@ import nats
 import pytest
 import stage_rights
 from cryptography import x509
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from shared_servers import CREATED, SharedServers
 
 from rlhfspec.cluster import names

@@ -87,8 +87,7 @@ async def test_a_worker_has_no_user_and_no_password_and_may_write_nothing(server
     with pytest.raises(InvalidRequest, match="credentials: cannot be read"):
         redis_client(servers, role)
     # With all that its pod could guess: the names of users are no secrets.
-    master = servers.keys.master
-    control = user_of(master, MINE)
+    control = user_of(servers.keys.master, MINE)
     assert servers.redis_url is not None
     authority = str(folder / "servers-ca.pem")
     for user in (control, control.replace(CONTROL, role), role):

@@ -85,8 +85,7 @@ class Traffic:
         reading = await self._transports[1].subscribe(SUBJECT, REWARD)
         assert await reading.pull(1, 2 * REWARD.ack_wait_seconds) == [], "all acknowledged"
         assert self.handled.keys() == set(self.published), "none is lost"
-        again = [id for id, times in self.handled.items() if times > 1]
-        assert not again, "none comes twice"
+        assert not [id for id, times in self.handled.items() if times > 1], "none comes twice"
         await asyncio.gather(*(transport.close() for transport in self._transports))
 
 

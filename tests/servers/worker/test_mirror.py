@@ -5,8 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rlhfspec.common.object_store import ObjectStore
 from rlhfspec.errors import StorageUnavailable
@@ -118,8 +117,7 @@ def test_each_fetches_what_it_reads_and_sends_what_it_wrote(tmp_path: Path) -> N
     trainer.send()
     names = {path.removeprefix(f"{RUN}/") for path in trainer.store.sizes(RUN)}
     assert names == {"processes/job.json", "moves.jsonl", "traces/rebalancer-0.jsonl"}
-    again = mirror_at(tmp_path / "again", "shared", "rebalancer")
-    again.fetch_run()
+    mirror_at(tmp_path / "again", "shared", "rebalancer").fetch_run()
     assert (tmp_path / "again" / RUN / "moves.jsonl").read_text() == "{}\n"
 
 

@@ -13,12 +13,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rlhfspec.bench import trees
-from rlhfspec.bench.bars import bars_of_generation as bars
-from rlhfspec.bench.bars import bars_of_learnt, bars_of_rebalance
+from rlhfspec.bench.bars import bars_of_generation as bars, bars_of_learnt, bars_of_rebalance
 from rlhfspec.bench.commands import bench
 from rlhfspec.bench.draining.batch import DrainingStep, Trace
-from rlhfspec.bench.drifting import drift
-from rlhfspec.bench.drifting import report as drift_report
+from rlhfspec.bench.drifting import drift, report as drift_report
 from rlhfspec.bench.drifting.drift import DriftResults, DriftSettings, DriftStep, bars_of
 from rlhfspec.bench.generating.results import ResultRow, Results, published
 from rlhfspec.bench.generating.run import BenchSettings, find_vllm_python
@@ -39,8 +37,7 @@ from rlhfspec.bench.worker import WorkerFailed
 from rlhfspec.cli import main as cli
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
-from rlhfspec.tiny import models as tiny_models
-from rlhfspec.tiny import perturbed, random_model
+from rlhfspec.tiny import models as tiny_models, perturbed, random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 from rlhfspec.training.checkpoint.shares import LEARNER
 from rlhfspec.training.checkpoint.store import CheckpointStore
@@ -371,8 +368,7 @@ def test_rows_are_medians_without_the_warm_up_and_ratios_are_against_trl(capsys:
     assert {"mode", "seconds_per_step", "by_stage"} <= written["rows"][0].keys()
     assert written["settings"]["model"] == "target-1"  # no path of the machine
     Console(width=150).print(render(results))
-    shown = capsys.readouterr().out
-    [line] = [line for line in shown.splitlines() if "adaptive / TRL" in line]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "adaptive / TRL" in line]
     assert line.replace("│", " ").split() == ["✓", "2", "step", "adaptive", "/", "TRL", ">=", "2.00", "4.00"]
     assert [(bar["name"], bar["holds"]) for bar in written["bars"]] == [("plain / TRL", True), ("adaptive / TRL", True)]
 
@@ -424,8 +420,7 @@ def test_a_python_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     assert bench_step.find_trl_python(None) is None
     assert bench_step.find_trl_python(sys.executable) == Path(sys.executable)
-    answer = CliRunner().invoke(bench.app, ["step", "--model", "nowhere", "--draft", "nowhere"])
-    assert answer.exit_code == 2
+    assert CliRunner().invoke(bench.app, ["step", "--model", "nowhere", "--draft", "nowhere"]).exit_code == 2
     with pytest.raises(InvalidRequest, match="trl_python"):
         bench_step.find_trl_python("/no/such/python")
 

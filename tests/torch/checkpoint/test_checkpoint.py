@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from peaks import peak_above
 
 from rlhfspec.errors import InvalidRequest, StorageError

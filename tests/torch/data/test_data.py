@@ -13,8 +13,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rlhfspec.errors import DataExhausted, InvalidRequest, JobError
 from rlhfspec.job import Dataset, Model
@@ -180,8 +179,7 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_line_is_counted_with_the_blank_ones(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a"}\n\n\n{"prompt": 3}\n')
-    rows = load_rows(Dataset(path="rows.jsonl"), tmp_path)
-    assert rows.where(1) == "line 4"
+    assert load_rows(Dataset(path="rows.jsonl"), tmp_path).where(1) == "line 4"
 
 
 def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
@@ -263,8 +261,7 @@ def test_take_numbers_places_through_the_rounds() -> None:
     prompts = prompts_of(RECORDS)
     assert [place for place, _ in prompts.take(step=1)] == [0, 1]
     assert [place for place, _ in prompts.take(step=1, round=2, count=1)] == [4]
-    texts = {row.text for round in range(3) for _, row in prompts.take(step=1, round=round)}
-    assert len(texts) == 6
+    assert len({row.text for round in range(3) for _, row in prompts.take(step=1, round=round)}) == 6
 
 
 def test_the_tokenizer_beside_the_policy(tmp_path: Path) -> None:
@@ -304,8 +301,7 @@ def test_the_order_is_a_function_of_seed_step_and_round(order: Order, asked: lis
 @given(orders, st.integers(1, 9))
 def test_a_step_repeats_no_row_while_there_are_others(order: Order, step: int) -> None:
     own = order.indices(step)
-    rounds = range(1, 5)
-    demanded = [row for round in rounds for row in order.indices(step, round)]
+    demanded = [row for round in range(1, 5) for row in order.indices(step, round)]
     num_others = order.num_rows - len(set(own))
     others = demanded[:num_others]
     assert len(set(others)) == len(others)

@@ -198,8 +198,7 @@ def test_a_drafter_is_made_of_every_family(kind: str) -> None:
     engine = make(model)
     assert generate(engine, 3) == generate(make(model, None, speculation="off", learning="off"), 3)
     engine.learning.learn_while_idle()  # a quick engine had no time to learn between its steps
-    report = engine.learning.report
-    assert report.num_tokens > 0
+    assert engine.learning.report.num_tokens > 0
     assert engine.reports.keys() == {"model", "drafter"}
 
 
@@ -412,8 +411,7 @@ def test_labels_are_paid_for() -> None:
     assert budget.may_record(10)
     assert not budget.may_record(256), "a hundredth of the time is spent"
     assert budget.report.seconds == 0.09
-    share = LearningBudget(share=0.05)
-    assert share.may_record(10_000)
+    assert LearningBudget(share=0.05).may_record(10_000)
 
 
 @pytest.mark.parametrize(("pays", "share"), [(True, 0.04), (False, 0.012)])
@@ -431,15 +429,13 @@ def test_it_goes_on_while_it_pays(pays: bool, share: float) -> None:
 
 
 def test_an_engine_that_learns_says_so(model: Any) -> None:
-    engine = make(model, None, speculation="off", learning="off")
-    assert engine.abilities.learning is None
+    assert make(model, None, speculation="off", learning="off").abilities.learning is None
     with pytest.raises(InvalidRequest, match="learning"):
         EngineConfig(learning=1.5)
 
 
 def labels(count: int) -> tuple[Any, Any]:
-    ids = np.tile(np.arange(8, dtype=np.int32), (count, 1))
-    return ids, np.full((count, 8), np.log(1 / 8), np.float16)
+    return np.tile(np.arange(8, dtype=np.int32), (count, 1)), np.full((count, 8), np.log(1 / 8), np.float16)
 
 
 def a_lesson(num_labels: int) -> Lesson:

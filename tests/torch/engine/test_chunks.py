@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from flash_played import have_flash, played
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from sweeps import examples
 
 from rlhfspec.engine import Completion, Engine, SamplingParams

@@ -166,8 +166,7 @@ def test_draft_weights_follow_and_a_refused_draft_leaves_the_target_whole(model:
     before = engine.generate([[1, 2, 3]], params, seeds=[7])
     with pytest.raises(ValueError, match="missing"):
         engine.load_weights(newer.state_dict(), version=1, draft_state_dict={})
-    same = engine.generate([[1, 2, 3]], params, seeds=[7])
-    assert same[0].token_ids == before[0].token_ids
+    assert engine.generate([[1, 2, 3]], params, seeds=[7])[0].token_ids == before[0].token_ids
     engine.load_weights(newer.state_dict(), version=1, draft_state_dict=newer.state_dict())
     [after] = engine.generate([[1, 2, 3]], params, seeds=[7])
     assert after.token_ids == reference[0].token_ids

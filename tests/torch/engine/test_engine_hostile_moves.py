@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hostile_states import exported, target_of_fuzzing
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from moving import PROMPT, VOCAB, alone, bits, drain, make, model, request
 
 from rlhfspec.engine import Completion, Engine
@@ -221,8 +220,7 @@ def test_a_hostile_range_is_refused_before_it_is_written() -> None:
     here.submit(request("x"))
     for _ in range(3):
         here.step()
-    mark = there.reserve(here.manifest("x"))
-    kv = here.export_range("x", mark)
+    kv = here.export_range("x", there.reserve(here.manifest("x")))
     for field, change in RANGES:
         refused(lambda change=change: there.import_range(change(kv)), field, there)
     there.import_range(kv)  # the right one may still come

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams, oracle
 from rlhfspec.engine.config import EngineConfig
@@ -101,8 +100,7 @@ def test_tokens_and_log_probs_are_the_same_bits_whatever_happens(
     driven.set_speculation(mode)
     chunk = int(rng.choice([3, 17, 512]))
     driven.state.config = dataclasses.replace(driven.state.config, prefix_sharing=sharing, prefill_chunk=chunk)
-    shuffled = [requests[index] for index in rng.permutation(len(requests))]
-    results = run(driven, shuffled, rng)
+    results = run(driven, [requests[index] for index in rng.permutation(len(requests))], rng)
     for request in requests:
         assert what_counts(results[request.id]) == what_counts(expected[request.id])
     assert driven.stats().num_free_blocks == driven.stats().num_blocks

@@ -43,8 +43,7 @@ class RandomUser:
             (0.45, self.step), (0.25, self.submit), (0.08, self.preempt), (0.08, self.cancel), (0.1, self.move),
             (0.02, self.swap), (0.02, self.switch),
         ]  # fmt: skip
-        index = int(self.rng.choice(len(chances), p=[chance for chance, _ in chances]))
-        action = chances[index][1]
+        action = chances[int(self.rng.choice(len(chances), p=[chance for chance, _ in chances]))][1]
         action(self.engines[int(self.rng.integers(2))])
         self.counts[action.__name__] = self.counts.get(action.__name__, 0) + 1
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from on_device import BY_COMPANY
 from sweeps import examples
 from transformers import MistralConfig, MistralForCausalLM
@@ -35,8 +34,7 @@ def make(model: Any, **options: Any) -> Engine:
 @torch.inference_mode()
 def hugging_face_log_probs(model: Any, prompt: list[int], response: tuple[int, ...]) -> torch.Tensor:
     logits = model(input_ids=torch.tensor([[*prompt, *response]]), use_cache=False).logits[0].float()
-    picked = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-    return picked[torch.arange(len(response)), torch.tensor(response)]
+    return logits.log_softmax(-1)[len(prompt) - 1 : -1][torch.arange(len(response)), torch.tensor(response)]
 
 
 @pytest.mark.parametrize("kind", MODEL_KINDS)

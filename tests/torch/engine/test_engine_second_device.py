@@ -25,8 +25,7 @@ def engine_on(device: str, *, kind: str = "llama", **options: Any) -> Engine:
 
 
 def completions(engine: Engine) -> list[Completion]:
-    params = SamplingParams(max_tokens=24, ignore_eos=True)
-    return engine.generate(PROMPTS, params, seeds=[1, 2, 3, 4])
+    return engine.generate(PROMPTS, SamplingParams(max_tokens=24, ignore_eos=True), seeds=[1, 2, 3, 4])
 
 
 def answers(engine: Engine) -> list[Any]:
@@ -57,8 +56,7 @@ def test_another_cpu_is_no_reason_to_refuse_a_move_between_devices(
     here = engine_on("second:0", arithmetic="auto").state.target.runner
     assert here.config.arithmetic == "torch"
     monkeypatch.setattr(linear, "available_arithmetics", lambda dtype: ("amx", "fma", "torch"))
-    there = engine_on("second:0", arithmetic="auto").state.target.runner
-    assert there.architecture == here.architecture
+    assert engine_on("second:0", arithmetic="auto").state.target.runner.architecture == here.architecture
 
 
 @pytest.mark.parametrize("context", [64, 1000, 4000])

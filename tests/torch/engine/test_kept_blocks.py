@@ -152,8 +152,7 @@ def test_the_draft_finds_its_part_too_and_goes_without_where_there_is_none() -> 
         assert draft.cached[engine.state.sequences[name].row] == cached
         drain(engine)
     engine.set_speculation("off")
-    other = request("other", PROMPT[::-1])
-    engine.submit(other)
+    engine.submit(request("other", PROMPT[::-1]))
     drain(engine)
     engine.set_speculation(TREE)
     engine.submit(request("other", PROMPT[::-1], seed=8))
@@ -256,8 +255,7 @@ def test_what_moved_here_is_kept_too() -> None:
         drain(here)
     there.submit(request("again", seed=8))
     assert there.step().num_prefill_tokens == 0
-    mark = there.reserve(_waiting("late"))
-    assert mark.positions == (32, 32), "nor is it sent again"
+    assert there.reserve(_waiting("late")).positions == (32, 32), "nor is it sent again"
     assert there.cancel("late")
     assert bits(drain(there)["again"]) == alone(8)
 

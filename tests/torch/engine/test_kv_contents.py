@@ -53,8 +53,7 @@ def check(engine: Engine, fresh: Engine) -> int:
             assert length < engine.state.rows.lengths[row]
             slots = torch.from_numpy(space.table.slots[row, :length].copy()).to(space.runner.kv.device)
             afresh = written_afresh(other.runner, engine.state.rows.tokens[row, :length])
-            difference = (pack_slots(space.runner.kv, slots) - afresh).abs().max()
-            assert float(difference) <= LOG_PROB_TOLERANCE
+            assert float((pack_slots(space.runner.kv, slots) - afresh).abs().max()) <= LOG_PROB_TOLERANCE
         compared += int(engine.state.spaces[1].cached[row])
     return compared
 

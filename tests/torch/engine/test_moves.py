@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from forced_moves import play
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from moving import PROMPT, TREE, alone, at_once, bits, check, drain, in_rounds, make, model, request
 from sweeps import examples
 
@@ -138,10 +137,8 @@ def test_a_promised_prompt_that_does_not_come_is_computed(way: str) -> None:
         kv = here.export_range("0", first)
         there.import_range(kv)
         there.import_sequence(here.export_sequence("0", kv.end))
-        report = there.step()
-        assert report.num_prefill_tokens == state.manifest.num_tokens - (len(PROMPT) - 1)
-    done = drain(there)
-    assert bits(done["1"]) == alone(1)
+        assert there.step().num_prefill_tokens == state.manifest.num_tokens - (len(PROMPT) - 1)
+    assert bits(drain(there)["1"]) == alone(1)
     there.import_sequence(here.export_sequence("2", third))
     here.cancel("2")
     assert bits(drain(there)["2"]) == alone(2)
@@ -158,12 +155,10 @@ def test_what_was_learnt_of_a_sequence_goes_with_it() -> None:
     here.submit(request("x", max_tokens=60))
     while here.state.rows.lengths.max() < 60:
         here.step()
-    row = here.state.sequences["x"].row
-    here.speculation.acceptance.take_over(row, [("model", 0.75, 5.0)])
+    here.speculation.acceptance.take_over(here.state.sequences["x"].row, [("model", 0.75, 5.0)])
     length = int(here.state.rows.lengths.max())
     at_once(here, there, "x", np.random.default_rng(0))
-    learnt = there.speculation.acceptance.learnt(there.state.sequences["x"].row)
-    assert ("model", 0.75, 5.0) in learnt
+    assert ("model", 0.75, 5.0) in there.speculation.acceptance.learnt(there.state.sequences["x"].row)
     assert there.step().num_prefill_tokens == 0
     assert [int(space.cached.max()) >= length for space in there.state.spaces] == [True, True], "the draft's KV too"
 
@@ -197,8 +192,7 @@ def test_new_weights_at_either_end_leave_somebody_who_goes_on() -> None:
     here.submit(request("x"))
     for _ in range(4):
         here.step()
-    mark = there.reserve(here.manifest("x"))
-    there.import_range(here.export_range("x", mark))
+    there.import_range(here.export_range("x", there.reserve(here.manifest("x"))))
     state = here.export_sequence("x")
     for engine in (here, there):
         engine.load_weights(weights, version=3)
@@ -238,8 +232,7 @@ def test_what_ends_in_mid_copy_is_refused_by_name_and_its_lease_ends(how: str) -
     here, there = make(), make()
     here.submit(request("x", max_tokens=5 if how == "finished" else 30))
     here.step()
-    mark = there.reserve(here.manifest("x"))
-    kv = here.export_range("x", mark)
+    kv = here.export_range("x", there.reserve(here.manifest("x")))
     there.import_range(kv)
     match how:
         case "finished":
@@ -369,12 +362,10 @@ def test_bytes_bring_everything_back_bit_for_bit() -> None:
         here.step()
     manifest = from_bytes(to_bytes(here.manifest("x")))
     assert manifest == here.manifest("x")
-    mark = from_bytes(to_bytes(there.reserve(manifest)))
-    kv = from_bytes(to_bytes(here.export_range("x", mark)))
+    kv = from_bytes(to_bytes(here.export_range("x", from_bytes(to_bytes(there.reserve(manifest))))))
     there.import_range(kv)
     here.step()
-    state = here.export_sequence("x", kv.end)
-    there.import_sequence(from_bytes(to_bytes(state)))
+    there.import_sequence(from_bytes(to_bytes(here.export_sequence("x", kv.end))))
     assert there.state.sequences["x"].request == here.scheduler.away["x"].request
     here.reattach("x")
     assert bits(drain(there)["x"]) == bits(drain(here)["x"])

@@ -63,5 +63,4 @@ def test_a_wrong_law_is_seen(wrong: Any, word: str) -> None:
 
 def test_log_probs_that_are_not_the_models_are_seen() -> None:
     drawn = gumbel.sample(*parameters().values())
-    off = drawn._replace(log_probs=drawn.log_probs + 1e-3)
-    assert len(problems(off)) == NUM_ROWS
+    assert len(problems(drawn._replace(log_probs=drawn.log_probs + 1e-3))) == NUM_ROWS

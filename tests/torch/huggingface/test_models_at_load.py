@@ -269,8 +269,7 @@ def test_new_weights_change_the_fingerprint_and_the_old_ones_bring_it_back() -> 
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     engine = engine_of(model)
     before = engine.state.target.runner.fingerprint()
-    changed = {name: tensor + 1e-3 for name, tensor in state.items()}
-    engine.load_weights(changed, version=1)
+    engine.load_weights({name: tensor + 1e-3 for name, tensor in state.items()}, version=1)
     assert engine.state.target.runner.fingerprint() != before
     engine.load_weights(state, version=2)
     assert engine.state.target.runner.fingerprint() == before

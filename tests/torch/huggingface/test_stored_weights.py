@@ -28,8 +28,7 @@ BF16 = torch.bfloat16
 
 
 def mixed(folder: Path, kind: str) -> Path:
-    model = tiny_model(tiny_config(kind))
-    model.save_pretrained(folder)
+    tiny_model(tiny_config(kind)).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     for name, tensor in weights.items():
         weights[name] = tensor if "norm" in name else tensor.to(BF16)

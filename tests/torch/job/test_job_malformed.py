@@ -14,8 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from invalid_jobs import HTTP, JOB, REMOVED, SOURCE, Wrong, all_wrong, edited
 from pydantic import ValidationError
 from safetensors.numpy import save_file
@@ -532,8 +531,7 @@ def test_every_rule_names_a_field_that_exists() -> None:
 
 
 def test_the_printed_definition_is_this_one() -> None:
-    printed = CliRunner().invoke(app, ["schema", "--crd"]).output
-    assert json.loads(printed) == custom_resource_definition()
+    assert json.loads(CliRunner().invoke(app, ["schema", "--crd"]).output) == custom_resource_definition()
 
 
 def schema_of(crd: dict[str, Any]) -> dict[str, Any]:

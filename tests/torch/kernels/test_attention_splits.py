@@ -25,11 +25,9 @@ from attention_cases import (
     shapes,
     triton_kernel,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from rlhfspec.kernels import attention_splits
-from rlhfspec.kernels import tree_attention as module
+from rlhfspec.kernels import attention_splits, tree_attention as module
 from rlhfspec.kernels.attention_splits import SPLIT, Partials, merge
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.tree_attention import AttentionMeta, attend_partial
@@ -100,8 +98,7 @@ def holding(case: Case, splits: tuple[int, int], split: int) -> Case:
     table[:, :first] = table[:, stop:] = 0
     positions = np.arange(extra.shape[1]) + meta.context_lens[:, None]
     extra[(extra >= 0) & ((positions < first) | (positions >= stop))] = 0
-    num_extra = (extra >= 0).sum(1)
-    own = meta.context_lens + num_extra - 1
+    own = meta.context_lens + (extra >= 0).sum(1) - 1
     slots[(own < first) | (own >= stop)] = -1
     block, offset = np.divmod(held, case.kv.shape[3])
     kv[block, :, :, offset] = case.kv[block, :, :, offset]
@@ -167,8 +164,7 @@ def test_the_twins_parts_merge_too() -> None:
     for options in LONG_OPTIONS:
         expected = make_case(LONG, Shape()).doubled().run(tree_attention_reference, split=64, **options)
         parts = parts_of(case, (0, 1, 3, 4), 64, attend_partial, options)  # float64 always goes to the twin
-        found = merge(parts, sinks=options.get("sinks"), dtype=torch.float64)
-        assert (found - expected).abs().max() < 1e-12
+        assert (merge(parts, sinks=options.get("sinks"), dtype=torch.float64) - expected).abs().max() < 1e-12
 
 
 @needs_native
@@ -235,8 +231,7 @@ def test_up_to_a_split_the_bits_are_those_of_the_kernel_without_splits(
 ) -> None:
     """The expected bits were recorded with a kernel that takes one softmax over all positions."""
     every_isa(isa)
-    out = recorded_case(dtype).run(layer=0, **RECORDED_OPTIONS[options])
-    assert digest(out) == RECORDED[options, dtype]
+    assert digest(recorded_case(dtype).run(layer=0, **RECORDED_OPTIONS[options])) == RECORDED[options, dtype]
 
 
 def digest(out: torch.Tensor) -> str:

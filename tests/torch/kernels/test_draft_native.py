@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel
@@ -251,8 +250,7 @@ def test_a_rule_is_told_what_its_draft_ran() -> None:
     batch.room[:], space.table.capacity[:] = 30, MAX_CONTEXT
     free = CostTable([1, 100], [1e-6, 1e-6])
     rule = PayingLevel(LevelTerms(free, free, tokens_per_second=1.0, success=0.9, verified_rows=2))
-    drafter = fresh_drafter(space)
-    drafter.propose(batch, DraftPlan(drafter="model", depth=4), AcceptanceModel(NUM_ROWS), rule)
+    fresh_drafter(space).propose(batch, DraftPlan(drafter="model", depth=4), AcceptanceModel(NUM_ROWS), rule)
     assert rule.level_rows == [batch.size, batch.size, batch.size]
 
 
@@ -260,6 +258,5 @@ def test_nothing_is_kept_of_an_empty_draft() -> None:
     space, rng = space_for(61, "float32"), np.random.default_rng(3)
     batch = batch_of(space, rng, 1.0)
     slots = space.table.slots.copy()
-    nothing = Expanded(np.empty((4, 0), np.int32), np.empty(0, np.int64))
-    assert space.keep(batch, nothing, batch.lengths + 1)
+    assert space.keep(batch, Expanded(np.empty((4, 0), np.int32), np.empty(0, np.int64)), batch.lengths + 1)
     assert np.array_equal(space.table.slots, slots)

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from rlhfspec.kernels import gumbel
@@ -153,8 +152,7 @@ def test_native_resolves_near_ties(vocab_size: int, isa: str) -> None:
 def test_native_finds_the_nucleus_of_a_large_vocabulary(spread: float) -> None:
     g = generator(int(spread * 10))
     batch = random_batch(torch.randn(24, 40_000, generator=g) * spread, g)
-    result = native_sample(NATIVE_ISAS[0], batch)
-    assert_same_sample(result, gumbel.sample_reference(*batch))
+    assert_same_sample(native_sample(NATIVE_ISAS[0], batch), gumbel.sample_reference(*batch))
 
 
 @needs_native
@@ -183,8 +181,7 @@ def test_native_equals_reference_on_odd_rows(data: st.DataObject) -> None:
 
 def nucleus_of(row: list[float], top_p: float) -> tuple[Batch, list[int]]:
     """Return 400 draws from one row, and the ids kept by the definition."""
-    weights = [math.exp(x - max(row)) for x in sorted(row, reverse=True)]
-    mass = list(itertools.accumulate(weights))
+    mass = list(itertools.accumulate([math.exp(x - max(row)) for x in sorted(row, reverse=True)]))
     num_kept = 1 + next(n for n, c in enumerate(mass) if c >= float(np.float32(top_p)) * mass[-1])
     ids = sorted(range(len(row)), key=lambda v: (-row[v], v))[:num_kept]
     n = 400

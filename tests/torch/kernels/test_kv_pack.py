@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rlhfspec.kernels import kv_pack
 from rlhfspec.kernels.kv_pack import (
@@ -60,8 +59,7 @@ def test_slots_survive_the_journey(data: st.DataObject, shape: tuple[int, ...], 
     assert packed.shape == (len(slots), shape[1], 2, shape[4], shape[5])
     for i, slot in enumerate(slots.tolist()):
         assert torch.equal(bits(packed[i]), bits(source[slot // shape[3], :, :, slot % shape[3]]))
-    places = data.draw(st.permutations(range(num_slots)))[: len(slots)]
-    check_arrival(packed, target, places)
+    check_arrival(packed, target, data.draw(st.permutations(range(num_slots)))[: len(slots)])
 
 
 def check_arrival(packed: torch.Tensor, target: torch.Tensor, places: list[int]) -> None:

@@ -271,8 +271,7 @@ def test_draws_along_one_sample_follow_the_softmax() -> None:
 def test_noise_is_standard_gumbel_and_independent() -> None:
     """Neighbours in seed, position and token are independent; mean, variance and distribution are Gumbel's."""
     seeds = torch.arange(400)[:, None].expand(400, 50).flatten()  # [seed, position] flattened
-    positions = torch.arange(50).repeat(400)
-    noises = philox.gumbel_noise(seeds, positions, 12).reshape(400, 50, 12).numpy()
+    noises = philox.gumbel_noise(seeds, torch.arange(50).repeat(400), 12).reshape(400, 50, 12).numpy()
     n = noises.size
     assert abs(noises.mean() - np.euler_gamma) < 5 * math.pi / math.sqrt(6 * n)
     assert _kolmogorov(noises.flatten(), lambda x: np.exp(-np.exp(-x))) > 1e-4

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -137,8 +136,7 @@ def test_a_gated_mlp_has_the_bits_of_its_three_layers(
 def test_a_gated_mlp_too_wide_for_partial_sums_has_the_same_bits() -> None:
     dtype, arithmetic = BF16, arithmetic_for(BF16)
     hidden, intermediate, outputs, num_rows = 32, 4096, 2304, 256  # 16 segments x 256 x 2304 floats > 32 MB
-    parts = make_mlp_parts(hidden, intermediate, outputs)
-    mlp = pack_mlp(parts, dtype, arithmetic)
+    mlp = pack_mlp(make_mlp_parts(hidden, intermediate, outputs), dtype, arithmetic)
     x = torch.randn(num_rows, hidden)
     build.set_num_threads(2)
     assert torch.equal(mlp(x)[100:108], mlp(x[100:108]))
@@ -243,8 +241,7 @@ def test_weights_come_back_as_stored_and_can_be_replaced(dtype: torch.dtype, ari
     assert not torch.equal(layer(x), old)
     assert torch.equal(before(x), old)  # a copy has its own weights
     parts = make_mlp_parts(70, 100, 33)
-    mlp = pack_mlp(parts, dtype, arithmetic)
-    for unpacked, part in zip(mlp.unpacked_weights(), parts, strict=True):
+    for unpacked, part in zip(pack_mlp(parts, dtype, arithmetic).unpacked_weights(), parts, strict=True):
         assert torch.equal(unpacked, part.weight.to(dtype))
 
 
@@ -343,8 +340,7 @@ def test_rms_norm(width: int, add_one: bool) -> None:
     ours = fused_rms_norm(x, weight, 1e-5, add_one=add_one)
     exact = rms_norm_twin(x.double(), weight.double(), 1e-5, add_one=add_one)
     torch.testing.assert_close(ours.double(), exact, rtol=2e-6, atol=1e-7)
-    twin = rms_norm_twin(x, weight, 1e-5, add_one=add_one)
-    torch.testing.assert_close(ours, twin, rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(ours, rms_norm_twin(x, weight, 1e-5, add_one=add_one), rtol=2e-6, atol=1e-7)
     assert differing_batches(FusedRMSNorm(weight, 1e-5, add_one=add_one), x) == [] or build.load() is None
 
 

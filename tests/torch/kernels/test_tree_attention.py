@@ -27,8 +27,7 @@ from attention_cases import (
     triton_kernel,
     with_padding,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rlhfspec.kernels import tree_attention as module
 from rlhfspec.kernels.cpu import build
@@ -58,8 +57,7 @@ def test_row_has_the_same_bits_alone_and_anywhere(
     forest, options = drawn
     case = make_case(forest, shape)
     together = case.run(**options)
-    alone = torch.cat([case.row(i).run(**options) for i in range(case.meta.num_rows)])
-    assert_same_bits(alone, together)
+    assert_same_bits(torch.cat([case.row(i).run(**options) for i in range(case.meta.num_rows)]), together)
     assert_same_bits(make_case(forest, shape, place_seed=place_seed).run(**options), together)
 
 
@@ -244,8 +242,7 @@ def test_without_native_kernels_the_twin_serves(monkeypatch: pytest.MonkeyPatch)
     out = case.run()
     assert out.dtype == torch.float32
     assert (out - expected).abs().max() < 1e-6
-    alone = torch.cat([case.row(i).run() for i in range(len(out))])
-    assert_same_bits(alone, out)
+    assert_same_bits(torch.cat([case.row(i).run() for i in range(len(out))]), out)
 
 
 TRITON_SHAPES = [Shape(dim=16), Shape(dim=24, num_kv_heads=1), Shape(dim=16, num_heads=6), Shape(dtype=torch.bfloat16)]

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from places import DATA, ROOT
 from torch import Tensor
 
@@ -225,8 +224,7 @@ def test_without_a_coefficient_no_reference_is_needed_nor_used() -> None:
     rollouts = Rollouts.of(samples, [score for score in scores if score.stage == "reward"])
     targets, metrics = prepare(algorithm, rollouts, policy_log_probs=None, max_tokens=MAX_TOKENS)
     log_probs = flat(0, "log_probs")
-    terms = policy_terms(algorithm, log_probs, log_probs, targets, None)
-    assert terms.losses.keys() == {"policy_loss"}
+    assert policy_terms(algorithm, log_probs, log_probs, targets, None).losses.keys() == {"policy_loss"}
     before = metrics_before_updates(algorithm, rollouts, log_probs, torch.tensor([1.0, 2.0]))
     assert before == {"entropy": 1.5}
     assert metrics["reward_source_exact"] == 1.5

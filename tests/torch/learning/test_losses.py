@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from places import DATA
 from torch import Tensor
 
@@ -213,8 +212,7 @@ def expected_gradient(estimator: Any, logits: Tensor, reference: Tensor) -> Tens
 
 
 def test_in_the_loss_k2_has_the_gradient_of_the_kl_and_k1_none() -> None:
-    generator = torch.Generator().manual_seed(3)
-    logits, reference = torch.randn(2, 6, dtype=torch.float64, generator=generator)
+    logits, reference = torch.randn(2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     leaf = logits.clone().requires_grad_()
     log_probs = torch.log_softmax(leaf, -1)
     (log_probs.exp() * (log_probs - torch.log_softmax(reference, -1))).sum().backward()

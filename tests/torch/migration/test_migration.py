@@ -49,8 +49,7 @@ async def test_moved_while_both_decode_the_bits_are_those_of_one_engine(kind: st
         for each in made:
             await each.until(lambda each=each: not each.engine.has_work)
     assert all_bits(made) == {name: alone(seed) for seed, name in enumerate(names)}
-    hows = [moved.how for moved in moves]
-    assert hows.count("kv") >= 3, moves
+    assert [moved.how for moved in moves].count("kv") >= 3, moves
     assert all(moved.num_bytes > 0 for moved in moves if moved.how == "kv")
 
 
@@ -259,8 +258,7 @@ async def test_a_server_that_dies_is_no_reply_and_its_next_life_is_found() -> No
                 await waiting
             with pytest.raises(NoReply):
                 await control.ask(peer, QUESTIONED)
-        port = int(peer.address.rpartition(":")[2])
-        async with served(gone, port=port):
+        async with served(gone, port=int(peer.address.rpartition(":")[2])):
             await control.ask(peer, QUESTIONED)
         for address in ("nowhere", "127.0.0.1:port", "127.0.0.1:70000", ""):
             with pytest.raises(NoReply):

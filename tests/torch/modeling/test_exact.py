@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhfspec import job
@@ -196,8 +195,7 @@ def wider_model() -> Any:
 
 
 def test_weights_are_packed_again_whenever_they_change() -> None:
-    model = random_model("llama", seed=3)
-    forward, batch = make_forward(model), pack_sequences([(5, 6)], [(7, 8, 9)])
+    forward, batch = make_forward(random_model("llama", seed=3)), pack_sequences([(5, 6)], [(7, 8, 9)])
     before = forward(batch).untempered
     weight = forward.model.lm_head.weight
     with torch.no_grad():
@@ -219,8 +217,7 @@ def assert_same_gradients(ours: Any, theirs: Any, tolerance: float = 1e-5) -> No
 
 
 def weighted(found: TokenLogProbs) -> torch.Tensor:
-    weights = torch.linspace(-1, 1, len(found.log_probs))
-    return (found.log_probs * weights).sum() - 0.1 * found.entropy.sum()
+    return (found.log_probs * torch.linspace(-1, 1, len(found.log_probs))).sum() - 0.1 * found.entropy.sum()
 
 
 def some_batch() -> PackedRow:

@@ -18,8 +18,7 @@ from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.huggingface.structure.attention import AttentionSpec, visible
 from rlhfspec.tiny import MODEL_KINDS, random_model
-from rlhfspec.training.modeling import log_probs as log_probs_module
-from rlhfspec.training.modeling import lora
+from rlhfspec.training.modeling import log_probs as log_probs_module, lora
 from rlhfspec.training.modeling.critic import Critic, load_critic
 from rlhfspec.training.modeling.digest import digest
 from rlhfspec.training.modeling.loading import load_policy, load_reference, prepared
@@ -89,8 +88,7 @@ def test_log_probs_are_the_engines(kind: str) -> None:
 
 
 def test_a_sequence_does_not_see_its_neighbours() -> None:
-    model = prepared(random_model("llama", seed=1))
-    forward = TorchForward(model, 1.0)
+    forward = TorchForward(prepared(random_model("llama", seed=1)), 1.0)
     other = [RESPONSES[0], (50,), *RESPONSES[2:]]
     before = forward(batch()).log_probs.split([3, 1, 20, 11])
     after = forward(pack_sequences(PROMPTS, other)).log_probs.split([3, 1, 20, 11])
@@ -226,8 +224,7 @@ def test_values_are_of_the_state_before_the_token(folder: str) -> None:
     with_other_token = critic(pack_sequences([(5, 6)], [(9, 8)]))
     assert values[0] == with_other_token[0]
     assert values[1] != with_other_token[1]
-    longer_prompt = critic(pack_sequences([(5, 6, 7)], [(1,)]))
-    assert torch.allclose(values[1], longer_prompt[0], atol=1e-6)
+    assert torch.allclose(values[1], critic(pack_sequences([(5, 6, 7)], [(1,)]))[0], atol=1e-6)
 
 
 def test_a_damaged_critic_folder_is_named(folder: str, tmp_path: Path) -> None:
@@ -246,8 +243,7 @@ def test_a_damaged_critic_folder_is_named(folder: str, tmp_path: Path) -> None:
 def test_a_critic_of_other_or_cut_weights_is_named(folder: str, tmp_path: Path) -> None:
     load_critic(job.Model(path=folder)).save(tmp_path)
     file = tmp_path / "critic.safetensors"
-    weights = load_file(file)
-    save_file({name: tensor for name, tensor in weights.items() if "norm" not in name}, file)
+    save_file({name: tensor for name, tensor in load_file(file).items() if "norm" not in name}, file)
     with pytest.raises(InvalidRequest, match=r"model\.critic: its checkpoint lacks \d+ weights: trunk\.layers\.0"):
         load_critic(job.Model(path=folder, critic=str(tmp_path)))
     file.write_bytes(file.read_bytes()[:-10])

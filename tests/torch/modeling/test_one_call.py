@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from flash_played import played
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from learners import learner, rollouts, spec
 from sweeps import examples
 from torch.nn.attention import varlen

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from learners import learner as new_learner
-from learners import rollouts, spec
+from learners import learner as new_learner, rollouts, spec
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

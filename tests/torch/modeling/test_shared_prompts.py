@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from learners import ALGORITHMS, learner, rollouts, same_weights, spec
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -196,8 +195,7 @@ def num_tokens_run(trained: Any) -> int:
 
 
 def test_the_learner_runs_each_prompt_once() -> None:
-    step = rollouts()
-    own = int((step.lengths - 1).sum())
+    own = int((rollouts().lengths - 1).sum())
     assert num_tokens_run(learner(spec())) == own + 3 + 2
     assert num_tokens_run(learner(spec(sharePrompts=False))) == own + 4 * (3 + 2)
     assert num_tokens_run(learner(spec(miniBatches=4))) == 2 * (own + 2 * (3 + 2)), "and the old log-probs likewise"

@@ -106,8 +106,7 @@ def test_an_update_of_low_rank_has_gradients_and_moments_of_its_own_alone() -> N
 def test_a_critic_is_trained_beside_the_policy_or_on_the_other_rank() -> None:
     shapes = {"path": shape_of(config_of("8b"), name="8b")}
     of_policy = trainer(spec_of(), shapes, 80 * 10**9).parts
-    beside = trainer(spec_of("ppo"), shapes, 80 * 10**9).parts
-    assert beside["optimizer"] == 2 * of_policy["optimizer"]
+    assert trainer(spec_of("ppo"), shapes, 80 * 10**9).parts["optimizer"] == 2 * of_policy["optimizer"]
     apart = trainer(of_ranks(2, spec_of("ppo", fuse="auto")), shapes, 80 * 10**9)
     assert (apart.parts["optimizer"], apart.parts["gathered"], apart.count) == (of_policy["optimizer"], 0, 2)
 

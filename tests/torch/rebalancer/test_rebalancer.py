@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from loads import MAX_TOKENS, a_load, knowing, moved, sample_of, skewed
 from small_job import JOB, a_job
 from stages import FakeEngine
@@ -242,8 +241,7 @@ def test_damaged_lines_of_moves_are_left_out_and_a_full_disk_stops_nothing(tmp_p
     again = MovesFile(tmp_path)
     again.plan(replace(nothing, id="two"))
     assert [line["id"] for line, _ in read_moves(tmp_path)] == ["one", "two"]
-    last = max(offset for _, offset in read_moves(tmp_path))
-    assert not list(read_moves(tmp_path, offset=last))
+    assert not list(read_moves(tmp_path, offset=max(offset for _, offset in read_moves(tmp_path))))
     broken = MovesFile(tmp_path / "missing")
     broken.plan(replace(nothing, id="three"))
     broken.plan(replace(nothing, id="four"))

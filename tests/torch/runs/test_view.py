@@ -8,8 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 from views import Hand, a_full_view, a_view, load, picture, process, tell, terminal, written
@@ -364,8 +363,7 @@ def test_the_summary_says_what_came_out(tmp_path_factory: pytest.TempPathFactory
                 id="", sample_id=sample.id, job="sums", step=step, stage="reward", values=(reward,), components=()
             )
             folder.append_samples([sample], {sample.id: score})
-        summary = summarize(folder, resume_command="rlhfspec run job.yaml --resume", num_texts=4)
-        summary.print(console)
+        summarize(folder, resume_command="rlhfspec run job.yaml --resume", num_texts=4).print(console)
         markdown = folder.summary_file.read_text()
     text = written(console)
     for said in (

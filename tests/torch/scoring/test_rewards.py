@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from reward_desks import HANG, Desk, run, sample
 
 from rlhfspec.errors import InvalidRequest, RewardError
@@ -74,8 +73,7 @@ def reward(prompts, completions, answer):
 """
     group = [sample(replica=replica, text="x" * replica) for replica in range(12)]
     forwards = desk.score(code, group, batched=True)
-    backwards = desk.score(code, group[::-1], batched=True)
-    assert forwards == backwards
+    assert forwards == desk.score(code, group[::-1], batched=True)
     assert [score.values[0] for score in forwards] == [replica + replica / 100 for replica in range(12)]
     assert desk.sources({"function": "rewards:reward", "batched": True}).grouping == "group"
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import reward_desks
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from on_device import BY_COMPANY
 from reward_desks import Desk, sample
 from scorers import classifying_model
@@ -45,8 +44,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     for name, num_labels in (("three", 3), ("one", 1)):
         shape = {**GROUPED, "vocab_size": len(tokenizer), "num_labels": num_labels}
-        model = AutoModelForSequenceClassification.from_config(LlamaConfig(**shape))
-        model.save_pretrained(folder / name)
+        AutoModelForSequenceClassification.from_config(LlamaConfig(**shape)).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     random_model("llama", seed=0, vocab_size=len(tokenizer)).save_pretrained(folder / "none")
     tokenizer.save_pretrained(folder / "none")
@@ -80,8 +78,7 @@ def test_a_reward_model_gives_the_raw_output_of_its_label(judge: Path) -> None:
 def test_a_reward_model_scores_each_sample_as_if_alone(judge: Path) -> None:
     samples = [sample(prompt, text="x" * (1 + 7 * prompt)) for prompt in range(6)]
     together = run(judge, {"path": "one"}, *samples)
-    alone = [run(judge, {"path": "one", "concurrency": 1}, one)[0] for one in samples]
-    assert together == alone
+    assert together == [run(judge, {"path": "one", "concurrency": 1}, one)[0] for one in samples]
     assert len({score.values for score in together}) == 6
 
 
@@ -184,8 +181,7 @@ def test_a_class_that_looks_ahead_runs_every_text_whole_and_says_so_once(caplog:
         model = classifier("bert")
         (said,) = [record.message for record in caplog.records if record.name.endswith("classifier")]
         assert said.startswith("bert: every answer runs its prompt anew, for the model cannot go on behind one: ")
-        found = model.logits(PROMPTS[0] + ANSWERS[0], 90)
-        assert torch.equal(found, model._whole(PROMPTS[0] + ANSWERS[0]))
+        assert torch.equal(model.logits(PROMPTS[0] + ANSWERS[0], 90), model._whole(PROMPTS[0] + ANSWERS[0]))
         assert len([record for record in caplog.records if record.name.endswith("classifier")]) == 1
 
 

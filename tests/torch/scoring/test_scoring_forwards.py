@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from on_device import BY_COMPANY
 from scorers import CONTEXT, make_scorer, row_sensitive_scorer
 
@@ -34,8 +33,7 @@ SAMPLES = [
 
 
 def make_critic(kind: str, seed: int = 1) -> Critic:
-    critic = Critic(prepared(random_model(kind, seed=2)))
-    return moved(critic, seed)
+    return moved(Critic(prepared(random_model(kind, seed=2))), seed)
 
 
 def moved(critic: Critic, seed: int) -> Critic:
@@ -115,8 +113,7 @@ def test_a_score_that_depends_on_its_neighbours_would_be_noticed() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_reference_begins_with_the_exact_trainers_own_numbers(dtype: str) -> None:
     """The KL of an exactly on-policy job starts at exactly 0."""
-    policy = prepared(random_model("llama", seed=2))
-    forward = ExactForward(policy, 0.7, max_context=CONTEXT, dtype=dtype)
+    forward = ExactForward(prepared(random_model("llama", seed=2)), 0.7, max_context=CONTEXT, dtype=dtype)
     scorer = make_scorer(dtype=dtype)
     with torch.no_grad():
         ours = forward(pack_sequences(*zip(*SAMPLES, strict=True))).log_probs.tolist()

@@ -66,8 +66,7 @@ def test_together_and_alone_are_the_same_bits(second: ModuleType, name: str) -> 
     assert numbers_of(scorer, PAIRS) == alone
     num_tokens = 80 + 80 + 66 - 3 + sum(len(answer) + (2 if len(prompt) == 3 else 0) for prompt, answer in PAIRS)
     assert sizes == [96] * -(-num_tokens // 96), "prompts once, and no forward but the last is filled up"
-    expected = numbers_of(MAKERS[name]("cpu"), PAIRS)
-    for found, wanted in zip(alone, expected, strict=True):
+    for found, wanted in zip(alone, numbers_of(MAKERS[name]("cpu"), PAIRS), strict=True):
         np.testing.assert_allclose(found, wanted, atol=0.3 if "bfloat16" in name else 1e-4)
 
 

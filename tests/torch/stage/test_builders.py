@@ -34,8 +34,7 @@ def test_a_job_that_sees_a_gpu_uses_it(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     job = a_job(training=spec.get("training", {}))
-    wanted = job.spec.model_copy(update={"device": spec.get("device", "auto")})
-    assert device_of(wanted) == device
+    assert device_of(job.spec.model_copy(update={"device": spec.get("device", "auto")})) == device
 
 
 @pytest.mark.parametrize(

@@ -254,8 +254,7 @@ JOBS: list[tuple[dict[str, Any], str | None]] = [
 
 @pytest.mark.parametrize(("spec", "helped"), JOBS)
 def test_there_is_a_guest_where_there_is_work_for_it(spec: dict[str, Any], helped: str | None) -> None:
-    job = a_job(roles={"generator": {"workers": 2}}, **spec)
-    assert_guests(job, {"generator": helped, "trainer": None})
+    assert_guests(a_job(roles={"generator": {"workers": 2}}, **spec), {"generator": helped, "trainer": None})
     assert_guests(a_job(**spec), {"generator": None})
 
 

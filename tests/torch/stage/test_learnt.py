@@ -144,8 +144,7 @@ def test_not_every_step_of_learning_is_handed_out(tmp_path: Path) -> None:
     run(tmp_path, act)
     assert 2 < len(put) < 40, put
     assert put[-1] == 100_000, "the last when it leaves"
-    steps = list(pairwise(put))[:-1]
-    assert all(later - earlier >= min(earlier / 4, 32768) for earlier, later in steps)
+    assert all(later - earlier >= min(earlier / 4, 32768) for earlier, later in list(pairwise(put))[:-1])
 
 
 @pytest.mark.parametrize("harm", ["byte", "cut", "empty", "another"])

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from small_job import a_job
 from stages import FakeEngine, FakeSources, Stages, ends, prompts_for, until
 
@@ -44,8 +43,7 @@ class LongEngine(FakeEngine):
 
 
 def prompts_in(stages: Stages, num_prompts: int = NUM_PROMPTS) -> list[Prompt]:
-    wanted = stages.job.model_copy(deep=True)
-    return prompts_of(wanted, prompts_for(stages.job), 1, 0, None)[:num_prompts]
+    return prompts_of(stages.job.model_copy(deep=True), prompts_for(stages.job), 1, 0, None)[:num_prompts]
 
 
 def a_big_job(prefetch: int) -> Any:
@@ -136,8 +134,7 @@ async def test_what_a_stopped_generator_has_not_answered_goes_to_another_though_
 
 async def test_prompts_whose_weights_are_not_here_yet_are_handed_back_too() -> None:
     stages = await Stages.open(a_big_job(4), prompts=1, generator=1, trainer=1)
-    early = [replace(prompt, weights_version=1) for prompt in prompts_in(stages, 3)]
-    await stages.publish("prompts", *early)
+    await stages.publish("prompts", *[replace(prompt, weights_version=1) for prompt in prompts_in(stages, 3)])
     service = stages.generator(0, LongEngine(8))
     task = asyncio.create_task(service.run())
     await until(lambda: service.vitals.state().what == "weights version 1", "it says what it waits for")

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from small_job import a_job
 from stages import FakeSources, Stages, ends, policy_weights, prompts_for, reward_of, until
 
@@ -286,8 +285,7 @@ async def test_what_a_step_was_trained_on_is_acknowledged_once_a_checkpoint_cove
     await stages.publish("reward", *rewards_of(samples_of(1)))
     trained = ("training", 1)
     await until(lambda: stages.learner.version == 1 and trained not in service._collectors, "step 1 is trained")
-    late = reward_of("sums/1/9/9", 1.0)
-    await stages.publish("reward", late)
+    await stages.publish("reward", reward_of("sums/1/9/9", 1.0))
     await until(lambda: len(service._held["training", 1]) == 9, "it is held: no checkpoint covers its step yet")
     assert set(service._collectors) <= {("training", 2)}
     await stages.publish("generator", *samples_of(2))

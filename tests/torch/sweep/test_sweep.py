@@ -11,8 +11,7 @@ from places import ROOT
 
 from rlhfspec.huggingface.fused.casting import Precision
 from rlhfspec.huggingface.proof import reference
-from rlhfspec.sweep import by_position
-from rlhfspec.sweep import verdict as verdicts
+from rlhfspec.sweep import by_position, verdict as verdicts
 from rlhfspec.sweep.classes import model_types, tiny_config, tiny_model, variants
 from rlhfspec.sweep.run import Case, Judged, judge_case
 from rlhfspec.sweep.table import BEGIN, END, markdown, write_into
@@ -88,8 +87,7 @@ def test_the_document_has_every_type_and_nothing_wrong() -> None:
     assert headings.count("Right in every bit") >= 100
     num_right = headings.count("Right in every bit")
     assert f"{num_right} of the {len(headings)} causal LMs" in (DOCUMENT.parents[1] / "README.md").read_text()
-    tables = DOCUMENT.read_text().partition(BEGIN)[2]
-    assert not re.search(r"\| wrong \||\d wrong", tables)
+    assert not re.search(r"\| wrong \||\d wrong", DOCUMENT.read_text().partition(BEGIN)[2])
 
 
 def test_a_type_that_transformers_cannot_make_is_said_so() -> None:
@@ -211,8 +209,7 @@ def test_what_the_proof_refuses_in_bfloat16_alone_is_told(monkeypatch: pytest.Mo
 
 
 def test_rope_that_changes_behind_the_samples_is_judged_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = dict(variants("llama"))["rope=longrope"]()
-    verdict = judge(partial(tiny_model, config))
+    verdict = judge(partial(tiny_model, dict(variants("llama"))["rope=longrope"]()))
     assert verdict.kind == "right", verdict
     assert verdict.in_bfloat16 is not None
     assert verdict.in_bfloat16.stop == 127

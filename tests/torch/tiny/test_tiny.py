@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from places import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
@@ -18,8 +17,17 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import Dataset
 from rlhfspec.job.choices.algorithms import ALGORITHMS
 from rlhfspec.job.file import read_job
-from rlhfspec.tiny import MODEL_KINDS, check, paths, perturbed, random_model, resolve, sums, widened
-from rlhfspec.tiny import models as tiny_models
+from rlhfspec.tiny import (
+    MODEL_KINDS,
+    check,
+    models as tiny_models,
+    paths,
+    perturbed,
+    random_model,
+    resolve,
+    sums,
+    widened,
+)
 from rlhfspec.tiny.corpus import documents, prompts, token_stream
 from rlhfspec.tiny.recipe import DRAFT, RECIPES, SUMS, SUMS_DRAFT, TARGET_RECIPE, WIDE, Recipe
 from rlhfspec.tiny.tokenizer import BOS, EOS, PAD, VOCAB_SIZE, decode, encode, hugging_face_tokenizer
@@ -91,8 +99,7 @@ def test_models_are_made_once_and_open_anywhere(tmp_path: Path, monkeypatch: pyt
     folder = tiny_models.ensure_recipe(SMALL, report=lambda _: None)
     assert folder == tmp_path / "models" / SMALL.folder_name
     assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, f"{folder.name}.lock"]
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    assert model.config.vocab_size == VOCAB_SIZE
+    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == VOCAB_SIZE
     assert AutoTokenizer.from_pretrained(folder)("a").input_ids == [BOS, ord("a")]
 
     def fail(*_: object) -> None:
@@ -233,8 +240,7 @@ def test_data_is_seeded_true_and_of_many_lengths() -> None:
     for row in rows:
         left, right = row["prompt"].rstrip("=").split("+")
         assert int(left) + int(right) == int(row["answer"])
-    lengths = [len(row["prompt"]) for row in rows]
-    assert set(lengths) == {2 * count + 2 for count in sums.NUM_DIGITS}
+    assert {len(row["prompt"]) for row in rows} == {2 * count + 2 for count in sums.NUM_DIGITS}
     assert [json.loads(line) for line in sums.jsonl(400, seed=3).splitlines()] == rows
 
 
@@ -283,8 +289,7 @@ def test_unknown_tiny_names_are_refused_with_those_there_are(name: str) -> None:
 
 
 def test_every_algorithm_has_an_example() -> None:
-    algorithms = {read_job(EXAMPLES / name).spec.algorithm.name for name in JOBS}
-    assert algorithms == {*ALGORITHMS}
+    assert {read_job(EXAMPLES / name).spec.algorithm.name for name in JOBS} == {*ALGORITHMS}
 
 
 def test_the_examples_readme_names_every_job() -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from small_job import a_job
 from stages import FakeLearner, FakeRecorder, FakeSources, Stages, killed
 

@@ -13,8 +13,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 from weight_groups import eventually, group_of, record_of, weights
 from weight_nodes import FromTheTrainer, cluster
@@ -29,9 +28,14 @@ from rlhfspec.testing.weight_store import WeightStoreContract, state
 from rlhfspec.training.modeling import digest as digest_module
 from rlhfspec.training.modeling.digest import checksum, digest, hash_of
 from rlhfspec.training.modeling.tensor_files import read_noted, read_tensors, write_tensors
-from rlhfspec.training.weights import FileWeightStore, MemoryWeightStore, WeightStore, newest_kept
-from rlhfspec.training.weights import file as file_module
-from rlhfspec.training.weights import packed as packed_module
+from rlhfspec.training.weights import (
+    FileWeightStore,
+    MemoryWeightStore,
+    WeightStore,
+    file as file_module,
+    newest_kept,
+    packed as packed_module,
+)
 from rlhfspec.training.weights.file import HASHES
 from rlhfspec.training.weights.group import channel, receiver, sender, shares
 from rlhfspec.training.weights.group.channel import TwoBuffers
@@ -219,8 +223,7 @@ def test_a_put_hashes_in_threads_what_one_thread_would(
 
     for module in (file_module, packed_module):
         monkeypatch.setattr(module, "hash_of", heard)
-    store = make(tmp_path)
-    record = store.put("sums", "policy", 1, state(1))
+    record = make(tmp_path).put("sums", "policy", 1, state(1))
     assert record.digest == digest(state(1)) == slow_digest(state(1))
     assert all(name.startswith("hashing") for name, _ in hashed)
     assert sum(size for _, size in hashed) == sum(t.nbytes for name, t in state(1).items() if name != "head")

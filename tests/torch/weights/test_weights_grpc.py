@@ -226,8 +226,7 @@ def test_a_trainer_whose_bytes_are_wrong_again_and_again_is_not_believed(
             node.store.get(record)
         assert len(peer.requests) == MAX_WRONG
         nodes.trainer.store.put("sums", "policy", 1, state(1))
-        again = nodes.receiver()
-        assert digest(again.store.get(record)) == record.digest
+        assert digest(nodes.receiver().store.get(record)) == record.digest
 
 
 def test_a_trainer_that_is_restarted_is_waited_for(nodes: Cluster) -> None:
@@ -440,8 +439,7 @@ def test_memory_is_used_again_unless_somebody_still_looks_at_it(nodes: Cluster) 
     node = nodes.receiver()
     held, places = {}, []
     for version in range(1, 9):
-        record = nodes.trainer.store.put("sums", "policy", version, state(version))
-        tensors = node.store.get(record)
+        tensors = node.store.get(nodes.trainer.store.put("sums", "policy", version, state(version)))
         places.append(tensors["a"].data_ptr())
         if version == 4:
             held = {"b": tensors["b"]}

@@ -49,8 +49,7 @@ def init(folder: Path, *options: str) -> Path:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_init_writes_a_valid_job(folder: Path, algorithm: str) -> None:
-    job = init(folder, "--algorithm", algorithm)
-    code, output = rlhfspec("validate", job)
+    code, output = rlhfspec("validate", init(folder, "--algorithm", algorithm))
     assert code == 0, output
     assert f"algorithm   {algorithm}" in output
     assert "20 rows" in output
@@ -276,8 +275,7 @@ def test_of_many_steps_it_shows_some_and_the_last(tmp_path: Path) -> None:
 
 
 def test_as_json_it_gives_the_lines(tmp_path: Path) -> None:
-    line = a_line(3, 2, 5, 1)
-    append_learnt_line(tmp_path, line)
+    append_learnt_line(tmp_path, a_line(3, 2, 5, 1))
     [found] = map(json.loads, report(tmp_path, "--json").output.splitlines())
     assert found["generator"] == "generator-3"
     assert found["num_accepted"] == [5, 1]

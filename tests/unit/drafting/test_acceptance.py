@@ -5,8 +5,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel
 from rlhfspec.engine.drafting.cost import ROW_GRID, TARGET, CostModel, CostTable, draft_kind, from_below, host_kind
@@ -45,8 +44,7 @@ def test_it_learns_the_truth_of_every_gap_and_reports_it() -> None:
         model.observe("model", rows, depth, rank, gap, random.random(64) < truth)
     gaps = [0.1, 0.7, 1.7, 3.5, 7.0]
     of_best = [1 - 0.6 * np.exp(-0.5 * gap) for gap in gaps]
-    of_second = [0.3 * np.exp(-0.6 * gap) for gap in gaps]
-    for rank_asked, expected in ((0, of_best), (1, of_second)):
+    for rank_asked, expected in ((0, of_best), (1, [0.3 * np.exp(-0.6 * gap) for gap in gaps])):
         of_rows = np.mean([predicted(model, gaps, row=row, rank=rank_asked) for row in range(8)], axis=0)
         assert of_rows == pytest.approx(expected, abs=0.05)
     assert model.calibration_error() < 0.02

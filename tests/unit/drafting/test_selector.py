@@ -7,8 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from counting import counting_calls
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from selector_world import CHEAP_LEVELS, EVERY_ROW_COSTS, FLAT_TO_16, SimulatedMachine, World
 
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel
@@ -162,8 +161,7 @@ def test_a_plan_is_rated_by_what_its_forests_promised_and_what_came_true_of_it()
     for _ in range(20):
         outlook.learn_forest(chain, forest, 1)
         outlook.look(state)
-    host = costs.host_seconds("model", 1)
-    expected = (1 + 0.9 + 0.9**2 + 0.9**3 + 0.9**4) / (0.015 + 4e-4 + host)
+    expected = (1 + 0.9 + 0.9**2 + 0.9**3 + 0.9**4) / (0.015 + 4e-4 + costs.host_seconds("model", 1))
     assert outlook.best.depth == 6, "one notch deeper than the four levels that pay"
     assert outlook.best_rate == pytest.approx(expected, rel=0.01)
     for _ in range(200):  # gives half of what it promised
@@ -227,8 +225,7 @@ def test_a_useless_drafter_is_left_alone() -> None:
     world.run(selector, acceptance, num_sequences=16, num_steps=40)
     run = world.run(selector, acceptance, num_sequences=16, num_steps=300)
     assert run.plans["plain"] >= 280
-    plain = static_speed(FLAT_TO_16, {"model": -9.0}, PLAIN, 16)
-    assert run.tokens_per_second >= 0.98 * plain
+    assert run.tokens_per_second >= 0.98 * static_speed(FLAT_TO_16, {"model": -9.0}, PLAIN, 16)
 
 
 def test_a_trial_verifies_some_nodes_whatever_they_promise() -> None:
@@ -283,13 +280,11 @@ def test_of_two_drafters_the_better_one_is_used() -> None:
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_choice_follows_a_draining_batch(machine: str) -> None:
-    agreement = {"model": 0.5}
-    world, selector, acceptance = adaptive_in(MACHINES[machine], agreement)
+    world, selector, acceptance = adaptive_in(MACHINES[machine], {"model": 0.5})
     world.run(selector, acceptance, num_sequences=64, num_steps=60)
     depths = {}
     for batch in (64, 16, 4, 1):
-        run = world.run(selector, acceptance, num_sequences=batch, num_steps=12)
-        chosen = run.plans.most_common(1)[0][0]
+        chosen = world.run(selector, acceptance, num_sequences=batch, num_steps=12).plans.most_common(1)[0][0]
         depths[batch] = 0 if chosen == "plain" else int(chosen.split("-")[1][1:])
     assert depths[64] <= 4
     assert depths[4] >= 3

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from twins.tree import accept_slow
 
 from rlhfspec.common.arrays import FloatArray, Floats, IntArray
@@ -406,8 +405,7 @@ def random_forest(rng: np.random.Generator, num_sequences: int, size: int, vocab
     taken: set[tuple[int, int, int]] = set()
     for _ in range(size):
         owner = int(rng.integers(num_sequences))
-        mine = [-1, *(node for node, of in enumerate(sequence) if of == owner)]
-        above = int(rng.choice(mine))
+        above = int(rng.choice([-1, *(node for node, of in enumerate(sequence) if of == owner)]))
         word = int(rng.integers(vocab))
         if (owner, above, word) in taken:
             continue
@@ -433,8 +431,7 @@ def test_walk_equals_its_slow_twin(seed: int, num_sequences: int, size: int) -> 
     choices = rng.integers(0, 3, forest.size).astype(np.int32)
     walk = accept(forest, num_sequences, roots, choices)
     for sequence, expected in enumerate(accept_slow(forest, num_sequences, roots, choices)):
-        path = walk.path[sequence, 1 : 1 + walk.num_accepted[sequence]].tolist()
-        assert path == expected
+        assert walk.path[sequence, 1 : 1 + walk.num_accepted[sequence]].tolist() == expected
         assert np.flatnonzero(walk.accepted & (forest.sequence == sequence)).tolist() == sorted(expected)
     for node in range(forest.size):
         parent = forest.parent[node]

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from invalid_jobs import all_wrong
 from pydantic import ValidationError
 from small_job import a_job
@@ -267,8 +266,7 @@ def test_a_drafter_called_auto_is_looked_for_nowhere(tmp_path: Path) -> None:
     for prepared in (with_resolved_paths(job, tmp_path), with_hub_models(job, print)):
         assert prepared.spec.model.drafter == "auto"
     assert not [each for each in check_files(job, tmp_path) if each.field == "spec.model.drafter"]
-    named = {"model": {"path": "./policy", "drafter": "auto"}}
-    assert input_paths(named, tmp_path) == ["policy"]
+    assert input_paths({"model": {"path": "./policy", "drafter": "auto"}}, tmp_path) == ["policy"]
 
 
 ROLES = ("prompts", "generator", "reward", "reference", "critic", "trainer", "rebalancer", "prepare", "control")

@@ -1,8 +1,7 @@
 """Micro-batches are whole, within the budget, balanced, and a function of lengths."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rlhfspec.training.learning.packing import pack, pack_groups, split_evenly
 
@@ -66,8 +65,7 @@ def test_mini_batches_are_runs_of_nearly_one_size(count: int, parts: int) -> Non
 
 @pytest.mark.parametrize("multiple_of", [1, 3])
 def test_an_even_load_over_ranks(multiple_of: int) -> None:
-    packed = pack([7] * 12, 14, multiple_of=multiple_of)
-    assert [len(members) for members in packed] == [2] * 6
+    assert [len(members) for members in pack([7] * 12, 14, multiple_of=multiple_of)] == [2] * 6
 
 
 group_lists = st.lists(
@@ -113,8 +111,7 @@ def test_samples_of_different_prompts_are_packed_as_ever(lengths: list[int], bud
 
 
 def test_a_group_is_cut_where_a_rank_would_have_less_to_do() -> None:
-    alone = pack_groups([(1,) * 10] * 8, [9] * 8, 100, multiple_of=2)
-    assert alone == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert pack_groups([(1,) * 10] * 8, [9] * 8, 100, multiple_of=2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     two = pack_groups([(1,) * 10] * 4 + [(2,) * 10] * 4, [9] * 8, 100, multiple_of=2)
     assert two == [[0, 1, 2, 3], [4, 5, 6, 7]]
     three = pack_groups([(number,) * 90 for number in (1, 1, 2, 2, 3, 3)], [5] * 6, 200, multiple_of=2)

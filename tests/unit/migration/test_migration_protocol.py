@@ -10,15 +10,12 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from moving_world import NODES, World, any_of
 
 from rlhfspec.errors import MalformedRecord
-from rlhfspec.moves.migration import destination as theirs
-from rlhfspec.moves.migration import messages
-from rlhfspec.moves.migration import source as ours
+from rlhfspec.moves.migration import destination as theirs, messages, source as ours
 from rlhfspec.moves.migration.destination import DOUBT_SECONDS, LEASE_SECONDS, Destination
 from rlhfspec.moves.migration.messages import from_bytes, to_bytes
 from rlhfspec.moves.migration.source import MoveSource

@@ -10,8 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from operator_world import SETTINGS, World, job_body, view_of
 from sweeps import examples
 

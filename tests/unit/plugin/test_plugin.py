@@ -7,8 +7,7 @@ import unicodedata
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from rich.console import Console
 
 from rlhfspec.control.show import document_of

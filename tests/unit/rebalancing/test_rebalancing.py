@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from twins.planner import plan_slowly
 
 from rlhfspec.moves.rebalancing.curve import LearnedCurve
@@ -178,8 +177,7 @@ def test_lengths_that_work_against_it_cannot_make_it_swing(seed: int) -> None:
     fleet = replace(fleet, moved_at=np.full(fleet.num_sequences, -np.inf))
     for _ in range(40):
         planned = plan(fleet, now, PROMPT)
-        last = fleet.moved_at[planned.sequence]
-        assert (now - last >= PROMPT.rest_seconds).all()
+        assert (now - fleet.moved_at[planned.sequence] >= PROMPT.rest_seconds).all()
         num_moves += planned.num_moves
         fleet = replace(after(fleet, planned))
         fleet = replace(fleet, moved_at=np.where(fleet.moved_at == NOW, now, fleet.moved_at))
@@ -230,8 +228,7 @@ def test_engines_that_share_bandwidth_are_consolidated_in_the_tail_only() -> Non
     assert planned.is_closing.tolist() == [False, True]
     assert moves_of(planned) == [(2, 1, 0), (3, 1, 0)]
     assert planned.why_move(0).startswith("as few as 1 of this host's engines are faster")
-    merged = after(fleet, planned)
-    again = plan(replace(merged, moved_at=np.full(4, -np.inf)), NOW)
+    again = plan(replace(after(fleet, planned), moved_at=np.full(4, -np.inf)), NOW)
     assert again.num_moves == 0  # it stays so
     assert again.dry.tolist() == [1]
     assert again.advice == ("consolidate",)
@@ -337,8 +334,7 @@ def learnt(
 
 
 def test_a_curve_is_found_through_noise_and_steps_in_which_the_process_was_stopped() -> None:
-    rows = np.random.default_rng(1).integers(1, 64, 600)
-    curve = learnt(rows)
+    curve = learnt(np.random.default_rng(1).integers(1, 64, 600))
     for _ in range(3):
         curve.learn(20, 5.0)
     assert curve.step_seconds == pytest.approx(STEP, rel=0.35)
@@ -407,8 +403,7 @@ def test_what_remains_is_the_area_under_the_survival_curve(seen: list[tuple[int,
 
 
 def test_until_lengths_were_seen_half_of_what_can_come_is_expected() -> None:
-    residual = Residual()
-    assert residual.remaining([0, 500], [1.0, 1.0], [1000, 500]).tolist() == [500.0, 250.0]
+    assert Residual().remaining([0, 500], [1.0, 1.0], [1000, 500]).tolist() == [500.0, 250.0]
 
 
 def test_a_prompts_factor_scales_what_is_expected_and_the_limit_holds() -> None:

@@ -69,8 +69,7 @@ def test_seconds_are_stacked() -> None:
 
 
 def test_histograms_are_of_the_first_and_last_step() -> None:
-    steps = a_run(5)
-    axis = panel_of(overview_figure(steps, title="sums"), "response lengths")
+    axis = panel_of(overview_figure(a_run(5), title="sums"), "response lengths")
     assert [patch.get_label() for patch in patches(axis)] == ["step 1", "step 5"]
     for patch in patches(axis):
         assert sum(patch.get_data().values) == pytest.approx(100.0)

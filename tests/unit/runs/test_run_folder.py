@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from places import ROOT
 from run_folders import a_run, begin, reward_of, write_steps
 from sweeps import examples
@@ -55,8 +54,7 @@ def test_every_field_is_curve_or_measurement() -> None:
     assert not {*CURVE} & MEASUREMENTS
     slower = replace(example_step(), tokens_per_second=1.0, strategy={"plain": 1}, finished_unix_seconds=9.0)
     assert curve(slower.to_line()) == curve(example_step().to_line())
-    other = replace(example_step(), grad_norm=0.8 + 1e-16)
-    assert curve(other.to_line()) != curve(example_step().to_line())
+    assert curve(replace(example_step(), grad_norm=0.8 + 1e-16).to_line()) != curve(example_step().to_line())
 
 
 def test_a_line_of_an_older_run_has_no_experts() -> None:
@@ -154,8 +152,7 @@ def test_resume_after_kill_at_any_byte(tmp_path_factory: pytest.TempPathFactory,
         start_of_last = len(b"".join(content.splitlines(True)[:-num_last]))
         (path / name).write_bytes(content[: data.draw(st.integers(start_of_last, len(content)), name)])
     with RunFolder(path) as folder:
-        opening = begin(folder, example_job(), resume=True, resume_at=2)
-        assert opening.missing_steps == ()
+        assert begin(folder, example_job(), resume=True, resume_at=2).missing_steps == ()
         write_steps(folder, range(3, 4))
     assert {name: (path / name).read_bytes() for name in whole} == whole
 
@@ -281,8 +278,7 @@ def test_a_damaged_manifest_is_one_line_and_begun_anew(tmp_path: Path, content: 
     with pytest.raises(StorageError, match=r"manifest\.json: cannot be read"):
         folder.manifest()
     with RunFolder(tmp_path) as again:
-        opening = begin(again, example_job(), resume=True, resume_at=2)
-        assert opening.resumed
+        assert begin(again, example_job(), resume=True, resume_at=2).resumed
         again.finish("completed")
     assert (folder.manifest().outcome, folder.manifest().num_steps) == ("completed", 2)
     assert [entry.step for entry in folder.manifest().resumed] == [2]
@@ -427,8 +423,7 @@ def test_a_job_with_secrets_is_for_its_owner_alone(tmp_path: Path, job: RLHFJob,
     with RunFolder(tmp_path) as folder:
         folder.begin(job, resume=False)
         assert folder.job() == job, "references are kept as they are"
-    mode = stat.S_IMODE(folder.job_file.stat().st_mode)
-    assert (mode == 0o600) is private
+    assert (stat.S_IMODE(folder.job_file.stat().st_mode) == 0o600) is private
 
 
 def test_the_job_that_differs_tells_no_secret(tmp_path: Path) -> None:
@@ -456,8 +451,7 @@ def test_the_job_is_read_back_as_it_was(tmp_path_factory: pytest.TempPathFactory
     from rlhfspec.job.file.yaml_text import parse
 
     job = example_job(optimizer={"name": "AdamW", "arguments": {"text": text, "eps": 1e-8, "betas": [0.9, 0.999]}})
-    path = tmp_path_factory.mktemp("run")
-    with RunFolder(path) as folder:
+    with RunFolder(tmp_path_factory.mktemp("run")) as folder:
         begin(folder, job, resume=False)
         assert folder.job() == job
         written = folder.job_file.read_text()

@@ -5,8 +5,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from wire_records import records
 
 from rlhfspec.messages.loop import BY_NAME

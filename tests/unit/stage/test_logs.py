@@ -33,8 +33,7 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
 def test_a_line_says_where_and_when(stream: io.StringIO) -> None:
     log.info("scored %d\nsamples", 3)
     [line] = lines(stream)
-    when = datetime.fromisoformat(line.pop("time"))
-    assert when.utcoffset() is not None
+    assert datetime.fromisoformat(line.pop("time")).utcoffset() is not None
     assert line == {
         "level": "info", "message": "scored 3\nsamples", "logger": "rlhfspec.stage",
         "job": "sums", "run": "3f2a91c0", "stage": "reward", "worker": 1,

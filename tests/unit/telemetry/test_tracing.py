@@ -329,8 +329,7 @@ def test_a_collector_gets_one_connected_trace_from_several_processes(tmp_path: P
         collector.wait_for(lambda: "rlhfspec_records_published" in collector.metrics)
     found = {each.span_id: each for _, each in collector.spans}
     assert {each.trace_id.hex() for each in found.values()} == {trace_id(UID, SAMPLE.id)}
-    roots = [each.name for each in found.values() if not each.parent_span_id]
-    assert roots == ["prompt"]
+    assert [each.name for each in found.values() if not each.parent_span_id] == ["prompt"]
     assert all(each.parent_span_id in found for each in found.values() if each.name != "prompt")
     services = {each.name: service for service, each in collector.spans}
     assert {services[name] for name in SPANS} == {f"rlhfspec-{stage}" for stage in STAGES}

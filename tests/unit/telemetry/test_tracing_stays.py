@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from collector import running_collector
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rich.console import Console
 from stays import PROMPT, UID, Watched, moved_there_and_back, progress
 from traced_moves import check_times

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from wire_records import SAMPLE, SCORE, STRATEGIES, bits
 
 from rlhfspec.errors import InvalidRequest, MalformedRecord

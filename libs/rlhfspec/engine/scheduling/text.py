@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Mapping, Sequence as SequenceOf
 from typing import Protocol
 
 from rlhfspec.common.arrays import IntArray

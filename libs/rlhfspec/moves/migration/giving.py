@@ -16,8 +16,7 @@ from rlhfspec.engine.kv.state_bytes import to_bytes
 from rlhfspec.errors import InvalidRequest, LinkError, MalformedRecord, RLHFSpecError, SequenceStateError
 from rlhfspec.messages.records import Move, Moved
 from rlhfspec.messages.transport.clock import Clock
-from rlhfspec.moves.migration import messages
-from rlhfspec.moves.migration import source as machines
+from rlhfspec.moves.migration import messages, source as machines
 from rlhfspec.moves.migration.base import TELL_SECONDS, Custody, MoveControl, NoReply, Peer
 from rlhfspec.moves.migration.engine_calls import EngineCalls
 from rlhfspec.moves.migration.links.opening import Links, SendingWay
