@@ -1,6 +1,5 @@
-"""Paged tree attention: every new token of every sequence in one call, over a token-addressed KV cache. CUDA tensors
-use the Triton kernel, float32 CPU tensors the C++ kernel, others the slow twin. docs/kernels.md draws the layout and
-states what is promised about bits. In the example the second of two prompts carries a tree node behind it.
+"""Paged tree attention: every new token of every sequence in one call, over a token-addressed KV cache. docs/kernels.md
+draws the layout and states what is promised about bits. In the example the second of two prompts carries a tree node.
 
 >>> meta = AttentionMeta(
 ...     slots=torch.tensor([0, 16, 17], dtype=torch.int32),         # where each row's key and value go

@@ -1,8 +1,6 @@
 """Triton kernels behind `tree_attention`. One program serves up to ROWS neighbouring rows of one sequence, the query
-heads of one kv head, and one split. Rows share the loads of the slot table; tiles that hold tree nodes are walked per
-row, because nodes share positions. A second kernel merges several splits in order. A row has the same bits in every
-batch: tile size, splits and order depend on the model's geometry alone, and a key's place in a product on its position
-alone."""
+heads of one kv head, and one split; tiles that hold tree nodes are walked per row, because nodes share positions. A row
+has the same bits in every batch: tile size, splits and order depend on the model's geometry alone."""
 
 from __future__ import annotations
 
@@ -106,7 +104,6 @@ def _attend(
     numbers: torch.Tensor | None, first_split: int, scale: float, sliding_window: int | None, chunk: int | None,
     softcap: float, sinks: torch.Tensor | None, split: int,
 ) -> None:  # fmt: skip
-    """Write the result to `out` if a row has one split, else splits from `first_split` on to `numbers`."""
     num_rows, num_heads, dim = query.shape
     num_kv_heads = kv.shape[4]
     if num_rows == 0:
@@ -139,7 +136,6 @@ def tiles(group: int, dim: int) -> dict[str, int]:
 
 
 def _strides(kv: torch.Tensor, layer: int) -> tuple[int, int, int, int]:
-    """Return the block size and, in elements, the strides from keys to values and per block, and the layer's offset."""
     _, num_layers, _, block_size, num_kv_heads, dim = kv.shape
     plane = block_size * num_kv_heads * dim
     return block_size, plane, num_layers * 2 * plane, layer * 2 * plane

@@ -22,8 +22,6 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to generate."""
-
     id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
@@ -40,7 +38,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStats:
-    """Statistics of one sequence, which never influence its tokens."""
+    """Statistics of a sequence, which never influence its tokens."""
 
     num_verifications: int = 0  # target forwards that produced at least one token
     num_drafted: int = 0  # nodes verified
@@ -71,8 +69,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """Tokens that one sequence gained in a step, without those after its end (stop token, stop string, length). Tokens
-    of a stop string are included; only `Completion.text` leaves the string out."""
+    """Tokens that one sequence gained in a step, without those after its end. Tokens of a stop string are included;
+    only `Completion.text` leaves the string out."""
 
     id: str
     token_ids: IntArray
@@ -255,8 +253,7 @@ class EngineProtocol(Protocol):
         """Raise AssertionError if rows, blocks and sequences do not add up. For use between two steps."""
         ...
 
-    def close(self) -> None:
-        """Stop the other processes that the engine uses."""
+    def close(self) -> None: ...
 
 
 class MovableByTokens(EngineProtocol, Protocol):
@@ -268,7 +265,7 @@ class MovableByTokens(EngineProtocol, Protocol):
     """
 
     def sequences(self) -> tuple[SequenceView, ...]:
-        """Return the sequences that wait or run here, without those that are moving."""
+        """Return the sequences that wait or run here, but are not moving."""
         ...
 
     def manifest(self, request_id: str) -> Manifest:

@@ -17,46 +17,28 @@ _EXACT = ("auto", "on", "off")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of the engine, checked at construction.
+    """Settings of the engine, checked at construction. dtype float64 is the slow reference mode (torch kernels only).
+    Tokens depend on weights, `dtype`, `arithmetic` and, in contexts that are longer, `attention_split`. A GPU gives a
+    token the same bits in any batch only if `exact` is "on". Without `kv_cache_tokens` every row has room for a full
+    context, on a GPU as far as memory allows."""
 
-    dtype: how weights are stored. float32, bfloat16, or float64 (the slow reference mode, torch kernels only).
-    device: "cpu", "cuda" or any other device that torch has.
-    arithmetic: "auto", "fma", "amx", "dpbf16" or "torch": how CPU linear layers add up (docs/kernels.md). Tokens depend
-        on it, so pin it where machines of different kinds share one job.
-    exact: "auto", "on" or "off": on a device other than the CPU, whether a token's bits are its own in any company (on)
-        or forwards take the fastest shape (off, auto); on a CPU they always are (docs/law.md).
-    attention_split: positions that have a softmax of their own in attention, a multiple of 64 (docs/kernels.md).
-        Tokens of longer contexts depend on it; sequences move only between engines with the same one.
-    speculation: "off", "suffix", "model", "adaptive", a static strategy's name, or a Plan.
-    learning: whether the drafter learns (docs/learning.md): "off", "auto" (while that pays), or the share of step time
-        that it may take, beside all idle time.
-    num_threads: CPU threads of the kernels; None takes torch's setting.
-    max_sequences: rows decoded together. max_context: tokens of prompt and response of one sequence.
-    kv_cache_tokens: memory for KV in tokens; None: enough for every row at full context, or what fits on a GPU.
-    gpu_memory_fraction: part of a GPU's memory that this process may take, weights included.
-    block_size: tokens a block, a power of two. prefill_chunk: prompt tokens run per step.
-    prefix_sharing: samples of one prompt share its whole blocks.
-    tree_slots: spare slots a sequence may use for tree nodes.
-    profile: measure the cost tables at start (a few seconds); off: the selector learns while running.
-    """
-
-    dtype: str = "float32"
-    device: str = "cpu"
-    arithmetic: str = "auto"
-    exact: str = "auto"
-    attention_split: int = SPLIT
-    speculation: str | DraftPlan = "adaptive"
-    learning: str | float = OFF
-    num_threads: int | None = None
-    max_sequences: int = 64
-    max_context: int = 1024
-    kv_cache_tokens: int | None = None
-    gpu_memory_fraction: float = 0.85
-    block_size: int = 16
-    prefill_chunk: int = 512
-    prefix_sharing: bool = True
-    tree_slots: int = 64
-    profile: bool = True
+    dtype: str = "float32"  # float32, bfloat16 or float64
+    device: str = "cpu"  # any device that torch has
+    arithmetic: str = "auto"  # auto, fma, amx, dpbf16 or torch: how CPU linear layers add up (docs/kernels.md)
+    exact: str = "auto"  # auto, on or off (docs/law.md)
+    attention_split: int = SPLIT  # positions that have a softmax of their own
+    speculation: str | DraftPlan = "adaptive"  # off, a drafter's name, adaptive, or a static strategy
+    learning: str | float = OFF  # off, auto (while that pays), or the share of step time, beside all idle time
+    num_threads: int | None = None  # CPU threads of the kernels; None: torch's setting
+    max_sequences: int = 64  # rows decoded together
+    max_context: int = 1024  # tokens of prompt and response
+    kv_cache_tokens: int | None = None  # memory for KV
+    gpu_memory_fraction: float = 0.85  # of this process, weights included
+    block_size: int = 16  # tokens, a power of two
+    prefill_chunk: int = 512  # prompt tokens run per step
+    prefix_sharing: bool = True  # samples of one prompt share its whole blocks
+    tree_slots: int = 64  # spare slots of a sequence for tree nodes
+    profile: bool = True  # measure the cost tables at start; otherwise the selector learns while running
 
     def __post_init__(self) -> None:
         if self.max_context < 2:

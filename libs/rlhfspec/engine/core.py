@@ -57,8 +57,8 @@ class Engine(Moves):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, drafter: str | Path | None = None, **options: Any) -> Engine:
-        """Load a Hugging Face causal LM (folder or hub id) and, if given, a smaller one to draft with. `options` are
-        fields of `rlhfspec.engine.config.EngineConfig`."""
+        """Load a Hugging Face causal LM (folder or hub id) and, if given, a smaller one to draft with. `options`: see
+        EngineConfig."""
         return cls(load_state(path, drafter=drafter, options=options))
 
     @property

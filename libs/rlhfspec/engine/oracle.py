@@ -70,7 +70,6 @@ def noise(seed: int, position: int, vocab_size: int) -> npt.NDArray[np.float64]:
 
 
 def philox(blocks: npt.NDArray[np.uint64], position: int, key0: int, key1: int) -> npt.NDArray[np.uint64]:
-    """Return Philox4x32-10 words for the counters (block, position, 0, 0)."""
     mask = np.uint64(_MASK)
     c0, c1 = blocks, np.full_like(blocks, position)
     c2, c3 = np.zeros_like(blocks), np.zeros_like(blocks)

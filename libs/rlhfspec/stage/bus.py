@@ -170,7 +170,6 @@ class Inbox(Generic[_R]):
         delivery.held.watched(self._watched(delivery.record, delivered, True))
 
     def _watched(self, record: _R, delivered: Delivered, can_end: bool) -> Tell | None:
-        """Report to the watcher that a record was taken; return the callback for its end."""
         if self._watcher is None:
             return None
         self._watcher.taken(self._place, record, delivered)
@@ -266,7 +265,6 @@ class Bus:
         return loop.subject(self.job, self.uid, record_type)
 
     def read(self, record_type: type[_R], message_id: str, data: bytes) -> _R:
-        """Decode a record of this run. Raises MalformedRecord for another type, job or id."""
         record = decode(data)
         if not isinstance(record, record_type):
             raise MalformedRecord(f"a {type(record).__name__} among records of {record_type.__name__}")

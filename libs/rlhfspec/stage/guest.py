@@ -25,8 +25,7 @@ class HostedScoring:
         self._was_tried = False
 
     async def score_while(self, waiting: asyncio.Task[Any]) -> None:
-        """Score until `waiting` is done and the current sample finished. The first load is awaited, because it changes
-        process-wide settings (torch's default dtype)."""
+        """Score until `waiting` is done and the current sample finished."""
         service = await self._made()
         if service is None:
             await waiting

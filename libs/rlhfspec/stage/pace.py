@@ -21,8 +21,6 @@ LIVE_BEAT_SECONDS, IDLE_BEAT_SECONDS = 0.25, 2.0
 
 
 class Pace:
-    """Interval that starts at `shortest`, returns to it after news, and doubles up to `longest` without."""
-
     def __init__(self, shortest: float, longest: float) -> None:
         self.seconds = shortest
         self._shortest = shortest
@@ -34,8 +32,6 @@ class Pace:
 
 
 class Beats:
-    """Times of a process's heartbeats: at once when something begins after a quiet while."""
-
     def __init__(self, vitals: Vitals) -> None:
         self._vitals = vitals
         self._pace = Pace(LIVE_BEAT_SECONDS, IDLE_BEAT_SECONDS)

@@ -74,7 +74,6 @@ class Worked:
 
     @contextmanager
     def at(self, what: str) -> Iterator[None]:
-        """Report a part of the work. Parts may overlap, in any threads."""
         self._activity.parts.append(what)
         self._changed()
         try:
@@ -95,7 +94,6 @@ class WorkerVitals:
         told: Told = lambda *_: None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create vital signs; `changed` is called, without locks held, whenever the activity changes."""
         self.stage = stage
         self.worker = worker
         self._clock = clock

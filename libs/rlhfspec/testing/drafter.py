@@ -124,7 +124,6 @@ class DrafterContract:
         return drawn
 
     def propose(self, drafter: Drafter, batch: DraftBatch, plan: DraftPlan) -> Forest:
-        """Return the drafter's proposal after checking that it is valid and changed nothing of the engine's."""
         before = batch.tokens.copy()
         batch.tokens.flags.writeable = False
         try:

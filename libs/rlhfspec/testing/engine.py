@@ -255,7 +255,6 @@ class EngineContract(EngineMaker):
     def _streamed(
         self, engine: EngineProtocol, requests: list[Request], draw: np.random.Generator
     ) -> dict[str, Completion]:
-        """Return the completions of sequences that arrive one by one, compared with their gains."""
         streams, done, waiting = GainStreams(), dict[str, Completion](), list(requests)
         while waiting or engine.has_work:
             for _ in range(min(int(draw.integers(1, 3)), len(waiting))):

@@ -53,7 +53,6 @@ class MoveEndpoint:
         link_port: int = 0,
         worker_host: str | None = None,
     ) -> Self:
-        """Create the servers in the running event loop. `worker_host` is the certificates' name (None: addresses)."""
         tls = (server_tls(credentials, role), client_tls(credentials, role, worker_host)) if credentials else None
         listen, connect = tls or (None, None)
         server = StreamControlServer(host, port, tls=listen, askers=MOVERS if credentials else None)

@@ -122,8 +122,6 @@ def _add_port(server: grpc.Server, address: str, credentials: Path | None, role:
 
 
 class _GrpcHealth(HealthServicer):  # type: ignore[misc]
-    """Health service that evaluates the state at each check, and updates watchers on `tell`."""
-
     def __init__(self, problem: Callable[[], str]) -> None:
         super().__init__()
         self._problem = problem

@@ -26,8 +26,6 @@ from rlhfspec.worker.health import Health
 
 
 class SendingStore:
-    """Trainer's store that sends policy versions to the generators of its group during `put`."""
-
     def __init__(self, store: WeightStore, sender: GroupSender, ranks: SendingRanks) -> None:
         self._store = store
         self._sender = sender

@@ -90,7 +90,6 @@ class DraftLearning:
         return bool(recorder.within or (recorder.rows and self.budget.may_record(LONGEST_LESSON)))
 
     def record(self, new: Committed, kept: IntArray, logits: torch.Tensor) -> None:
-        """Record the target's distribution for the first `kept[s]` new tokens, before they are appended."""
         began = time.perf_counter()
         chosen = self._chosen(new.rows.tolist(), kept)
         if not chosen:
@@ -178,7 +177,6 @@ class DraftLearning:
         self.budget.watched(seconds=noting + self._idle_since - began)
 
     def follow(self, policy: Mapping[str, torch.Tensor], drafter: Mapping[str, torch.Tensor] | None) -> None:
-        """Adopt the policy's new weights. What was learnt stays, unless drafter weights are given."""
         if self._student.follow(policy, drafter):
             self._hand_over()
 

@@ -84,8 +84,6 @@ class LessonRing:
 
 @dataclass(slots=True)
 class _Recording:
-    """Labels of consecutive positions from `start` on, for the sequence in one row."""
-
     temperature: float
     start: int = 0
     ids: list[IntArray] = field(default_factory=list)

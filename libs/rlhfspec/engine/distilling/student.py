@@ -79,7 +79,6 @@ class Student:
 
     @torch.no_grad()
     def take(self, learnt: Mapping[str, torch.Tensor]) -> None:
-        """Adopt another copy's weights. Raise InvalidRequest, with nothing changed, if they are another drafter's."""
         if learnt.keys() != self._learning.keys():
             other = min(learnt.keys() ^ self._learning.keys())
             raise InvalidRequest("drafter", other, "what was learnt is another drafter's")

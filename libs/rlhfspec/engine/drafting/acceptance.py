@@ -31,7 +31,6 @@ _INTERPOLATION = np.array([np.interp(_FINE_GAPS, _CENTRES, row) for row in np.ey
 
 
 def _prior() -> Floats:
-    """Return [ranks, buckets] of an average drafter."""
     best = 0.99 - 0.52 * np.exp(-0.75 * _CENTRES)
     return np.array([best, *((1.0 - best) * share for share in (0.75, 0.45, 0.3))])
 
@@ -46,8 +45,6 @@ class Decile:
 
 
 class _Book:
-    """Counts, shifts and log-odds of one drafter."""
-
     def __init__(self, num_rows: int) -> None:
         self.trials, self.hits = np.zeros(_CELLS), np.zeros(_CELLS)
         self.deciles = np.zeros((3, 10))  # sums by decile of prediction: count, predicted, real
@@ -71,7 +68,6 @@ class _Book:
         self.deciles = self.deciles * kept + tuple(np.bincount(tenth, sums, 10) for sums in (None, predicted, real))
 
     def learn_shifts(self, rows: IntArray, surprise: Floats, predicted: Floats) -> None:
-        """Take one Newton step for each sequence."""
         information = np.bincount(rows, predicted * (1.0 - predicted), len(self.shift))
         touched = np.flatnonzero(information)
         precision = np.minimum(self.precision[touched] + information[touched], _MOST_PRECISION)
@@ -166,7 +162,6 @@ class AcceptanceModel:
         )
 
     def calibration_error(self) -> float:
-        """Return the mean over nodes of |predicted - real| of their decile."""
         deciles = self.calibration()
         total = sum(decile.count for decile in deciles)
         return sum(d.count * abs(d.predicted - d.real) for d in deciles) / total if total else 0.0

@@ -14,10 +14,9 @@ from rlhfspec.common.arrays import BoolArray, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan:
-    """Plan of one step's draft. drafter: None means plain decoding. depth: levels of the tree. width: nodes expanded
-    per sequence and level (on average over the batch). branch: children kept of each expanded node. max_nodes: nodes
-    verified per sequence on average, None = no cap. num_sequences: draft only for the first ones of the batch, None =
-    all."""
+    """Plan of one step's draft. drafter: None means plain decoding. width: nodes expanded per sequence and level, on
+    average. branch: children kept of each expanded node. max_nodes: nodes verified per sequence, on average.
+    num_sequences: draft only for the first ones of the batch."""
 
     drafter: str | None
     depth: int = 0
@@ -87,7 +86,6 @@ class Forest:
         return len(self.token)
 
     def take(self, keep: IntArray) -> Forest:
-        """Return the sub-forest of the node indices `keep` (ascending, closed under parents)."""
         new_index = np.full(self.size + 1, -1, dtype=np.int32)  # the last entry maps -1 to -1
         new_index[keep] = np.arange(len(keep), dtype=np.int32)
         return Forest(
@@ -148,7 +146,7 @@ class Drafter(Protocol):
         ...
 
     def reset(self) -> None:
-        """Drop everything that depends on the weights, which changed."""
+        """Drop everything that depends on the weights."""
         ...
 
 
@@ -192,6 +190,4 @@ class Selector(Protocol):
 
     def observe(self, outcome: DraftOutcome) -> None: ...
 
-    def reset(self) -> None:
-        """Discount what was learnt about acceptance, because the weights changed."""
-        ...
+    def reset(self) -> None: ...

@@ -66,7 +66,6 @@ class ContextIndex:
             ready.clear()
 
     def continuations(self, context: tuple[int, ...]) -> Continuations:
-        """Return likely continuations; `context`: the last LONGEST tokens, or fewer."""
         seen = self._seen
         for place, order in enumerate(ORDERS):
             key = hash(context[-order:])

@@ -159,7 +159,6 @@ class CostModel:
         return self.table(TARGET).seconds(num_prefill_rows) if num_prefill_rows else 0.0
 
     def catch_up_seconds(self, drafter: str, num_sequences: int, num_unseen: int) -> float:
-        """Return the extra seconds of a draft whose draft model must catch up with `num_unseen` tokens."""
         table = self.table(draft_kind(drafter, first=True))
         return table.seconds(num_sequences + num_unseen) - table.seconds(num_sequences)
 
@@ -186,5 +185,4 @@ class CostModel:
         errors.append(abs(predicted - real) / max(real, 1e-9))
 
     def errors(self) -> dict[str, float]:
-        """Return the recent mean of |predicted - real| / real, by kind and for whole steps."""
         return {kind: sum(errors) / len(errors) for kind, errors in sorted(self._errors.items())}

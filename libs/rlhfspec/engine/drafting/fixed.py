@@ -25,7 +25,6 @@ class Always:
 
 
 def static_grid(drafters: Iterable[str]) -> dict[str, DraftPlan]:
-    """Return the named static strategies: chains, trees, and trees with a small global node budget."""
     grid: dict[str, DraftPlan] = {}
     for name in drafters:
         for shape in DRAFTERS[name].fixed:

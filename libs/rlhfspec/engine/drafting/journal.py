@@ -32,8 +32,6 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """State of a selector. `share_of_step`: its own time over the time of all steps."""
-
     decisions: tuple[Decision, ...]  # the last ones, oldest first
     cost_errors: dict[str, float]  # by kind of cost, and "step": the mean of |predicted - real| / real
     share_of_step: float

@@ -23,8 +23,6 @@ _MAX_CATCH_UP_ROWS = 512  # per forward; longer gaps take several
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRows:
-    """Query rows of one draft forward; see rlhfspec.kernels.tree_attention.AttentionMeta for the fields."""
-
     tokens: IntArray  # [N]
     positions: IntArray  # [N]
     slots: IntArray  # [N]
@@ -53,8 +51,6 @@ class GrownTrees:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roots:
-    """First level of a proposal: candidates of n sequences of the batch."""
-
     sequence: IntArray  # [n] ascending
     tokens: IntArray  # [n, k]
     scores: FloatArray  # [n, k]
@@ -65,13 +61,11 @@ class DraftEngine(Protocol):
 
     @property
     def slots(self) -> IntArray:
-        """Return the draft's slot table [R, L], a permutation of the slots that each row owns."""
+        """Return the draft's slot table [R, L]."""
         ...
 
     @property
-    def capacity(self) -> IntArray:
-        """Return the number of slots that each row owns [R]."""
-        ...
+    def capacity(self) -> IntArray: ...
 
     @property
     def cached(self) -> IntArray:
@@ -93,9 +87,7 @@ class DraftEngine(Protocol):
         """Run `keep_drafted` in one native call; return False, with nothing done, if there is none."""
         ...
 
-    def prefix_computed(self, row: int) -> None:
-        """Note that the row's `cached` positions now cover more of a prompt."""
-        ...
+    def prefix_computed(self, row: int) -> None: ...
 
 
 class ModelDrafter:
@@ -136,8 +128,7 @@ class ModelDrafter:
             rule.level_rows = grown.expanded.level_rows.tolist()
         return grown
 
-    def start(self, row: int, tokens: IntArray, group: str, history: tuple[tuple[int, ...], ...]) -> None:
-        """Do nothing: the engine knows where the row's draft KV lies."""
+    def start(self, row: int, tokens: IntArray, group: str, history: tuple[tuple[int, ...], ...]) -> None: ...
 
     def forget(self, row: int) -> None: ...
 
@@ -145,7 +136,6 @@ class ModelDrafter:
         self._last = None
 
     def _catch_up(self, batch: DraftBatch, active: IntArray, num_candidates: int) -> tuple[IntArray, FloatArray]:
-        """Run every token the draft has not seen; each sequence's last token gives its first candidates."""
         slots, cached = self.engine.slots, self.engine.cached
         while True:
             rows_of = batch.rows[active]
@@ -278,7 +268,6 @@ class _Tree:
         return self.levels[-1]["sequence"][nodes - self.starts[-2]]
 
     def frontier(self, level: int, *, limit: int) -> IntArray:
-        """Return the best nodes of the last level that have room below and a free slot, at most `limit`."""
         last = self.levels[-1]
         sequence = last["sequence"]
         free = self.capacity[self.batch.rows] - self.batch.lengths - self.num_expanded
@@ -291,7 +280,6 @@ class _Tree:
         return (allowed + self.starts[-2]).astype(np.int32)
 
     def expand(self, frontier: IntArray) -> DraftRows:
-        """Give each frontier node a free slot and return its row of the draft forward."""
         batch, last = self.batch, self.levels[-1]
         inside = frontier - self.starts[-2]
         sequence: IntArray = last["sequence"][inside]

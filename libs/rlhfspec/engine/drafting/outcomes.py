@@ -17,7 +17,6 @@ class OutcomeBuffer:
         self.start_over()
 
     def start_over(self) -> None:
-        """Drop outcomes of the old weights, and teach every step immediately again."""
         self._outcomes: list[DraftOutcome] = []
         self._num_steps = 0  # since the last update, drafted or not
         self._num_lessons = 0

@@ -27,8 +27,6 @@ _ENDING = 8  # tokens of room
 
 
 class AdaptiveSelector:
-    """Selector (see `rlhfspec.engine.drafting.base`) that also teaches `acceptance` and `costs` from outcomes."""
-
     def __init__(self, costs: CostModel, acceptance: AcceptanceModel, plans: Iterable[DraftPlan]) -> None:
         self._costs = costs
         self._acceptance = acceptance
@@ -95,7 +93,6 @@ class AdaptiveSelector:
         self._journal.close(outcome, is_trial=self._is_trial, predicted_seconds=predicted_seconds, started=started)
 
     def reset(self) -> None:
-        """Discount old acceptance and give every drafter a new chance, because the weights changed."""
         self._acceptance.reset()
         self._outcomes.start_over()
         self._outlook.forget()
@@ -121,7 +118,6 @@ class AdaptiveSelector:
         return replace(chosen, num_sequences=part) if self._is_trial and part < len(state.rows) else chosen
 
     def _learn(self, outcome: DraftOutcome) -> float:
-        """Update tables, acceptance and outlook. Return the predicted seconds of the step."""
         costs, state, drafter = self._costs, outcome.state, outcome.plan.drafter
         num_sequences = len(state.rows)
         rows = num_sequences + state.num_prefill_rows + outcome.forest.size

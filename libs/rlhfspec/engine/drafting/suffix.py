@@ -115,7 +115,6 @@ class SuffixDrafter:
         """Do nothing: older text is as good a guess under new weights."""
 
     def clear(self) -> None:
-        """Forget the groups whose members have all left, for example to repeat a measurement."""
         for key in self._idle:
             del self._groups[key]
         self._idle.clear()
@@ -136,7 +135,6 @@ class SuffixDrafter:
         return draft.forest(batch, acceptance)
 
     def _roots(self, batch: DraftBatch, depth: int) -> tuple[list[_Wanted], list[_Node]]:
-        """Return all sequences, and roots for those with room for more than one token."""
         first = np.maximum(batch.lengths - LONGEST, 0)
         columns = np.minimum(first[:, None] + np.arange(LONGEST), batch.lengths[:, None] - 1)
         contexts = batch.tokens[batch.rows[:, None], columns].tolist()  # [B, LONGEST]
@@ -154,7 +152,6 @@ class SuffixDrafter:
         return wanted, roots
 
     def _index_new(self, batch: DraftBatch) -> None:
-        """Index new tokens of the batch, then waiting texts, up to the limit per step."""
         left = _TOKENS_INDEXED_PER_STEP
         groups: dict[int, _Group] = {}
         for row, length in zip(batch.rows.tolist(), batch.lengths.tolist(), strict=True):
@@ -192,7 +189,6 @@ class _Draft:
         self._gap: list[float] = []
 
     def expand(self, frontier: list[_Node], level: int) -> list[_Node]:
-        """Append the children of the frontier; return those that may be expanded next."""
         self._find_children(frontier, level)
         branch = self._branch
         next_frontier: list[_Node] = []

@@ -55,7 +55,7 @@ def ancestors(forest: Forest) -> IntArray:
 
 
 def index_in_sequence(forest: Forest, num_sequences: int) -> IntArray:
-    """Return [M]: 0, 1, 2, ... among the nodes of the same sequence, in forest order."""
+    """Return [M]: 0, 1, 2, ... among the nodes of the same sequence."""
     order = np.argsort(forest.sequence, kind="stable")
     counts = np.bincount(forest.sequence, minlength=num_sequences)
     starts = np.concatenate(([0], np.cumsum(counts)[:-1]))

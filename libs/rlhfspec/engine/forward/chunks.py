@@ -1,5 +1,5 @@
-"""Prompt chunks by FlashAttention, on a GPU in the fast mode; all other rows stay with our kernel, which is the twin.
-FlashAttention needs a chunk's keys as one run, copied from the slots: one more read, which pays for many rows."""
+"""Prompt chunks by FlashAttention, on a GPU in the fast mode. It needs a chunk's keys as one run, copied from the
+slots, which pays for many rows; all other rows stay with our kernel."""
 
 from __future__ import annotations
 
@@ -65,8 +65,6 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Keys of all chunks that one attention sees."""
-
     starts: Tensor  # [C + 1] int32
     slots: Tensor  # [K] int64
     most: int
@@ -74,8 +72,6 @@ class _Seen:
 
 @dataclass(slots=True)
 class ChunkedMeta(AttentionMeta):
-    """AttentionMeta on a device, of a forward that ends with chunks."""
-
     chunks: Chunks = field(kw_only=True)
     there: Mapping[str, Tensor] = field(kw_only=True)  # `Chunks.arrays`
     _before: AttentionMeta | None = field(default=None, init=False, repr=False, compare=False)
@@ -116,7 +112,7 @@ class ChunkedMeta(AttentionMeta):
 
 
 def _hidden(starts: Any, lengths: Any, window: int | None) -> Any:
-    """Return how many leading positions no row of each chunk sees; works on numpy arrays and tensors."""
+    """Return how many leading positions no row of each chunk sees."""
     if window is None:
         return 0 * lengths
     return (lengths - (starts[1:] - starts[:-1]) + 1 - window).clip(0)
@@ -131,7 +127,6 @@ def chunk_attention(
     numbers = kv.view(-1, *kv.shape[4:])  # [blocks x layers x 2 x block size, Hkv, D]
 
     def places(slots: Tensor) -> Tensor:
-        """Return the places of the slots' keys; the values lie a block further."""
         block = slots // block_size * (kv.shape[1] * 2) + 2 * layer
         return block * block_size + slots % block_size
 

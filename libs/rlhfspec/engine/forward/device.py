@@ -12,7 +12,6 @@ FIELD = "gpu_memory_fraction"
 
 
 def module_of(device: torch.device) -> Any:
-    """Return `torch.cuda`, or the counterpart for another kind of device."""
     return torch.get_device_module(device)
 
 
@@ -34,7 +33,6 @@ def check_fits(device: torch.device, fraction: float, *, weights: int, kv: int) 
 
 
 def free_bytes(device: torch.device, fraction: float) -> int:
-    """Return the bytes that this process may still take on the device."""
     module = module_of(device)
     module.empty_cache()
     free, total = module.mem_get_info(device)

@@ -29,8 +29,6 @@ class _Captured:
 
 
 class GraphedForward:
-    """Forward (tokens [1, N], positions [1, N], meta) that runs through captured graphs."""
-
     def __init__(self, forward: Forward, device: torch.device, capture: Capture | None = None) -> None:
         self.forward = forward
         self.device = device
@@ -92,7 +90,6 @@ class GraphedForward:
 
 
 def _write(buffer: torch.Tensor, values: IndexArray, padding: int) -> None:
-    """Write the values into the buffer's leading corner, with padding around them."""
     corner = tuple(slice(size) for size in values.shape)
     if isinstance(values, torch.Tensor):
         buffer.fill_(padding)
@@ -108,7 +105,6 @@ def can_capture(device: torch.device) -> bool:
 
 
 def call_again(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Return `run` itself as the capture without CUDA: a replay is a call."""
     return run
 
 

@@ -72,7 +72,6 @@ class Others:
             parts[rank][...] = own
 
     def write(self, slots: IntArray, kv: Bytes, write_own: Callable[[IntArray, Bytes], None]) -> None:
-        """Write KV [n, bytes per position of all] into these slots of all processes at once."""
         self._group.command(LedCommand.WRITE, slots=_tensor(slots))
         own, *others = (part.copy() for part in _parts_of(kv, self.num_processes))
         for rank, part in enumerate(others, 1):
@@ -84,7 +83,6 @@ class Others:
         return hashlib.blake2b(" ".join(self._group.gather(own)).encode(), digest_size=16).hexdigest()
 
     def load_weights(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Send whole weights, one by one; return this process's parts."""
         self._group.command(LedCommand.LOAD_WEIGHTS, names=list(given))
         parts = {}
         for name, tensor in given.items():

@@ -1,4 +1,4 @@
-"""Build an engine's state from a path: models on our kernels, tokenizer, memory."""
+"""Engine state from a path: models on our kernels, tokenizer, memory."""
 
 from __future__ import annotations
 
@@ -84,7 +84,6 @@ def follow_engine(model: Any, config: EngineConfig, group: Ranks) -> None:
 def make_runners(
     model: Any, config: EngineConfig, draft: Any, group: Ranks | None
 ) -> tuple[EngineConfig, list[ModelRunner]]:
-    """Return the configuration with its final KV size, and the runners of target and draft (if any)."""
     _check_positions(model, draft, config.max_context)
     if config.device.startswith("cpu"):
         tune_malloc()

@@ -217,7 +217,6 @@ class ModelRunner:
         return self._logits(self._hidden(tokens, positions, meta, graphed), logit_rows)
 
     def _hidden(self, tokens: IndexArray, positions: IndexArray, meta: AttentionMeta, graphed: bool) -> torch.Tensor:
-        """Return hidden states [N or more, hidden]."""
         graphs = self._graphs if graphed and not isinstance(meta, ChunkedMeta) else None
         hidden = None if graphs is None else graphs(tokens, positions, meta)
         if hidden is None:
@@ -248,7 +247,6 @@ class ModelRunner:
 
     @property
     def gathered_bytes(self) -> int:
-        """Return the bytes that a forward needs to gather keys and values of chunks."""
         return self.config.max_context * self.bytes_per_position // self.kv_shape[0] if self._by_flash else 0
 
     def copy(self, source: IntArray, target: IntArray) -> None:
@@ -257,7 +255,6 @@ class ModelRunner:
         copy_slots(self.kv, source, target)
 
     def read(self, slots: IntArray, out: Bytes) -> None:
-        """Read KV of these slots [n] of all processes into `out` [n, bytes per position]."""
         if self.others is not None:
             self.others.read(slots, out, partial(pack_into, self.kv))
         else:
@@ -335,7 +332,6 @@ _running: ContextVar[ModelRunner] = ContextVar("the runner whose layers run in t
 def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
            scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
            **keywords: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Attention function that transformers calls in every layer."""
     refuse_unknown(module, keywords)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return _running.get().attend(query, key, value, scale, softcap or 0.0, s_aux), None

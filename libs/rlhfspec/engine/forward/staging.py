@@ -59,7 +59,6 @@ class Staging:
         ]
 
     def _room(self, num_bytes: int) -> Tensor:
-        """Return host memory that no copy reads any more."""
         if self._taken is not None and not self._taken.query():
             self._taken.synchronize()
         if len(self._host) < num_bytes:

@@ -1,4 +1,4 @@
-"""Checks of a sequence that another engine sends. Refusals name what is wrong."""
+"""Checks of a sequence that another engine sends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ _LARGEST = 1e300  # Python integers may exceed the range of floats
 
 
 def check_manifest(manifest: Manifest, *, architecture: str, weights_version: int) -> None:
-    """Require the same schema, the same architecture, and weights no newer than those here."""
     check_type("manifest", manifest, Manifest)
     check_type("request", manifest.request, Request)
     check_types(manifest.request)
@@ -86,7 +85,6 @@ def check_watermark(start: Watermark, epoch: int, num_spaces: int) -> None:
 
 
 def check_reserved(manifest: Manifest, reserved: Sequence, spaces: SequenceOf[KVSpace]) -> None:
-    """Require that the reserved sequence, with what was written there, is the beginning of the arrived one."""
     assert reserved.origin is not None
     _require(
         "request", reserved.origin.request == manifest.request, manifest.request.id, "another one was reserved for"

@@ -114,7 +114,6 @@ class BlockPool:
             self.hash_of[block] = prefix_hash
 
     def forget(self) -> None:
-        """Forget the content of all blocks. Requires that none is owned."""
         assert not self.references.any(), "somebody owns a block"
         self.shared.clear()
         self.hash_of.clear()
@@ -175,7 +174,6 @@ class SlotTable:
         self.changes(rows, held_at)
 
     def changes(self, rows: IntArray, places: IntArray) -> None:
-        """Mark entries that changed, or will change before the next `take_changed`."""
         if self._changed is not None:
             self._changed.append(rows.astype(np.int64) * self.slots.shape[1] + places)
 
@@ -218,7 +216,6 @@ def give_back(kv: torch.Tensor, *, first_block: int = 0) -> None:
 
 
 def resident_bytes(kv: torch.Tensor) -> int:
-    """Return the resident bytes of a tensor, in whole pages; Linux only."""
     start = kv.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     length = kv.data_ptr() + kv.nbytes - start
     is_there = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)

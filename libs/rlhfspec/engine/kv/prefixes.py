@@ -37,7 +37,6 @@ class Prefixes:
         return Found(blocks=blocks, tail=tail) if filled[tail] else Found(blocks=blocks, is_pending=True)
 
     def register(self, sequence: Sequence) -> None:
-        """Register the sequence's blocks, filled or not: siblings wait for the one that fills them."""
         if not self.state.config.prefix_sharing:
             return
         prefix = sequence.prefix

@@ -83,7 +83,6 @@ class KVSpace:
         return RestingKV(slots, min(int(self.cached[row]), num_tokens))
 
     def resume(self, row: int, resting: RestingKV, num_tokens: int) -> None:
-        """Restore resting KV into a row. One token is always left to run."""
         self.table.hold(row, resting.slots)
         self.cached[row] = min(resting.num_cached, num_tokens - 1)
 
@@ -116,7 +115,6 @@ class KVSpace:
             self.cached[row] = first + len(kv)
 
     def mark_prefix(self, sequence: Sequence, *, first: int = 0) -> None:
-        """Mark prompt blocks, from `first` on, whose KV is now complete, as shareable."""
         prefix, cached = sequence.prefix, int(self.cached[sequence.row])
         whole = cached // self.table.block_size
         self.filled[sequence.blocks[first : min(whole, len(prefix.hashes))]] = True

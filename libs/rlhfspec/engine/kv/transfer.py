@@ -97,7 +97,6 @@ class Moves:
         return sequence
 
     def _pack(self, sequence: Sequence, start: Watermark, max_bytes: int | None, out: Bytes | None) -> KVRange:
-        """Return committed positions after `start`, at least one; the target's first."""
         arrival.check_watermark(start, sequence.epoch, len(self.state.spaces))
         ends = self._ends(sequence, start, max_bytes)
         sizes = [space.bytes_per_position for space in self.state.spaces]

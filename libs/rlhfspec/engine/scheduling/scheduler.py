@@ -41,8 +41,6 @@ class StepRows:
 
 
 class RowWatcher(Protocol):
-    """Observer of the sequences that get or leave a row."""
-
     def start(self, sequence: Sequence) -> None:
         """Note a sequence that has taken a row, with all of its tokens."""
         ...
@@ -170,7 +168,6 @@ class Scheduler:
             place.pop(request_id, None)
 
     def stay(self, sequence: Sequence) -> None:
-        """Keep a finished sequence's blocks, without a row, until others need them."""
         length = int(self.rows.lengths[sequence.row])
         sequence.resting = tuple(space.rest(sequence.row, length) for space in self.state.spaces)
         del self.state.sequences[sequence.request.id]
@@ -179,7 +176,6 @@ class Scheduler:
         self.staying[sequence.request.id] = sequence
 
     def extend(self, longer: Sequence) -> None:
-        """Replace the staying sequence by `longer`, which begins with its tokens."""
         stayed = self.staying.pop(longer.request.id)
         if stayed.resting:  # blocks after its first prompt cannot be shared: their slots are permuted
             longer.prefix, longer.resting = stayed.prefix, stayed.resting
@@ -260,7 +256,6 @@ class Scheduler:
                     return
 
     def has_slots(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Return whether the row owns slots for `num_tokens`, adding blocks if needed."""
         missing = num_tokens - int(self.state.target.table.capacity[sequence.row])
         blocks = self.pool.blocks_for(max(missing, 0))
         if blocks > self.num_available:

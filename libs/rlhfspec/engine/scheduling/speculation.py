@@ -48,8 +48,6 @@ class Proposal:
 
 
 class Speculator:
-    """Owner of drafters, statistics and the selector."""
-
     def __init__(self, state: EngineState, scheduler: Scheduler) -> None:
         self.state = state
         self.scheduler = scheduler
@@ -79,7 +77,6 @@ class Speculator:
         return self.state.config.profile and not self.state.by_row
 
     def _profile(self) -> CostModel:
-        """Measure the cost tables; this overwrites the cache, which is empty afterwards."""
         self.scheduler.drop_kv()
         costs = profile(self.state)
         for space in self.state.spaces:

@@ -20,8 +20,6 @@ from rlhfspec.kernels.tree_attention import AttentionMeta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """The target's choice at every wanted row of a `VerifyBatch`, in its order."""
-
     tokens: IntArray  # [B + F + M]
     log_probs: FloatArray  # [B + F + M] under the untempered target
     tempered: FloatArray  # [B + F + M] log-probs under the sampling distribution

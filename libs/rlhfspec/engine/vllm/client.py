@@ -136,7 +136,6 @@ class VllmEngine:
         return name is not None or self._away.pop(request_id, None) is not None
 
     def _forget(self, name: str) -> VllmSequence:
-        """Remove the sequence here, and in the child at the next step."""
         sequence = self._sequences.pop(name)
         del self._by_id[sequence.request.id]
         if name in self._new:

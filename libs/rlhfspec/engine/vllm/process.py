@@ -141,7 +141,6 @@ class VllmProcess:
 
 
 def _without_ours(environment: Any) -> dict[str, str]:
-    """Return the environment without our Python settings: the child's interpreter has its own packages."""
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONWARNINGS"}
     return {name: value for name, value in environment.items() if name not in ours}
 

@@ -86,7 +86,6 @@ class Destination:
         return [sample for lease in idle for sample in self._end(lease, "refused")]
 
     def expire(self, now: float) -> list[str]:
-        """Return the samples whose leases expired and whose memory is to be freed."""
         over = [lease for lease in self._leases.values() if not lease.is_busy and now >= lease.until]
         for sample in [sample for sample, (_, _, until) in self._unsettled.items() if now >= until]:
             del self._unsettled[sample]
@@ -108,7 +107,6 @@ class Destination:
         mark: bytes = b"",
         num_recomputed: int = 0,
     ) -> Judgement:
-        """Record that a message was carried out, or refused as (field, reason)."""
         freed, lease = self.expire(now), self._lease_of(message)
         assert lease is not None, "it was busy, so it was not ended"
         lease.is_busy, lease.until = False, now + LEASE_SECONDS
@@ -186,7 +184,6 @@ class Destination:
         return lease if same else None
 
     def _end(self, lease: _Lease, fate: Fate) -> list[str]:
-        """End a lease and return its sample if memory is reserved for it."""
         del self._leases[lease.attempt.sample]
         self._source(lease.attempt.source).settle(lease.attempt.number, fate)
         return [lease.attempt.sample] if lease.attempt.has_kv else []

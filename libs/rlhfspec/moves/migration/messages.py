@@ -47,8 +47,6 @@ class MoveMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve(MoveMessage):
-    """Request to reserve memory for a sequence; without `has_kv` only tokens will come."""
-
     manifest: bytes
     weights_version: int
     has_kv: bool
@@ -120,8 +118,7 @@ class Refused(MoveMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unknown(MoveMessage):
-    """Reply: the attempt is so old that this process has forgotten it."""
+class Unknown(MoveMessage): ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,4 @@
-"""Mover: sequences from this generator to others, and from others to this one, while both run. Before the service gives
-the engine a prompt it checks `mover.moving`: such a sequence is about to arrive or leave."""
+"""Mover: sequences from this generator to others, and from others to this one, while both run."""
 
 from __future__ import annotations
 
@@ -73,7 +72,6 @@ class Mover:
         return await asyncio.shield(task)
 
     async def begun(self) -> list[str]:
-        """Return the samples that have made progress beyond their prompts."""
         views = await self._place.calls.call(self.engine.sequences)
         return [each.id for each in views if each.num_generated or not each.is_waiting]
 

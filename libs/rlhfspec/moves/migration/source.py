@@ -131,15 +131,13 @@ class Reattach: ...
 
 @dataclass(frozen=True, slots=True)
 class LetGo:
-    """Action: release the sequence. `is_known`: the destination confirmed; else without ack or nak."""
+    """Action: release the sequence; without ack or nak unless the destination confirmed (`is_known`)."""
 
     is_known: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Action: send a message without waiting for the reply."""
-
     message: Told
 
 

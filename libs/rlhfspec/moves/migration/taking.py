@@ -188,7 +188,6 @@ class Taking:
         return taking.result()
 
     def _part(self, message: messages.Told) -> None:
-        """Cancel the wait for a range whose attempt its source has given up."""
         waiting, given_up = self._waits.get(message.sample, (None, None))
         if waiting is None or given_up is None or waiting.source != message.source:
             return

@@ -59,7 +59,6 @@ class LearnedCurve:
         self._solved = None
 
     def learn_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Update the prefill cost, with the seconds beyond the step's other work."""
         if num_tokens <= 0:
             return
         own = max(seconds, 0.0)
@@ -84,7 +83,6 @@ class LearnedCurve:
 
 
 def _not_negative(moments: Floats, against: Floats) -> tuple[float, float]:
-    """Solve for both coefficients, or for one alone if the other would be negative."""
     step, sequence = np.linalg.solve(moments, against).tolist()
     if step < 0:
         return 0.0, float(against[1] / moments[1, 1])

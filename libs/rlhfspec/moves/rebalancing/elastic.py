@@ -2,10 +2,8 @@
 
 A stage with n engines takes `F(n) = t0 * max(longest, tokens / (n * rows)) + (c * tokens + prefill) / n`, where a step
 of B sequences takes t0 + c * B. One generator more pays when F falls by at least 15 %, one less when F grows by less
-than 5 %. The gap keeps one workload from asking for both.
-
-A stage is judged by its outlook when it had most to do. Two stages in a row must ask for more, three for fewer; a long
-stage alone may ask for more. Whenever fewer were too few, the required number of stages for fewer doubles."""
+than 5 %. The gap keeps one workload from asking for both. Two stages in a row must ask for more, three for fewer; a
+long stage alone may ask for more. Whenever fewer were too few, the required number of stages for fewer doubles."""
 
 from __future__ import annotations
 
@@ -41,7 +39,6 @@ class StageOutlook:
 
 
 def worth(outlook: StageOutlook, wanted: int, *, least: int, most: int) -> int:
-    """Return how many generators pay off: any number more than `wanted`, or one less."""
     number = min(max(wanted, least), most)
     while number < most and outlook.seconds(number + 1) <= (1 - MORE_SHARE) * outlook.seconds(number):
         number += 1

@@ -70,11 +70,9 @@ class Fleet:
 
     @property
     def starts(self) -> Ints:
-        """Return [N + 1]: where each generator's sequences begin, and their end."""
         return np.searchsorted(self.generator, np.arange(self.num_generators + 1))
 
     def work(self) -> tuple[Floats, Floats]:
-        """Return [N], [N]: each generator's expected tokens, in all and of its longest sequence."""
         starts = self.starts
         return segment_sums(self.remaining, starts), segment_maxima(self.remaining, starts)
 
@@ -87,7 +85,6 @@ class Fleet:
         return replace(self, **{name: getattr(self, name)[chosen] for name in OF_SEQUENCES})
 
     def moved(self, sequence: int, destination: int, now: float) -> Fleet:
-        """Return a copy with one sequence moved, for tests and simulations."""
         generator, moved_at = self.generator.copy(), self.moved_at.copy()
         free_rows, free_tokens = self.free_rows.copy(), self.free_tokens.copy()
         for place, sign in ((generator[sequence], 1), (destination, -1)):

@@ -41,7 +41,6 @@ def engines_to_run(fleet: Fleet, settings: PlannerSettings) -> Running:
 
 
 def _hosts_to_ask(fleet: Fleet, settings: PlannerSettings) -> Ints:
-    """Return the hosts with several busy engines of one version that may gain."""
     staying = ~fleet.is_leaving
     hosts, place = np.unique(fleet.host[staying], return_inverse=True)
     several = np.bincount(place, minlength=len(hosts)) > 1
@@ -85,7 +84,6 @@ def _curves(fleet: Fleet, engines: Ints, number: int) -> tuple[Floats, Floats]:
 
 
 def _has_room(fleet: Fleet, engines: Ints, number: int) -> bool:
-    """Return whether the largest engines can hold all of the host's work."""
     held, need = (
         np.bincount(fleet.generator, tokens, minlength=fleet.num_generators)[engines]
         for tokens in (fleet.held, fleet.held + fleet.remaining)

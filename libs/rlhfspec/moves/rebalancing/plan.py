@@ -103,7 +103,6 @@ class _State:
         return bool(len(pairs.source)) and self._move_one_each(pairs)
 
     def _pairs(self) -> _Pairs:
-        """Pair, in each group, the k-th latest with the k-th earliest that has room."""
         stays = ~(self.fleet.is_leaving | self.is_closing)
         sources = np.flatnonzero(stays & (self.num_sequences > 0))
         places = np.flatnonzero(stays & (self.rows > 0) & (self.tokens > 0))
@@ -189,7 +188,6 @@ class _State:
         return hits[np.concatenate(([True], pair[1:] != pair[:-1]))] if len(hits) else hits
 
     def _go(self, sequences: Ints, pairs: _Pairs, came: Floats) -> None:
-        """Apply moves of pairs with distinct generators. The source's `longest` is set already."""
         source, destination = pairs.source, pairs.destination
         need = np.ceil(self.need[sequences]).astype(np.int64)
         self.remaining[sequences], self.may_move[sequences] = 0.0, False
@@ -271,7 +269,6 @@ class _State:
 
 
 def _ranks(groups: Ints) -> Ints:
-    """Return each member's rank in its group; groups are sorted."""
     return np.arange(len(groups)) - np.searchsorted(groups, groups)
 
 

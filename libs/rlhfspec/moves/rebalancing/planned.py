@@ -18,8 +18,6 @@ Name = Callable[[int], str]
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """[V] pairs that were considered. A pair occurs once for each round in which it moved."""
-
     source: Ints
     destination: Ints  # -1: no generator has room
     later: Floats  # seconds until the source is done
@@ -59,7 +57,6 @@ class PlannedMoves:
         return f"{ends}; the later end comes {self.gain[move]:.2f} s earlier"
 
     def why_not(self, most: int = 8, name: Name = str) -> list[str]:
-        """Return reasons of sources that moved nothing, the latest ends first."""
         stays = np.flatnonzero(self.verdicts.verdict != MOVED)
         seen: dict[int, str] = {}
         for index in stays[np.argsort(-self.verdicts.later[stays], kind="stable")].tolist():

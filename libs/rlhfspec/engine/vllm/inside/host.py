@@ -50,7 +50,6 @@ class Host:
         self._num_preempted = 0
 
     def open(self, *, device: str, arguments: dict[str, Any], field_of: dict[str, str]) -> dict[str, Any]:
-        """Start vLLM. `field_of`: the job field of each vLLM argument that comes from one."""
         if vllm.__version__ not in SUPPORTED:
             known = " or ".join(SUPPORTED)
             raise ChildRefused("generation.engine", f"vLLM {vllm.__version__} is not supported, only {known}")
@@ -93,7 +92,6 @@ class Host:
         self._scheduler.schedule, self._scheduler._preempt_request = noting, counting
 
     def trial(self, *, model: str, dtype: str, compares: bool) -> dict[str, Any]:
-        """Sample one prompt with and without masks, and report whether the law is in place."""
         began = time.perf_counter()
         self._core.collective_rpc("watch")
         self.step(add=[{**each, "name": f"trial-{index}"} for index, each in enumerate(_TRIAL)], cancel=[])

@@ -15,8 +15,6 @@ from rlhfspec.kernels import gumbel
 
 
 class Batch:
-    """The law's parameters of the runner's requests, in the batch's order, which changes."""
-
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.witness = Witness()
@@ -112,7 +110,6 @@ def _both(drawn: Any) -> tuple[IntArray, FloatArray, IntArray]:
 
 
 def _couple(drafter: Any, batch: Batch) -> None:
-    """Make a draft model sample with the noise of the drafted positions."""
     propose, num_drafted = drafter.propose, [0]
 
     def begun(*arguments: Any, **options: Any) -> Any:

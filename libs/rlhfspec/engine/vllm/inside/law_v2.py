@@ -93,21 +93,17 @@ class V2Verifier:
 
 
 def _counts(num_sampled: torch.Tensor, batch: Any, sampler: Any) -> Any:
-    """Run vLLM's own count, which is zero for unfinished prompts."""
     prefill = sampler.req_states.prefill_len.gpu
     return get_num_sampled_and_rejected(num_sampled, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, prefill)
 
 
 def _both(drawn: Any, starts: list[int] | None = None) -> LogprobsTensors:
-    """Return two columns of log-probs: under the model, and as sampled."""
     ids = torch.stack((drawn.tokens, torch.full_like(drawn.tokens, LAW)), 1)
     values = torch.stack((drawn.log_probs, drawn.tempered_log_probs), 1)
     return LogprobsTensors(ids, values, torch.zeros_like(drawn.tokens, dtype=torch.int64), starts)
 
 
 def _couple(speculator: Any, slots: Slots) -> None:
-    """Make a draft model sample with the noise of the drafted positions."""
-
     def sample_draft(
         hidden_states: torch.Tensor, sample_src_positions: torch.Tensor, idx_mapping: torch.Tensor,
         temperature: Any, seeds: Any, draft_step: Any, draft_logits: Any, spec_step_idx: int = 0,

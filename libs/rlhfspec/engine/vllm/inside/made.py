@@ -44,7 +44,6 @@ class Made:
         return sum(int(counts[name]) for name in decoding)
 
     def answer(self) -> dict[str, Any]:
-        """Return the answer. arrays: tokens, log-probs, tempered log-probs; sequence after sequence."""
         outputs = [each for of_one in self._outputs.values() for each in of_one]
         tokens = [token for each in outputs for token in each.new_token_ids]
         arrays = b""

@@ -14,8 +14,6 @@ _MOST_DIFFERENCE = 1e-4  # of log-probs
 
 
 class Witness:
-    """Recorder of draws, active only during the check at load."""
-
     def __init__(self) -> None:
         self.is_watching = False
         self.rows: list[tuple[Any, ...]] = []

@@ -29,8 +29,6 @@ MOST_KEY_BYTES = 512
 
 
 class LandingWay(Protocol):
-    """One kind of link into a landing. `way` is the address for sources."""
-
     way: Mapping[str, Any]
 
     def close(self) -> None: ...
@@ -60,8 +58,6 @@ class Sending(Protocol):
 
 @runtime_checkable
 class QuickSending(Sending, Protocol):
-    """Sending that often returns at once, so that it needs no thread."""
-
     def is_at_once(self, num_bytes: int) -> bool:
         """Return whether `room` for this size, and `send` after it, return at once."""
         ...

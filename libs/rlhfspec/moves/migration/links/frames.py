@@ -89,7 +89,6 @@ def _proof(token: str, end: bytes, *nonces: bytes) -> bytes:
 
 
 def read_exactly(connection: socket.socket, num_bytes: int, deadline: float | None) -> bytes:
-    """Read exactly this many bytes. Without a deadline it waits forever, for use between ranges."""
     buffer = bytearray(num_bytes)
     read_into(connection, memoryview(buffer), deadline)
     return bytes(buffer)

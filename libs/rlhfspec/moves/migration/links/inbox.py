@@ -90,7 +90,7 @@ class KVInbox:
         return key in self._landed
 
     def take(self, key: str, num_bytes: int, *, timeout: float) -> memoryview:
-        """Wait for these bytes. They belong to the caller until `done`. Raises LinkError."""
+        """Wait for these bytes. They belong to the caller until `done`."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while key not in self._landed:
@@ -156,7 +156,6 @@ class Landing(KVInbox):
         self.offer = Offer(token=token, ways=[each.way for each in self._ways]).to_json()
 
     def close(self) -> None:
-        """End every connection and thread. Taken ranges must no longer be in use."""
         super().close()  # first, so that nothing waits for room
         for way in self._ways:
             way.close()

@@ -68,8 +68,6 @@ def open_sending(offer: str, *, tls: ssl.SSLContext | None = None, seconds: floa
 
 @dataclass(slots=True)
 class SendingWay:
-    """Connection to one offer. `lock` guards its single room."""
-
     sending: Sending | None = None
     is_at_once: bool = False  # the present room can be sent without a thread
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -117,7 +115,6 @@ class Links:
             await self.in_thread(lambda: sending.send(key, num_bytes))
 
     def drop(self, way: SendingWay, offer: str) -> None:
-        """Close a failed connection, so that the next `room` opens a new one."""
         self._ways.pop(offer, None)
         sending, way.sending = way.sending, None
         if sending is not None:
