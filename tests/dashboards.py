@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -181,7 +181,8 @@ class LiveRun:
         place, credentials = self._place, self._place / "credentials"
         place.mkdir()
         keys = create_credentials(credentials, BUS_ROLES)
-        users = {role: User.of(key, rights_of(role, "sums", UID, declares=True)) for role, key in keys.items()}
+        rights = {role: asdict(rights_of(role, "sums", UID, declares=True)) for role in keys}
+        users = {role: User(public_key=key, **rights[role]) for role, key in keys.items()}
         self._nats = NatsServer(place / "nats", run=UID, users=users, tls=ServerTls.of(credentials, "nats"))
         self._sockets = TemporaryDirectory(prefix="rlhfspec-")  # pytest's folders may be too long for one
         self._redis = RedisServer(

@@ -164,10 +164,6 @@ def work_consumer(stage: Stage) -> Consumer:
     )
 
 
-def work_consumers(record: type[Record], running: Collection[str]) -> list[Consumer]:
-    return [work_consumer(stage) for stage in consumers_of(record) if stage.name in running]
-
-
 class Declaration(NamedTuple):
     subject: str
     kind: Kind
@@ -186,8 +182,8 @@ def declarations(job: str, uid: str, running: Collection[str]) -> list[Declarati
 
 def _declaration(job: str, uid: str, record: type, running: Collection[str]) -> Declaration:
     kind = KINDS[record]
-    consumers = work_consumers(record, running) if kind == "work" else ()
-    return Declaration(subject(job, uid, record), kind, tuple(consumers))
+    stages = [stage for stage in consumers_of(record) if stage.name in running] if kind == "work" else []
+    return Declaration(subject(job, uid, record), kind, tuple(map(work_consumer, stages)))
 
 
 def scoring_stages(algorithm: Algorithm) -> tuple[ScoringStage, ...]:

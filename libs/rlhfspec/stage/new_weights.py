@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhfspec.errors import WeightsVersionError
 from rlhfspec.messages.records import Weights
@@ -22,12 +22,12 @@ async def load_newest(
     service: Service,
     store: WeightStore,
     records: Sequence[Weights],
-    load: Callable[[dict[str, Any], int], None],
+    load: Callable[..., None],
     *,
     deadline_seconds: float,
     clock: Clock,
 ) -> None:
-    """Pass the newest version to `load(tensors, version)` in the worker's thread. Retry until success, a stop, or
+    """Pass the newest version to `load(tensors, version=...)` in the worker's thread. Retry until success, a stop, or
     `deadline_seconds`, since the sender may be restarting."""
     from rlhfspec.training.weights import newest_kept
 
@@ -38,7 +38,7 @@ async def load_newest(
             return error
         if found is not None:
             record, tensors = found
-            load(tensors, record.version)
+            load(tensors, version=record.version)
         return None
 
     newest, is_told = max(record.version for record in records), False

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import Sample, Weights
@@ -45,12 +44,8 @@ class CriticService(TokenScoringService):
 
     async def _take(self, records: list[Weights]) -> None:
         if newer := [record for record in records if record.version > self.weights_version]:
-            await load_newest(
-                self, self._weights, newer, self._load, deadline_seconds=self._deadline, clock=self._bus.clock
-            )
-
-    def _load(self, tensors: dict[str, Any], version: int) -> None:
-        self._scorer.load_weights(tensors, version=version)
+            load = self._scorer.load_weights
+            await load_newest(self, self._weights, newer, load, deadline_seconds=self._deadline, clock=self._bus.clock)
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Sequence[float] | Exception]:
         return self._scorer.values_of([(sample.prompt_token_ids, sample.token_ids) for sample in samples])

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rlhfspec.engine.base import Completion, EngineProtocol
 from rlhfspec.generator.learnt import LearntSharing
@@ -114,12 +114,8 @@ class GeneratorService(Service):
         newer = [record for record in self.state.wanted if record.version > self._engine.weights_version]
         self.state.wanted.clear()
         if newer:
-            await load_newest(
-                self, self._context.weights, newer, self._load, deadline_seconds=self._deadline, clock=self._bus.clock
-            )
-
-    def _load(self, tensors: dict[str, Any], version: int) -> None:
-        self._engine.load_weights(tensors, version=version)
+            load, clock = self._engine.load_weights, self._bus.clock
+            await load_newest(self, self._context.weights, newer, load, deadline_seconds=self._deadline, clock=clock)
 
     async def _exchange_learnt(self) -> None:
         if (learnt := self._learnt) is None:

@@ -45,7 +45,6 @@ class Starter(Protocol):
 
     async def begin(self) -> bool:
         """Restart what the starter needs; return whether it had ended."""
-        ...
 
 
 class Child:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 from rlhfspec.job import RLHFJob
@@ -16,7 +17,8 @@ from rlhfspec.supervisor.place import ProcessPlace
 async def start_servers(job: RLHFJob, place: ProcessPlace, closing: AsyncExitStack) -> list[ServerProgram]:
     keys = create_credentials(place.credentials, BUS_ROLES)
     name = job.metadata.name
-    users = {role: User.of(key, rights_of(role, name, place.uid, declares=True)) for role, key in keys.items()}
+    rights = {role: asdict(rights_of(role, name, place.uid, declares=True)) for role in keys}
+    users = {role: User(public_key=key, **rights[role]) for role, key in keys.items()}
     tls = ServerTls.of(place.credentials, "nats")
     password = place.credentials / "redis.password"
     servers: list[ServerProgram] = [

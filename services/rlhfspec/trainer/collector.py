@@ -64,10 +64,6 @@ class Collector:
             self._num_arrived[f"{score.stage} score"] += self._is_asked_for(score.sample_id)
 
     @property
-    def num_expected(self) -> int:
-        return sum(self._asked) * self.shape.samples_per_prompt
-
-    @property
     def is_complete(self) -> bool:
         return not self._missing()
 
@@ -134,7 +130,8 @@ class Collector:
 
     def _missing(self) -> dict[str, int]:
         names = ["sample", *(f"{stage} score" for stage in self.shape.stages)]
-        missing = {name: self.num_expected - self._num_arrived[name] for name in names}
+        num_expected = sum(self._asked) * self.shape.samples_per_prompt
+        missing = {name: num_expected - self._num_arrived[name] for name in names}
         return {name: count for name, count in missing.items() if count > 0}
 
     def _usable_groups(self) -> dict[str, list[Sample]]:

@@ -15,7 +15,6 @@ from rlhfspec.errors import DataExhausted
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.loop import scoring_stages
 from rlhfspec.messages.records import DatasetInfo, EvaluationReport, Purpose, Sample, Score, StepReport, Weights
-from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import Delivery, Held, Inbox, StageBus, ack_all
@@ -224,7 +223,8 @@ class TrainerService(Service):
         await self._publish_weights(weights)  # generators go on while the step is written down
         metrics = await self._work(f"writing down step {step}", self._recorder.record, trained)
         del self._collectors["training", step]
-        await self._publish_report(metrics)
+        name = self._job.metadata.name
+        await self._bus.publish(StepReport(id=f"{name}/{step}/report", job=name, metrics=metrics))
         if self._is_checkpoint_due(step):
             await self._save()
 
@@ -249,10 +249,6 @@ class TrainerService(Service):
         """Publish under ids of this process, so that a restarted trainer's versions are not taken for duplicates."""
         for record in records:
             await self._bus.publish(replace(record, id=f"{record.id}/{self._start}"))
-
-    async def _publish_report(self, metrics: StepMetrics) -> None:
-        name = self._job.metadata.name
-        await self._bus.publish(StepReport(id=f"{name}/{metrics.step}/report", job=name, metrics=metrics))
 
     async def _save(self) -> None:
         step = self._learner.version

@@ -4,7 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import nats
@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     for role in BUS_ROLES:
         seed, public_key = new_nkey()
         (folder / f"{role}.seed").write_text(seed)
-        users[role] = User.of(public_key, rights_of(role, JOB, UID, declares=True))
+        users[role] = User(public_key=public_key, **asdict(rights_of(role, JOB, UID, declares=True)))
     with NatsServer(folder / "nats", nats_config(users, None)) as server:
         yield Place(server.url, folder)
 

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import nats
 import pytest
@@ -220,9 +219,9 @@ def test_programs_are_looked_for_beside_the_interpreter_then_in_the_path(
 
 ROLES = ("control", "reward", "trainer")
 RIGHTS = {
-    "control": SimpleNamespace(publish=[">"], subscribe=[">"]),
-    "reward": SimpleNamespace(publish=["score"], subscribe=["_INBOX_reward.>"]),
-    "trainer": SimpleNamespace(publish=["weights"], subscribe=["_INBOX_trainer.>", "score"]),
+    "control": {"publish": [">"], "subscribe": [">"]},
+    "reward": {"publish": ["score"], "subscribe": ["_INBOX_reward.>"]},
+    "trainer": {"publish": ["weights"], "subscribe": ["_INBOX_trainer.>", "score"]},
 }
 
 
@@ -230,7 +229,7 @@ RIGHTS = {
 async def serving(folder: Path) -> AsyncIterator[tuple[str, Path]]:
     credentials = folder / "credentials"
     public_keys = create_credentials(credentials, ROLES)
-    users = {role: User.of(public_keys[role], RIGHTS[role]) for role in ROLES}
+    users = {role: User(public_key=public_keys[role], **RIGHTS[role]) for role in ROLES}
     server = NatsServer(folder / "nats", run="r1", users=users, tls=ServerTls.of(credentials, "nats"))
     try:
         yield await server.start(), credentials

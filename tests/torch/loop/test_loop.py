@@ -7,7 +7,7 @@ from small_job import a_job
 
 from rlhfspec.job.roles import Roles
 from rlhfspec.messages import loop
-from rlhfspec.messages.records import DraftWeights, Record, Sample
+from rlhfspec.messages.records import DraftWeights, Record
 from rlhfspec.messages.transport.dead_letters import dead_letter_subject
 
 PRODUCED = {record for stage in loop.STAGES for record in stage.produces}
@@ -58,8 +58,7 @@ def test_subjects_are_one_a_record_and_beside_the_dead_letters() -> None:
 
 def test_a_crash_of_the_trainer_uses_up_no_delivery() -> None:
     """Each crash counts as a delivery of everything that the trainer holds."""
-    trainer = {consumer.name: consumer for consumer in loop.work_consumers(Sample, {"trainer", "reward"})}["trainer"]
-    assert trainer.max_deliveries is None
+    assert loop.work_consumer(loop.BY_NAME["trainer"]).max_deliveries is None
 
 
 def test_the_stages_that_run_follow_from_the_algorithm() -> None:

@@ -95,7 +95,7 @@ def by_hand(told: list[Told]) -> RunState:
     for at, each in sorted(told, key=lambda pair: pair[0]):
         match each:
             case Plan() if each.num_wanted:
-                wanted = {"num_wanted": each.num_wanted, "why_wanted": each.why_wanted, "wanted_at": at}
+                wanted = {"num_wanted": each.num_wanted, "wanted_at": at}
             case Load():
                 workers.setdefault(("generator", each.worker), {}).update(load=each, loaded_at=at)
             case Heartbeat() | WorkerInfo() | ProcessNews() | HeldNews() if each.stage in BY_NAME:

@@ -28,13 +28,10 @@ class EngineEntry(Entry):
 
     def problems(self, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield (argument, problem) for each argument that the engine refuses."""
-        of_one = imported(self.argument_problem) if self.argument_problem else self._none
+        none = f"the engine {self.name} takes no arguments: remove it"
         for name in arguments:
-            if problem := of_one(name, arguments):
+            if problem := imported(self.argument_problem)(name, arguments) if self.argument_problem else none:
                 yield name, problem
-
-    def _none(self, name: str, arguments: Mapping[str, Any]) -> str:
-        return f"the engine {self.name} takes no arguments: remove it"
 
     def what_is_missing(self, arguments: Mapping[str, Any]) -> str | None:
         return imported(self.missing)(arguments) if self.missing else None

@@ -15,7 +15,7 @@ from rlhfspec.errors import Problem, did_you_mean, nearest
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.block import Block, blocks_of
 from rlhfspec.job.file.secrets import shown_value
-from rlhfspec.job.file.yaml_text import Path_, dotted, parts_of
+from rlhfspec.job.file.yaml_text import Path_, child_of, dotted, parts_of
 
 _KINDS = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "string": "text (in quotes when it looks "
@@ -47,9 +47,6 @@ class Finding:
         value = shown_value(path, self.value)
         return Problem(field=self.field, value=value, problem=self.problem, where=place_of(path, places))
 
-    def rests_on(self, wrong: set[str]) -> bool:
-        return any(name in wrong for name in (self.field, *self.depends_on))
-
 
 def explain(error: ValidationError, value: Any, places: Mapping[Path_, str]) -> tuple[list[Problem], list[Path_]]:
     by_path: dict[Path_, Problem] = {}
@@ -67,15 +64,11 @@ def place_of(path: Path_, places: Mapping[Path_, str]) -> str:
     return places.get(path, "") if path else ""
 
 
-def known_keys(path: Path_, value: Any) -> list[str]:
-    return [str(field.alias) for block in _blocks_at(path, value)[:1] for field in block.model_fields.values()]
-
-
 def unknown_key(path: Path_, value: Any) -> str:
     """Return a message with the nearest key, here or in another block."""
     if (told := _TOLD.get(path)) is not None:
         return f"unknown key; {told}"
-    known = known_keys(path[:-1], value)
+    known = [str(field.alias) for block in _blocks_at(path[:-1], value)[:1] for field in block.model_fields.values()]
     near = nearest(str(path[-1]), known)
     if near is None:
         elsewhere = dict(_all_fields(RLHFJob))
@@ -178,7 +171,7 @@ def _blocks_at(path: Path_, value: Any) -> list[type[Block]]:
     """Return the blocks allowed at a path, first the one that matches the value's `type`."""
     blocks: list[type[Block]] = [RLHFJob]
     for part in path:
-        value = value[part] if _has(value, part) else None
+        value = child_of(value, part)
         if isinstance(part, str):
             fields = [field for block in blocks for field in block.model_fields.values() if field.alias == part]
             blocks = [block for field in fields for block in blocks_of(field.annotation)]
@@ -186,10 +179,6 @@ def _blocks_at(path: Path_, value: Any) -> list[type[Block]]:
     return sorted(
         blocks, key=lambda block: "type" in block.model_fields and kind not in _literals(block.model_fields["type"])
     )
-
-
-def _has(value: Any, part: str | int) -> bool:
-    return part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
 
 
 def _all_fields(block: type[Block], prefix: str = "") -> Iterator[tuple[str, str]]:

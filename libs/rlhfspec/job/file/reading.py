@@ -17,7 +17,7 @@ from rlhfspec.job.file.memory import check_memory
 from rlhfspec.job.file.paths import with_resolved_paths
 from rlhfspec.job.file.problems import explain
 from rlhfspec.job.file.secrets import shown_override
-from rlhfspec.job.file.yaml_text import Path_, dotted, parse, parse_value, parts_of, read_text
+from rlhfspec.job.file.yaml_text import Path_, child_of, dotted, parse, parse_value, parts_of, read_text
 
 
 def read_job(path: Path, overrides: Sequence[str] = (), *, base: Path | None = None, runs_here: bool = True) -> RLHFJob:
@@ -55,7 +55,7 @@ def _validate(
     if job is not None:
         memory = check_memory(job, base) if runs_here else ()
         for finding in [*check(job), *check_files(job, base, with_environment=runs_here), *memory]:
-            if not finding.rests_on(wrong):
+            if wrong.isdisjoint((finding.field, *finding.depends_on)):
                 problems.append(finding.as_problem(places))
     return (None if problems else job), problems
 
@@ -66,7 +66,7 @@ def _without(value: Any, wrong_paths: Sequence[Path_]) -> RLHFJob | None:
     for path in sorted(wrong_paths, key=len, reverse=True):
         holder = pruned
         for part in path[:-1]:
-            holder = _child(holder, part)
+            holder = child_of(holder, part)
         if isinstance(holder, dict) and path:
             holder.pop(path[-1], None)
     pruned = {"apiVersion": API_VERSION, "kind": "RLHFJob", **pruned}
@@ -111,13 +111,7 @@ def _key(holder: Any, key: str | int) -> str | int:
 def _step_into(holder: Any, key: str | int) -> Any:
     if isinstance(holder, dict) and holder.get(str(key)) is None:
         holder[str(key)] = {}
-    return _child(holder, key)
-
-
-def _child(holder: Any, key: str | int) -> Any:
-    if isinstance(holder, dict):
-        return holder.get(str(key))
-    return holder[key] if isinstance(holder, list) and isinstance(key, int) and key < len(holder) else None
+    return child_of(holder, key)
 
 
 def _put(holder: Any, key: str | int, value: Any) -> bool:

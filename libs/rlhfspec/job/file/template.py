@@ -6,7 +6,6 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic.alias_generators import to_camel
@@ -51,26 +50,14 @@ metadata:
 spec:"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    name: str
-    model: str = DEFAULT_MODEL
-    data: str = DEFAULT_DATA
-    algorithm: str = "grpo"
-
-
-def job_text(choices: Choices) -> str:
-    values: dict[str, Any] = {
-        "model.path": choices.model,
-        "dataset.path": choices.data,
-        "algorithm.name": choices.algorithm,
-    }
-    for name, value in ALGORITHMS[choices.algorithm].defaults.items():
-        values[f"algorithm.{to_camel(name)}"] = value
-    lines = [_HEAD.format(name=choices.name)]
+def job_text(name: str, *, model: str, data: str, algorithm: str) -> str:
+    values: dict[str, Any] = {"model.path": model, "dataset.path": data, "algorithm.name": algorithm}
+    for field, value in ALGORITHMS[algorithm].defaults.items():
+        values[f"algorithm.{to_camel(field)}"] = value
+    lines = [_HEAD.format(name=name)]
     writer = _Writer(values)
-    for name, field in Spec.model_fields.items():
-        lines += writer.described(name, field, "", 2)
+    for field, info in Spec.model_fields.items():
+        lines += writer.described(field, info, "", 2)
     return "\n".join(lines) + "\n"
 
 

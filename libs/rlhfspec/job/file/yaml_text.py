@@ -180,6 +180,12 @@ def parts_of(text: str) -> Path_:
     return tuple(int(part) if part.isdecimal() else part for part in parts)
 
 
+def child_of(holder: Any, key: str | int) -> Any:
+    if isinstance(holder, dict):
+        return holder.get(str(key))
+    return holder[key] if isinstance(holder, list) and isinstance(key, int) and key < len(holder) else None
+
+
 def _syntax_problem(error: yaml.MarkedYAMLError) -> Problem:
     mark = error.problem_mark or error.context_mark
     problem = f"is not YAML: {error.problem or 'cannot be read'}"

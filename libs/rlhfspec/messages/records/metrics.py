@@ -60,7 +60,8 @@ class Lengths:
                 histogram=(1, 2, 0, 0, 0, 0, 0, 1))
         """
         ordered = sorted(lengths)
-        edges = length_edges(max_tokens)
+        num_bins = min(NUM_LENGTH_BINS, max_tokens)
+        edges = tuple(round(place * max_tokens / num_bins) for place in range(num_bins + 1))
         return cls(
             mean=math.fsum(ordered) / len(ordered),
             min=ordered[0],
@@ -190,11 +191,6 @@ def learner_fields(said: Mapping[str, float]) -> dict[str, Any]:
         max=rest.pop("log_prob_difference_max"), mean=rest.pop("log_prob_difference_mean")
     )
     return found | {"learning": dict(sorted(rest.items()))}
-
-
-def length_edges(max_tokens: int) -> tuple[int, ...]:
-    num_bins = min(NUM_LENGTH_BINS, max_tokens)
-    return tuple(round(place * max_tokens / num_bins) for place in range(num_bins + 1))
 
 
 def _percentile(ordered: Sequence[int], percent: int) -> int:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
 
 from rlhfspec.messages.servers import find
 from rlhfspec.messages.servers.credentials.certificates import ServerTls
@@ -14,13 +13,6 @@ from rlhfspec.messages.servers.program import ServerProgram, write_secret
 
 MAX_PAYLOAD_BYTES = 8 << 20  # a sample or its dead letter takes about 25 bytes per token
 _ACCOUNT = "JOB"
-
-
-class NatsRights(Protocol):
-    @property
-    def publish(self) -> Sequence[str]: ...
-    @property
-    def subscribe(self) -> Sequence[str]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +23,6 @@ class User:
     publish: Sequence[str]
     subscribe: Sequence[str]
 
-    @classmethod
-    def of(cls, public_key: str, rights: NatsRights) -> Self:
-        return cls(public_key=public_key, publish=tuple(rights.publish), subscribe=tuple(rights.subscribe))
-
 
 def nats_config(users: Mapping[str, User], tls: ServerTls | None) -> str:
     """Return the server's configuration; without users, for tests only, every client may do everything."""
@@ -42,9 +30,9 @@ def nats_config(users: Mapping[str, User], tls: ServerTls | None) -> str:
     if tls is not None:
         lines += [
             "tls {",
-            f"  cert_file: {_quoted(tls.certificate)}",
-            f"  key_file: {_quoted(tls.key)}",
-            f"  ca_file: {_quoted(tls.authority)}",
+            f"  cert_file: {quoted(tls.certificate)}",
+            f"  key_file: {quoted(tls.key)}",
+            f"  ca_file: {quoted(tls.authority)}",
             "  verify: true",  # every client needs a certificate of the run
             '  min_version: "1.2"',
             "}",
@@ -58,16 +46,16 @@ def nats_config(users: Mapping[str, User], tls: ServerTls | None) -> str:
 
 def _user(user: User) -> str:
     publish, subscribe = _allowed(user.publish), _allowed(user.subscribe)
-    return f"{{nkey: {_quoted(user.public_key)}, permissions: {{publish: {publish}, subscribe: {subscribe}}}}}"
+    return f"{{nkey: {quoted(user.public_key)}, permissions: {{publish: {publish}, subscribe: {subscribe}}}}}"
 
 
 def _allowed(subjects: Iterable[str]) -> str:
     """Return a permission for exactly these subjects. An empty allow list would allow everything."""
-    names = ", ".join(map(_quoted, subjects))
+    names = ", ".join(map(quoted, subjects))
     return f"{{allow: [{names}]}}" if names else '{deny: [">"]}'
 
 
-def _quoted(text: object) -> str:
+def quoted(text: object) -> str:
     return json.dumps(str(text), ensure_ascii=False)
 
 

@@ -6,11 +6,10 @@ creates the users of runs. Both use TLS with a certificate of the release and as
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
-from rlhfspec.messages.servers.nats import MAX_PAYLOAD_BYTES
+from rlhfspec.messages.servers.nats import MAX_PAYLOAD_BYTES, quoted
 from rlhfspec.messages.servers.redis import MAX_MEMORY
 
 CERTIFICATE_FILE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.pem"
@@ -22,19 +21,19 @@ MAX_CONTROL_LINE_BYTES = 1 << 16  # a role's token is one line; the server's def
 
 def nats_config(operator: str, accounts: Mapping[str, str], system_account: str) -> bytes:
     """Return the configuration from tokens, those of `accounts` by public key."""
-    preloaded = [f"  {account}: {_quoted(token)}" for account, token in accounts.items()]
+    preloaded = [f"  {account}: {quoted(token)}" for account, token in accounts.items()]
     lines = [
         f"port: {NATS_PORT}",
         f"http_port: {NATS_HTTP_PORT}",
         f"max_payload: {MAX_PAYLOAD_BYTES}",
         f"max_control_line: {MAX_CONTROL_LINE_BYTES}",
-        f"jetstream {{ store_dir: {_quoted(NATS_STORE)} }}",
+        f"jetstream {{ store_dir: {quoted(NATS_STORE)} }}",
         "tls {",
-        f"  cert_file: {_quoted(NATS_FOLDER / CERTIFICATE_FILE)}",
-        f"  key_file: {_quoted(NATS_FOLDER / KEY)}",
+        f"  cert_file: {quoted(NATS_FOLDER / CERTIFICATE_FILE)}",
+        f"  key_file: {quoted(NATS_FOLDER / KEY)}",
         '  min_version: "1.2"',
         "}",
-        f"operator: {_quoted(operator)}",
+        f"operator: {quoted(operator)}",
         f"system_account: {system_account}",
         "resolver: MEMORY",
         "resolver_preload: {",
@@ -76,7 +75,3 @@ def redis_rules(password: str, *, writes: Sequence[str], reads: Sequence[str], c
     keys = [f"%W~{pattern}" for pattern in writes] + [f"%R~{pattern}" for pattern in reads]
     proof = f"#{hashlib.sha256(password.encode()).hexdigest()}"
     return ["reset", "on", proof, *keys, "-@all", "+ping", *(f"+{command}" for command in commands)]
-
-
-def _quoted(text: object) -> str:
-    return json.dumps(str(text), ensure_ascii=False)

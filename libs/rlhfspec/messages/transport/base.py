@@ -44,26 +44,21 @@ class Receipt(Protocol):
     @property
     def token(self) -> str:
         """Return a token by which any process may end the delivery (`Transport.adopt`)."""
-        ...
 
     @property
     def num_deliveries(self) -> int: ...
 
     async def ack(self) -> None:
         """Mark the work as done, so that it is never delivered to this consumer again."""
-        ...
 
     async def nak(self, delay_seconds: float = 0.0) -> None:
         """Return the message for redelivery after the delay."""
-        ...
 
     async def in_progress(self) -> None:
         """Extend the lease: the acknowledgement's deadline starts anew."""
-        ...
 
     async def term(self, reason: str) -> None:
         """Move the message to the dead letters, with the reason."""
-        ...
 
 
 class Message(Receipt, Protocol):
@@ -89,23 +84,14 @@ class SeenMessage:
         self.data = data
         self.headers = headers
 
-    async def ack(self) -> None:
-        pass
+    async def _nothing(self, *_: object, **__: object) -> None: ...
 
-    async def nak(self, delay_seconds: float = 0.0) -> None:
-        pass
-
-    async def in_progress(self) -> None:
-        pass
-
-    async def term(self, reason: str) -> None:
-        pass
+    ack = nak = in_progress = term = _nothing
 
 
 class Subscription(Protocol):
     async def pull(self, max_messages: int, timeout_seconds: float) -> list[Message]:
         """Return 1 to `max_messages` messages as soon as there is one, or an empty list at the timeout."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -113,28 +99,22 @@ class Subscription(Protocol):
 class Transport(Protocol):
     async def declare(self, subject: str, kind: Kind, consumers: Iterable[Consumer] = ()) -> None:
         """Open a subject. Repeated calls must have the same settings."""
-        ...
 
     async def publish(
         self, subject: str, data: bytes, *, id: str, key: str = "", headers: Mapping[str, str] | None = None
     ) -> bool:
         """Publish a message durably; return False if its id is already there. `key`: of state."""
-        ...
 
     async def subscribe(self, subject: str, consumer: Consumer) -> Subscription:
         """Pull work as a consumer that was declared before."""
-        ...
 
     async def watch(self, subject: str) -> Subscription:
         """Watch a subject: first the latest values of state, then everything published from now on."""
-        ...
 
     async def release(self, subject: str, name: str) -> None:
         """Redeliver at once all messages held under this name; only for a consumer whose single worker is dead."""
-        ...
 
     async def adopt(self, token: str, subject: str, name: str) -> Receipt:
         """Return the receipt of a delivery made anywhere; raise InvalidRequest for another subject or consumer."""
-        ...
 
     async def close(self) -> None: ...

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 class Clock(Protocol):
     def now(self) -> float:
         """Return monotonic seconds since a fixed moment. Callable from any thread."""
-        ...
 
     async def sleep(self, seconds: float) -> None: ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from google.protobuf.message import DecodeError
 
@@ -50,7 +50,3 @@ def decode(data: bytes) -> DeadLetter:
 def _text(value: str) -> str:
     """Replace lone surrogates, which cannot be encoded but may occur in a reason."""
     return value.encode(errors="replace").decode()
-
-
-def without_data(letter: DeadLetter, why: str) -> DeadLetter:
-    return replace(letter, data=b"", reason=f"{letter.reason} ({why})")

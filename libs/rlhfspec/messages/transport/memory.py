@@ -216,9 +216,12 @@ class MemoryTransport:
         heapq.heappush(self._due, (when, next(self._order), number, queue))
 
     def _next_due(self) -> float:
-        while self._due and not _is_due_at(*self._due[0]):
+        while self._due:
+            when, _, number, queue = self._due[0]
+            if when in (queue.held.get(number), queue.delayed.get(number)):
+                return when
             heapq.heappop(self._due)
-        return self._due[0][0] if self._due else math.inf
+        return math.inf
 
     def _do_what_is_due(self) -> None:
         now = self._clock.now()
@@ -333,7 +336,3 @@ def _unread(watcher: SubjectWatcher, most: int) -> list[Message]:
 
 def _consumers(subject: WorkSubject | LatestSubject) -> dict[str, Consumer]:
     return {name: queue.consumer for name, queue in subject.queues.items()} if isinstance(subject, WorkSubject) else {}
-
-
-def _is_due_at(when: float, _order: int, number: int, queue: ConsumerQueue) -> bool:
-    return when in (queue.held.get(number), queue.delayed.get(number))

@@ -12,6 +12,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from rlhfspec.errors import InvalidRequest, MessageTooLarge, TransportFull, TransportUnavailable
 from rlhfspec.messages.transport import dead_letters
@@ -228,7 +229,8 @@ class NatsTransport:
         try:
             await self.publish(subject, data, id=letter.letter_id, key=letter.letter_id)
         except MessageTooLarge as error:
-            short = dead_letters.without_data(letter, f"{len(letter.data)} bytes that are left out: {error}")
+            reason = f"{letter.reason} ({len(letter.data)} bytes that are left out: {error})"
+            short = replace(letter, data=b"", reason=reason)
             await self.publish(subject, dead_letters.encode(short), id=letter.letter_id, key=letter.letter_id)
 
     # --- deliveries of others ------------------------------------------------------------------------------------
@@ -251,7 +253,7 @@ class NatsTransport:
 
     async def adopt(self, token: str, subject: str, name: str) -> Receipt:
         parsed = Token.parse(token)
-        if (parsed.subject, parsed.consumer) != (subject, name):
+        if (parsed.stream, parsed.consumer) != (stream_name(subject), name):
             raise InvalidRequest("token", token, f"is none of a delivery of {subject} to {name}")
         return NatsReceipt(await self._consumer(subject, name), token)
 

@@ -6,58 +6,21 @@ import math
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import DecodeError
+from pydantic.alias_generators import to_snake
 
 from rlhfspec.errors import InvalidRequest, MalformedRecord
-from rlhfspec.messages.records import (
-    DatasetInfo,
-    Demand,
-    DraftWeights,
-    EvaluationReport,
-    Heartbeat,
-    Load,
-    Move,
-    Moved,
-    Plan,
-    Prompt,
-    Record,
-    Sample,
-    Score,
-    StepReport,
-    Weights,
-    WorkerInfo,
-)
+from rlhfspec.messages.records import EvaluationReport, Load, Record, Sample, Score, StepReport
 from rlhfspec.messages.records.metrics import not_finite
 from rlhfspec.messages.wire.fields import UnfitField, read, write
 from rlhfspec.messages.wire.records_pb2 import Envelope
 
 # The envelope's field for each record type.
-ENVELOPE_FIELDS: dict[type[Record], str] = {
-    Prompt: "prompt",
-    Sample: "sample",
-    Score: "score",
-    Weights: "weights",
-    Demand: "demand",
-    Load: "load",
-    StepReport: "step_report",
-    Heartbeat: "heartbeat",
-    DatasetInfo: "dataset_info",
-    EvaluationReport: "evaluation_report",
-    WorkerInfo: "worker_info",
-    Move: "move",
-    Moved: "moved",
-    Plan: "plan",
-    DraftWeights: "draft_weights",
-}
+ENVELOPE_FIELDS: dict[type[Record], str] = {kind: to_snake(kind.__name__) for kind in get_args(Record)}
 _TYPES = {field: record_type for record_type, field in ENVELOPE_FIELDS.items()}
-
-
-def _choices_of(record_type: type[Record]) -> dict[str, tuple[str, ...]]:
-    """Return the words that each Literal field allows."""
-    hints = get_type_hints(record_type)
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
-
-
-_CHOICES = {kind: _choices_of(kind) for kind in ENVELOPE_FIELDS}
+_CHOICES: dict[type[Record], dict[str, tuple[str, ...]]] = {  # the words of each field that is a Literal
+    kind: {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
+    for kind in ENVELOPE_FIELDS
+}
 
 
 def encode(record: Record) -> bytes:

@@ -129,7 +129,6 @@ class RunState:
 
     workers: Mapping[WorkerKey, RunWorker] = field(default_factory=dict)
     num_wanted: int | None = None
-    why_wanted: str = ""
     wanted_at: float = NEVER
 
     @property
@@ -190,7 +189,7 @@ def after(run: RunState, told: Iterable[Told]) -> RunState:
         match news:
             case Plan():
                 if news.num_wanted > 0 and at >= run.wanted_at:
-                    run = replace(run, num_wanted=news.num_wanted, why_wanted=news.why_wanted, wanted_at=at)
+                    run = replace(run, num_wanted=news.num_wanted, wanted_at=at)
             case Load():
                 worker = _worker(workers, ("generator", news.worker))
                 if at >= worker.loaded_at:

@@ -16,7 +16,7 @@ from rlhfspec.job.choices.algorithms import ALGORITHMS
 from rlhfspec.job.file import read_job
 from rlhfspec.job.file.remarks import remarks
 from rlhfspec.job.file.schema import json_schema
-from rlhfspec.job.file.template import DEFAULT_DATA, DEFAULT_MODEL, REWARD_MODULE, Choices, job_text
+from rlhfspec.job.file.template import DEFAULT_DATA, DEFAULT_MODEL, REWARD_MODULE, job_text
 from rlhfspec.prepare.checks import check_as_run_does, check_engine, check_made_here, checked_rows
 
 Job = Annotated[Path, typer.Argument(metavar="JOB", help="Job file: YAML or JSON.", show_default=False)]
@@ -65,7 +65,7 @@ def init(
     name = re.sub(r"[^a-z0-9]+", "-", job.stem.lower()).strip("-")[:52].strip("-") or "my-run"
     rewards = job.parent / "rewards.py"
     try:
-        job.write_text(job_text(Choices(name=name, model=model, data=data, algorithm=algorithm)), encoding="utf-8")
+        job.write_text(job_text(name, model=model, data=data, algorithm=algorithm), encoding="utf-8")
         if not rewards.exists():
             rewards.write_text(REWARD_MODULE, encoding="utf-8")
     except OSError as error:

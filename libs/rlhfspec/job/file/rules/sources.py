@@ -21,6 +21,10 @@ NOT_A_MEMBER = "must be module:function, such as rewards:exact for the function 
 PATH = "spec.rewards.sources"
 _SOURCES = f"self.{PATH}"
 _ALWAYS_0 = "the reward would always be 0: give a weight other than 0"
+_SAME_SOURCE = " || ".join(
+    f"(has(a.{own}) && has(b.{own}) && a.{own} == b.{own})" for own in (in_cel("function"), "path", "url")
+)
+_SAME_NAME = f"has(a.name) ? has(b.name) && a.name == b.name : !has(b.name) && ({_SAME_SOURCE})"
 _NOT_A_PRODUCT = to_cel("rewards.combine != 'product'")
 
 
@@ -88,12 +92,6 @@ def _weights(job: RLHFJob) -> Iterator[Finding]:
         yield Finding(field=path, value=0.0, problem=_ALWAYS_0, depends_on=("spec.rewards.combine",))
 
 
-def _same_name() -> str:
-    owns = (in_cel("function"), "path", "url")
-    derived = " || ".join(f"(has(a.{own}) && has(b.{own}) && a.{own} == b.{own})" for own in owns)
-    return f"has(a.name) ? has(b.name) && a.name == b.name : !has(b.name) && ({derived})"
-
-
 SOURCES_RULES: tuple[SourcesRule, ...] = (
     SourcesRule(
         findings=_batches,
@@ -109,7 +107,7 @@ SOURCES_RULES: tuple[SourcesRule, ...] = (
     ),
     SourcesRule(
         findings=_names,
-        cel=f"{_SOURCES}.all(a, {_SOURCES}.exists_one(b, {_same_name()}))",
+        cel=f"{_SOURCES}.all(a, {_SOURCES}.exists_one(b, {_SAME_NAME}))",
         message="name: several sources share it; give each its own name",
     ),
     SourcesRule(

@@ -212,10 +212,6 @@ class Connection:
     def is_connected(self) -> bool:
         return self._connected.is_set()
 
-    @property
-    def max_payload(self) -> int:
-        return self._nc.max_payload
-
     def new_inbox(self) -> str:
         return self._nc.new_inbox()
 

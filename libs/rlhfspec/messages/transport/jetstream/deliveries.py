@@ -21,7 +21,7 @@ from rlhfspec.errors import InvalidRequest, TransportUnavailable
 from rlhfspec.messages.transport.base import Consumer, SeenMessage
 from rlhfspec.messages.transport.dead_letters import DeadLetter
 from rlhfspec.messages.transport.jetstream.connection import RETRY_SECONDS, Connection, status_of
-from rlhfspec.messages.transport.jetstream.streams import DUPLICATE_WINDOW_SECONDS, SECOND, stream_name, subject_of
+from rlhfspec.messages.transport.jetstream.streams import DUPLICATE_WINDOW_SECONDS, SECOND, stream_name
 
 log = logging.getLogger("rlhfspec.messages.transport")
 ID = "Nats-Msg-Id"  # by which the server recognises duplicates
@@ -51,10 +51,6 @@ class Token:
         if len(words) < 9 or words[:2] != ["$JS", "ACK"] or not (words[4].isdigit() and words[5].isdigit()):
             raise InvalidRequest("token", token, "is none of a delivery")
         return cls(words[2], words[3], int(words[4]), int(words[5]))
-
-    @property
-    def subject(self) -> str:
-        return subject_of(self.stream)
 
 
 class Consuming:
@@ -121,7 +117,8 @@ class Consuming:
         found = await self.connection.api(f"STREAM.MSG.GET.{stream_name(self.subject)}", {"seq": number})
         if "error" in found:
             return None
-        return id_of(found["message"].get("hdrs", "")), base64.b64decode(found["message"].get("data", ""))
+        id = headers_of(found["message"].get("hdrs", "")).get(ID, "")
+        return id, base64.b64decode(found["message"].get("data", ""))
 
     def close(self) -> None:
         for task in self.tasks:
@@ -248,7 +245,3 @@ def without_ours(headers: Mapping[str, str]) -> dict[str, str]:
 def headers_of(stored: str) -> dict[str, str]:
     lines = base64.b64decode(stored).decode().split("\r\n")[1:]
     return {name: value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
-
-
-def id_of(stored: str) -> str:
-    return headers_of(stored).get(ID, "")

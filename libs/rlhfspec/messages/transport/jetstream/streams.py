@@ -51,10 +51,6 @@ def stream_name(subject: str) -> str:
     return subject.replace(".", "_")
 
 
-def subject_of(stream: str) -> str:
-    return stream.replace("_", ".")
-
-
 def key_word(key: str) -> str:
     return quote(key, safe="").replace(".", "%2E") or "%"
 
