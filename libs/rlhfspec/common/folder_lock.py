@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -25,3 +27,13 @@ def take_lock(path: Path, *, wait: bool = False) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock inside this context, after waiting for it."""
+    lock = take_lock(path, wait=True)
+    try:
+        yield
+    finally:
+        os.close(lock)

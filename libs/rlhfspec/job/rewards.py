@@ -8,12 +8,16 @@ from pydantic import Field
 
 from rlhfspec.job.block import Block, Mark, Natural, Positive, Seconds
 
+BUILT_IN_FUNCTIONS = {"reasoning-gym": "rlhfspec.tiny.reasoning:score"}  # by the name that a job may write
+
 
 class FunctionReward(Block):
     """A reward computed by a Python function."""
 
     type: Literal["function"] = Field(description="Kind of source.")
-    function: str = Field(description="Function as module:function; modules beside the job file are found first.")
+    function: str = Field(
+        description="Function as module:function, or reasoning-gym; modules beside the job file are found first."
+    )
     batched: bool = Field(
         False, description="Call the function once per prompt, with lists of prompts, completions and columns."
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rlhfspec.errors import InvalidRequest, JobError, Problem
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.engines import ENGINES
-from rlhfspec.job.file.paths import MADE_HERE, MODEL_FIELDS
+from rlhfspec.job.file.paths import MODEL_FIELDS, is_made_here
 
 if TYPE_CHECKING:
     from rlhfspec.training.data.rows import Rows
@@ -21,7 +21,7 @@ def check_made_here(job: RLHFJob, source: Path) -> None:
     fields["spec.dataset.path"] = job.spec.dataset.path
     problems = []
     for field, path in fields.items():
-        if path is not None and path.startswith(MADE_HERE):
+        if path is not None and is_made_here(path):
             from rlhfspec.tiny import check
 
             try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.job import RLHFJob
-from rlhfspec.job.file.paths import MADE_HERE, MADE_OF_THE_POLICY, MODEL_FIELDS
+from rlhfspec.job.file.paths import MADE_OF_THE_POLICY, MODEL_FIELDS, is_made_here
 from rlhfspec.job.rewards import ModelSource
 
 # Weights in formats that are not read, and what is no part of the model.
@@ -41,7 +41,7 @@ def _is_hub_id(path: str | None) -> bool:
     >>> _is_hub_id("owner/name"), _is_hub_id("/storage/models/mine"), _is_hub_id("tiny:sums"), _is_hub_id(None)
     (True, False, False, False)
     """
-    return path is not None and not path.startswith(MADE_HERE) and not Path(path).is_absolute()
+    return path is not None and not is_made_here(path) and not Path(path).is_absolute()
 
 
 def _reward_models(job: RLHFJob) -> Iterator[tuple[int, ModelSource]]:

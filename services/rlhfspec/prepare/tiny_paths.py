@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rlhfspec.common.object_store import ObjectStore
 from rlhfspec.job import RLHFJob
-from rlhfspec.job.file.paths import MADE_HERE, MODEL_FIELDS
+from rlhfspec.job.file.paths import MODEL_FIELDS, is_made_here
 
 LAST_SENT = "tokenizer_config.json"  # of a model that was made; a store that has it has the others
 
@@ -40,7 +40,7 @@ def with_tiny_paths(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
 
 
 def _made(path: str, report: Callable[[str], None]) -> str:
-    if not path.startswith(MADE_HERE):
+    if not is_made_here(path):
         return path
     from rlhfspec.tiny.paths import resolve
 

@@ -12,11 +12,9 @@ A folder appears by renaming, so it is whole or absent; a lock keeps two process
 from __future__ import annotations
 
 import copy
-import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +23,7 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from rlhfspec.common.folder_lock import take_lock
+from rlhfspec.common.folder_lock import locked
 from rlhfspec.tiny.recipe import LIBRARY, RECIPES, TARGET_RECIPE, Recipe, cache_folder, make_in_cache
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 from rlhfspec.tiny.train import build, train
@@ -59,7 +57,7 @@ def ensure_recipe(recipe: Recipe, report: Report = print) -> Path:
     if folder.exists():
         return folder
     make_in_cache(folder.parent)
-    with _locked(folder.with_suffix(".lock")):
+    with locked(folder.with_suffix(".lock")):
         if not folder.exists():  # another process may have made it while we waited
             _make(recipe, folder, report)
     return folder
@@ -119,12 +117,3 @@ def _model(recipe: Recipe, report: Report) -> LlamaForCausalLM:
     trained = LlamaForCausalLM.from_pretrained(narrow_folder, dtype=torch.float32)
     narrow.load_state_dict(trained.state_dict())
     return widened(narrow, recipe.intermediate_size, seed=recipe.seed)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    lock = take_lock(path, wait=True)
-    try:
-        yield
-    finally:
-        os.close(lock)

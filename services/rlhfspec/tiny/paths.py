@@ -1,7 +1,9 @@
-"""`tiny:NAME` in a job: models and data made on this machine. Torch is imported only when a model has to be made.
+"""Models and data that a job names and this machine makes. Torch is imported only when a model has to be made.
 
     tiny:sums, tiny:sums-draft, tiny:target, ...   folders of models
     tiny:sums.jsonl, tiny:held-out-sums.jsonl      data, with the columns prompt and answer; no sum is in both
+    smollm2                                        a pretrained model (`rlhfspec.tiny.smollm2`)
+    reasoning-gym:chain_sum, ...                   tasks as data (`rlhfspec.tiny.reasoning`)
 
 Files appear by renaming."""
 
@@ -12,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.tiny import sums
+from rlhfspec.tiny import reasoning, smollm2, sums
 from rlhfspec.tiny.recipe import RECIPES, cache_folder, make_in_cache
 
 TINY_PREFIX = "tiny:"
@@ -21,18 +23,30 @@ DATA = {TRAINING: (2000, 11), HELD_OUT: (64, 12)}  # rows and seed
 
 
 def check(path: str) -> None:
+    """Raise InvalidRequest if no model or data has that name."""
+    if path == smollm2.SMOLLM2:
+        return smollm2.check()
+    if path.startswith(reasoning.PREFIX):
+        return reasoning.check(path)
     known = sorted([*RECIPES, *DATA])
     if path.removeprefix(TINY_PREFIX) not in known or not path.startswith(TINY_PREFIX):
         raise InvalidRequest("path", path, f"must be {TINY_PREFIX} and one of {', '.join(known)}")
 
 
 def resolve(path: str, report: Callable[[str], None] = print) -> str:
+    """Return the path of the model or data; make it first if absent."""
+    if path == smollm2.SMOLLM2:
+        return str(smollm2.ensure(report))
+    if path.startswith(reasoning.PREFIX):
+        return str(reasoning.ensure(path))
     check(path)
     name = path.removeprefix(TINY_PREFIX)
     return str(_data(name) if name in DATA else _model(name, report))
 
 
 def model_folder(path: str) -> Path | None:
+    if path == smollm2.SMOLLM2:
+        return smollm2.folder()
     recipe = RECIPES.get(path.removeprefix(TINY_PREFIX)) if path.startswith(TINY_PREFIX) else None
     return None if recipe is None else cache_folder() / recipe.folder_name
 

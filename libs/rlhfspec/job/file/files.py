@@ -15,18 +15,18 @@ from rlhfspec.errors import InvalidRequest, did_you_mean, nearest
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.drafters import AUTO
 from rlhfspec.job.file.paths import (
-    MADE_HERE,
     MADE_OF_THE_POLICY,
     MODEL_FIELDS,
     NOT_ROWS,
     ROW_SUFFIXES,
     is_local,
+    is_made_here,
     resolve,
 )
 from rlhfspec.job.file.problems import Finding
 from rlhfspec.job.file.rules.sources import MODULE_MEMBER
 from rlhfspec.job.file.secrets import request_of
-from rlhfspec.job.rewards import FunctionSource, HttpSource, ModelSource
+from rlhfspec.job.rewards import BUILT_IN_FUNCTIONS, FunctionSource, HttpSource, ModelSource
 
 MOST_HEAD_BYTES = 100 << 20  # the limit of safetensors itself
 
@@ -175,7 +175,7 @@ def _parts_of_tensors(folder: Path) -> set[str]:
 
 def _check_hub_id(path: str, field: str, base: Path) -> Iterator[Finding]:
     """Refuse a hub id that closely resembles a model folder beside the job."""
-    if path.startswith(MADE_HERE) or not base.is_dir():
+    if is_made_here(path) or not base.is_dir():
         return
     first, *rest = path.split("/")
     there = [folder.name for folder in base.iterdir() if folder.joinpath(*rest, "config.json").is_file()]
@@ -205,7 +205,7 @@ def _check_data(path: str, field: str, base: Path) -> Iterator[Finding]:
 
 def _check_function(function: str, field: str, base: Path) -> Iterator[Finding]:
     """Parse a module beside the job without running it; any other only has to be importable."""
-    module, _, name = function.partition(":")
+    module, _, name = BUILT_IN_FUNCTIONS.get(function, function).partition(":")
     file = base.joinpath(*module.split(".")).with_suffix(".py")
     top = module.split(".")[0]
     if top in ("__main__", "__mp_main__"):

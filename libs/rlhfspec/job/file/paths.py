@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.drafters import AUTO
 from rlhfspec.job.rewards import ModelSource
 
-MADE_HERE = "tiny:"
+MADE_HERE = re.compile(r"tiny:|reasoning-gym:|smollm2$")  # models and data made on this machine (`rlhfspec.tiny`)
 ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz", ".parquet")
 NOT_ROWS = "must be a .jsonl, .json or .csv file (or one of them .gz), .parquet, or a folder from save_to_disk"
 DATA_SUFFIXES = (*ROW_SUFFIXES, ".tsv", ".txt", ".gz")
@@ -23,8 +24,12 @@ MODEL_FIELDS = ("path", "tokenizer", "drafter", "reference", "critic")
 MADE_OF_THE_POLICY = ("drafter", AUTO)  # (field of spec.model, value) that names no model
 
 
+def is_made_here(path: str) -> bool:
+    return MADE_HERE.match(path) is not None
+
+
 def is_local(path: str, base: Path) -> bool:
-    if path.startswith(MADE_HERE):
+    if is_made_here(path):
         return False
     if path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(("/", *DATA_SUFFIXES)):
         return True
@@ -94,7 +99,7 @@ def _below(text: str, base: Path) -> str | None:
     >>> [_below(text, Path("/storage")) for text in ("/storage/m", "./d.csv", "tiny:sums", "/etc", "../m", "s3://b/m")]
     ['m', 'd.csv', None, None, None, None]
     """
-    if text.startswith((MADE_HERE, "~")) or "://" in text:
+    if is_made_here(text) or text.startswith("~") or "://" in text:
         return None
     path = posixpath.normpath(posixpath.join(str(base), text))
     return posixpath.relpath(path, str(base)) if path.startswith(f"{base}/") else None

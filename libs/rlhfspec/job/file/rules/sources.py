@@ -16,7 +16,7 @@ from rlhfspec.job.file.schema import in_cel
 from rlhfspec.job.file.secrets import shown_url
 from rlhfspec.job.rewards import FunctionSource, RewardSource
 
-MODULE_MEMBER = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
+MODULE_MEMBER = re.compile(r"^(reasoning-gym|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)$")
 NOT_A_MEMBER = "must be module:function, such as rewards:exact for the function exact in rewards.py"
 PATH = "spec.rewards.sources"
 _SOURCES = f"self.{PATH}"

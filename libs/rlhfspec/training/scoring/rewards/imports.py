@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhfspec.errors import InvalidRequest, did_you_mean
+from rlhfspec.job.rewards import BUILT_IN_FUNCTIONS
 from rlhfspec.training.scoring.rewards.user_code import in_daemon_thread
 
 IMPORT_SECONDS = 60.0  # reward code may import large libraries on a slow disk
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 def load_function(reference: str, base_folder: Path, *, field: str) -> Callable[..., Any]:
     """Return the function, or raise InvalidRequest with the nearest name."""
-    module_name, colon, name = reference.partition(":")
+    module_name, colon, name = BUILT_IN_FUNCTIONS.get(reference, reference).partition(":")
     if not (colon and name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
         raise InvalidRequest(field, reference, "must be module:function")
     module = _module(module_name, base_folder, reference, field)
