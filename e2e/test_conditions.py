@@ -63,8 +63,10 @@ def submit(installed: Installed) -> Iterator[Callable[..., Job]]:
 
 @pytest.fixture
 def shows(measured: list[tuple[str, str, float]], installed: Installed) -> Callable[..., None]:
-    def shows(job: Job, reason: str, evidence: str, *, after: Callable[[], datetime | None], what: str) -> None:
-        """In all three places, and soon after it happened."""
+    def shows(
+        job: Job, reason: str, evidence: str, *, after: Callable[[], datetime | None], what: str, words: str = ""
+    ) -> None:
+        """In all three places, and soon after it happened. `words`: of a process, which `why` alone shows."""
         job.wait(f"reason {reason}", lambda: job.status.get("reason") == reason, seconds=120)
         healthy = next(each for each in job.status["conditions"] if each["type"] == "Healthy")
         assert (healthy["status"], healthy["reason"]) == ("False", reason)
@@ -81,6 +83,8 @@ def shows(measured: list[tuple[str, str, float]], installed: Installed) -> Calla
         why = installed.rlhf("why", job.name)
         assert f"{reason} (since" in why or f"Failed: {reason}" in why
         assert evidence in why
+        assert words in why
+        assert not words or words not in json.dumps(job.status), "the status is read without the right to read logs"
 
     return shows
 
@@ -165,8 +169,8 @@ def test_an_image_that_nobody_has(submit: Callable[..., Job], shows: Callable[..
 
 
 def test_an_image_that_must_be_on_the_node(submit: Callable[..., Job], shows: Callable[..., None]) -> None:
-    job = submit("never", roles={"prepare": {"image": "localhost/none:1"}})
-    failed = event(job, "never-prepare-0", "Failed", "ErrImageNeverPull")
+    job = submit("never", roles={"reward": {"image": "localhost/none:1"}})
+    failed = event(job, "never-reward-0", "Failed", "ErrImageNeverPull")
     shows(job, "ImagePull", "localhost/none:1", after=failed, what="ErrImageNeverPull")
 
 
@@ -178,21 +182,38 @@ def test_more_gpus_than_any_node_has(submit: Callable[..., Job], shows: Callable
     assert job.status["gpus"] == 8
 
 
-def test_a_secret_that_is_not_there(submit: Callable[..., Job], shows: Callable[..., None]) -> None:
+def secret_for_jobs(cluster: Cluster, name: str) -> None:
+    cluster.kubectl("create", "secret", "generic", name, "-n", NAMESPACE, "--from-literal=token=x")
+    cluster.kubectl("label", "secret", name, "-n", NAMESPACE, "rlhfspec.io/jobs-may-use=true")
+
+
+def lose(cluster: Cluster, job: Job, secret: str) -> None:
+    """Before anything but `prepare` starts."""
+    job.wait("it begins", lambda: bool(job.status.get("run", {}).get("uid")), seconds=60)
+    cluster.kubectl("delete", "secret", secret, "-n", NAMESPACE)
+
+
+def test_a_secret_that_is_gone(cluster: Cluster, submit: Callable[..., Job], shows: Callable[..., None]) -> None:
+    secret_for_jobs(cluster, "judge-key")
     mount = {"name": "worker", "volumeMounts": [{"name": "judge", "mountPath": "/etc/judge"}]}
     volume = {"name": "judge", "secret": {"secretName": "judge-key"}}
     job = submit("secret", roles={"reward": {"podTemplate": {"spec": {"containers": [mount], "volumes": [volume]}}}})
+    lose(cluster, job, "judge-key")
     unmounted = event(job, "secret-reward-0", "FailedMount", "judge-key")
     shows(job, "MissingSecret", 'secret "judge-key" not found', after=unmounted, what="FailedMount: secret not found")
-    job.kubectl("create", "secret", "generic", "judge-key", "-n", NAMESPACE, "--from-literal=token=x")
+    secret_for_jobs(cluster, "judge-key")
     job.wait("it goes on", lambda: job.reason() == "", seconds=180)
 
 
-def test_a_variable_from_a_secret_that_is_not_there(submit: Callable[..., Job], shows: Callable[..., None]) -> None:
+def test_a_variable_from_a_secret_that_is_gone(
+    cluster: Cluster, submit: Callable[..., Job], shows: Callable[..., None]
+) -> None:
+    secret_for_jobs(cluster, "nobodys")
     source = {"secretKeyRef": {"name": "nobodys", "key": "token"}}
     container = {"name": "worker", "env": [{"name": "JUDGE", "valueFrom": source}]}
-    job = submit("variable", roles={"prepare": {"podTemplate": {"spec": {"containers": [container]}}}})
-    failed = event(job, "variable-prepare-0", "Failed", "nobodys")
+    job = submit("variable", roles={"reward": {"podTemplate": {"spec": {"containers": [container]}}}})
+    lose(cluster, job, "nobodys")
+    failed = event(job, "variable-reward-0", "Failed", "nobodys")
     shows(job, "MissingSecret", 'secret "nobodys" not found', after=failed, what="CreateContainerConfigError")
 
 
@@ -294,7 +315,7 @@ def test_a_reward_function_that_fails(
     def happened() -> datetime | None:
         return datetime.fromtimestamp(first.stat().st_mtime, UTC) if first.exists() else None
 
-    shows(job, "RewardFailing", "the judge is not in", after=happened, what="the reward function raised")
+    shows(job, "RewardFailing", "reward-0", after=happened, what="a reward raised", words="the judge is not in")
 
 
 def test_a_broker_that_is_down(cluster: Cluster, submit: Callable[..., Job], shows: Callable[..., None]) -> None:
@@ -305,7 +326,7 @@ def test_a_broker_that_is_down(cluster: Cluster, submit: Callable[..., Job], sho
     cluster.kubectl("scale", "statefulset", nats, "-n", NAMESPACE, "--replicas=0")
     try:
         killed = event(job, f"{nats}-0", "Killing")
-        shows(job, "BrokerUnavailable", nats, after=killed, what="NATS's pod is asked to end")
+        shows(job, "BrokerUnavailable", "NATS", after=killed, what="NATS's pod is asked to end")
     finally:
         cluster.kubectl("scale", "statefulset", nats, "-n", NAMESPACE, "--replicas=1")
     step = job.step
@@ -324,6 +345,7 @@ def test_a_volume_that_is_full(
 ) -> None:
     folder = cluster.volume("small", NAMESPACE, small=True)
     cluster.kubectl("wait", "pvc/small", "-n", NAMESPACE, "--for=jsonpath={.status.phase}=Bound", "--timeout=60s")
+    cluster.kubectl("label", "pvc/small", "-n", NAMESPACE, "rlhfspec.io/jobs-may-use=true")
     large = shutil.ignore_patterns("wide-*", "library-*", "target-*")
     shutil.copytree(installed.storage / "cache", folder / "cache", ignore=large)
     open_to_all(folder)

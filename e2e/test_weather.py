@@ -173,7 +173,7 @@ def test_nats_that_lost_its_volume(cluster: Cluster, submit: Callable[..., Job],
     step = job.step
     job.wait("it goes on by itself, or is over", lambda: job.step > step or is_over(job), seconds=180)
     if job.phase == "Failed":
-        assert "was not declared, or is gone" in job.status["message"]
+        assert "was not declared, or is gone" in job.installed.rlhf("why", job.name)
         job.patch(restart={"id": "after the flood"})
         job.wait("it goes on", lambda: not is_over(job), seconds=60)
     trains(job, laptop)

@@ -129,7 +129,7 @@ ABSURD: dict[str, dict[str, Any]] = {
     "a step of 1e308": {"step": 1e308},
     "generators without end": {"generators_wanted": 10**18},
     "many workers": {"workers": [{"stage": "x" * 100, "worker": 2**63, "doing": "working"}] * 1000},
-    "control characters": {"troubles": [{"reason": "Stalled", "message": "\x1b[2J\u202e\x00"}]},
+    "control characters": {"troubles": [{"reason": "Stalled", "workers": ["\x1b[2J\u202e\x00"]}]},
 }
 
 

@@ -7,11 +7,12 @@ Example:
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 AT_LEAST_SECONDS = 20.0
+WorkerName = Annotated[str, Field(pattern=r"^[a-z]{1,32}-[0-9]{1,6}$")]
 
 
 class ReportPart(BaseModel):
@@ -19,10 +20,11 @@ class ReportPart(BaseModel):
 
 
 class Trouble(ReportPart):
-    """Something that holds the run up. `reason` is as in the job's conditions; `message` is one line of evidence."""
+    """Something that holds the run up. `reason` is as in the job's conditions. What workers said of it stands in
+    control's log alone, because a job's status is read without the right to read logs."""
 
-    reason: Literal["BrokerUnavailable", "RewardFailing", "Stalled", "RecordUndeliverable"]
-    message: str = Field(max_length=1000)
+    reason: Literal["BrokerUnavailable", "RewardFailing", "Stalled", "StorageFull", "RecordUndeliverable"]
+    workers: tuple[WorkerName, ...] = Field((), max_length=64)
 
 
 class Report(ReportPart):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from rlhfspec.cluster.names import CONTROL
 from rlhfspec.errors import ClusterUnavailable
 from rlhfspec.plugin.logs import parsed
-from rlhfspec.plugin.pods import age, condition_of, name_of, state_of, worker_of
+from rlhfspec.plugin.pods import age, condition_of, name_of, role_of, state_of, worker_of
 
 if TYPE_CHECKING:
     from rlhfspec.plugin.cluster import Cluster
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 MOST_PODS, MOST_EVENTS, LOG_LINES = 4, 6, 6
 PROBE_FAILED = "Unhealthy"  # the kubelet's reason
+# Reasons that control reports, with the evidence in its log.
+_REPORTED = ("BrokerUnavailable", "RecordUndeliverable", "RewardFailing", "Stalled", "StorageFull")
 _OVER = ("Ready", "Completed", "Terminating")
 
 
@@ -85,7 +88,8 @@ def _events(cluster: Cluster, job: Json, pods: list[Json]) -> Iterator[str]:
 
 def _named_in(status: Json, pods: list[Json]) -> list[Json]:
     message = str(status.get("message", ""))
-    return [pod for pod in pods if name_of(pod) in message or worker_of(pod) in message]
+    of_control = [pod for pod in pods if role_of(pod) == CONTROL and status.get("reason") in _REPORTED]
+    return of_control + [pod for pod in pods if name_of(pod) in message or worker_of(pod) in message]
 
 
 def _log(cluster: Cluster, pod: Json) -> Iterator[str]:

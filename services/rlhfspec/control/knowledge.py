@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
-from rlhfspec.cluster.report import Report, Trouble
-from rlhfspec.control.troubles import Failing, broker_unavailable, reward_failing, stalled, undeliverable
+from rlhfspec.cluster.report import Report
+from rlhfspec.control.troubles import Failing, TroubleEvidence, broker_unavailable, failing, stalled, undeliverable
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import DatasetInfo, Heartbeat, StepReport, WorkerInfo
 from rlhfspec.messages.records.metrics import StepMetrics
@@ -20,6 +21,7 @@ AWAY_SECONDS = 3.5  # the broker is asked every second
 MOST_LETTERS = 12
 _MOST_TROUBLES = 16  # of a report
 RECENT_STEPS = 16  # that the time left is estimated from
+log = logging.getLogger("rlhfspec.stage")
 
 
 class RunKnowledge:
@@ -47,6 +49,7 @@ class RunKnowledge:
         self._infos: dict[WorkerKey, WorkerInfo] = {}  # as they were last told, perhaps by processes that are gone
         self._failing: dict[WorkerKey, Failing] = {}
         self._letters: list[str] = []
+        self._logged: frozenset[str] = frozenset()  # troubles of the last report
         self._answered_at = clock.now()
         self._answered_today = today()
         self._answers_since: float | None = None  # without a break
@@ -117,6 +120,11 @@ class RunKnowledge:
     def report(self) -> Report:
         now = self._clock.now()
         self._forget_the_gone()
+        told = self.troubles()[:_MOST_TROUBLES]
+        for each in told:
+            if each.message not in self._logged:
+                log.warning("%s: %s", each.trouble.reason, each.message)
+        self._logged = frozenset(each.message for each in told)
         last = self._steps[-1] if self._steps else None
         step = last.step if last else 0
         seconds = [metrics.seconds.step for metrics in self._steps]
@@ -131,7 +139,7 @@ class RunKnowledge:
             accepted_per_verification=last.accepted_per_verification if last else None,
             eta_seconds=eta_seconds(seconds, self._total_steps - step, now - self._stepped_at),
             generators_wanted=self._generators_wanted(),
-            troubles=tuple(self._troubles()[:_MOST_TROUBLES]),
+            troubles=tuple(dict.fromkeys(each.trouble for each in told)),
         )
 
     def _tokens_per_second(self, last: StepMetrics | None) -> float | None:
@@ -142,13 +150,13 @@ class RunKnowledge:
         running = [load.tokens_per_second for load in loads if load.num_running]
         return sum(running) if running else None
 
-    def _troubles(self) -> list[Trouble]:
+    def troubles(self) -> list[TroubleEvidence]:
         """Return current troubles. Silent workers do not count while the broker is away and shortly after."""
         troubles = undeliverable(self._letters)
         if self._is_broker_away():
             since = self._answered_today.strftime("%H:%M:%SZ")
             return [broker_unavailable(self._broker, since), *troubles]
-        troubles += reward_failing(self._failing, self._clock.now())
+        troubles += failing(self._failing, self._clock.now())
         if self._heard_for() > SILENT_SECONDS:  # before, a worker that is not heard may be well
             run, now = self.known.run, self._clock.now()
             quiet = min(run.quiet_seconds(now), self._heard_for())

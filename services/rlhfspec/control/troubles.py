@@ -1,7 +1,8 @@
 """Troubles that hold a run up, from workers' signals. Pure; the wording stays the same while a trouble lasts. Example:
 
->>> reward_failing({("reward", 0): Failing("reward 'judge': the endpoint answered 503", since=10.0)}, now=13.0)
-[Trouble(reason='RewardFailing', message="reward 0: reward 'judge': the endpoint answered 503")]
+>>> [told] = failing({("reward", 0): Failing("reward 'judge': the endpoint answered 503", since=10.0)}, now=13.0)
+>>> told.trouble.reason, told.trouble.workers, told.message
+('RewardFailing', ('reward-0',), "reward 0: reward 'judge': the endpoint answered 503")
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from rlhfspec.runs.view.roster import ProcessState
 from rlhfspec.stage.logs import without_secrets
 from rlhfspec.stage.supervisor import is_overdue
 from rlhfspec.stage.vitals import WorkerState
+from rlhfspec.worker.exits import is_about_full_disk
 
 LASTING_SECONDS = 2.0  # a call that fails once and then is answered is no trouble
 _MOST_CHARACTERS = 1000
@@ -28,26 +30,38 @@ class Failing:
     since: float
 
 
-def broker_unavailable(url: str, since: str) -> Trouble:
+@dataclass(frozen=True, slots=True)
+class TroubleEvidence:
+    """A trouble, and one line of evidence for control's log."""
+
+    trouble: Trouble
+    message: str
+
+
+def broker_unavailable(url: str, since: str) -> TroubleEvidence:
     """Return the trouble of a lost broker. since: time of day, for people."""
-    return _trouble("BrokerUnavailable", f"{url} has not answered since {since}")
+    return _told("BrokerUnavailable", f"{url} has not answered since {since}")
 
 
-def reward_failing(failing: Mapping[tuple[str, int], Failing], now: float) -> list[Trouble]:
-    lasting = {key: each for key, each in failing.items() if now - each.since >= LASTING_SECONDS}
-    told = [f"{stage} {worker}: {lasting[stage, worker].what}" for stage, worker in sorted(lasting)]
-    return [_trouble("RewardFailing", _listed(told))] if told else []
+def failing(known: Mapping[tuple[str, int], Failing], now: float) -> list[TroubleEvidence]:
+    """Return what workers try again in vain: writes to a full disk, and rewards."""
+    by_reason: dict[str, dict[str, str]] = {}
+    for (stage, worker), each in sorted(known.items()):
+        if now - each.since >= LASTING_SECONDS:
+            reason = "StorageFull" if is_about_full_disk(each.what) else "RewardFailing"
+            by_reason.setdefault(reason, {})[f"{stage}-{worker}"] = f"{stage} {worker}: {each.what}"
+    return [_told(reason, _listed(list(told.values())), told) for reason, told in by_reason.items()]
 
 
 def stalled(
     workers: Sequence[ProcessState], states: Sequence[WorkerState], *, quiet_seconds: float, stall_seconds: float
-) -> list[Trouble]:
+) -> list[TroubleEvidence]:
     """Return a trouble for each worker that is silent or past its deadline, or one for a run in which all wait."""
+    late = [state for state in states if is_overdue(state)]
     told = [
         f"{state.stage} {state.worker}: {state.what} takes longer than its deadline of "
         f"{state.since_seconds - state.overdue_seconds:.0f} s"
-        for state in states
-        if is_overdue(state)
+        for state in late
     ]
     silent = [state for state in workers if state.doing == "silent"]
     told += [f"{state.name}: no heartbeat for {SILENT_SECONDS:.0f} s" for state in silent]
@@ -57,11 +71,12 @@ def stalled(
         ordered = sorted(waiting, key=lambda state: -state.since_seconds)
         waits = _listed([f"{state.name} for {state.what}{_from(state)}" for state in ordered])
         told.append(f"no worker has worked for {stall_seconds:.0f} s; there wait {waits}")
-    return [_trouble("Stalled", _listed(told))] if told else []
+    named = [f"{each.stage}-{each.worker}" for each in late] + [f"{each.stage}-{each.worker}" for each in silent]
+    return [_told("Stalled", _listed(told), named)] if told else []
 
 
-def undeliverable(letters: Iterable[str]) -> list[Trouble]:
-    return [_trouble("RecordUndeliverable", letter) for letter in letters]
+def undeliverable(letters: Iterable[str]) -> list[TroubleEvidence]:
+    return [_told("RecordUndeliverable", letter) for letter in letters]
 
 
 def _from(state: ProcessState) -> str:
@@ -78,6 +93,7 @@ def _listed(told: Sequence[str]) -> str:
     return "; ".join([*told[:_MOST_NAMED], *more])
 
 
-def _trouble(reason: str, message: str) -> Trouble:
+def _told(reason: str, message: str, workers: Iterable[str] = ()) -> TroubleEvidence:
     line = " ".join(without_secrets(message).split())
-    return Trouble.model_validate({"reason": reason, "message": line[:_MOST_CHARACTERS]})
+    trouble = Trouble.model_validate({"reason": reason, "workers": tuple(dict.fromkeys(workers))[:_MOST_NAMED]})
+    return TroubleEvidence(trouble, line[:_MOST_CHARACTERS])

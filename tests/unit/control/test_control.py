@@ -71,7 +71,8 @@ class Run:
         return [worker.key for worker in self.knowledge.known.run.there]
 
     def troubles(self, seconds: float) -> list[tuple[str, str]]:
-        return [(trouble.reason, trouble.message) for trouble in self.says(seconds).troubles]
+        self.says(seconds)
+        return [(told.trouble.reason, told.message) for told in self.knowledge.troubles()]
 
 
 def test_a_run_without_trouble_has_none() -> None:
@@ -111,6 +112,8 @@ def test_calls_that_fail_are_told_within_seconds_and_one_alone_is_not() -> None:
     assert run.troubles(LASTING_SECONDS - 0.25) == []
     told = [("RewardFailing", "reward 0: reward 'judge': it answered 503")]
     assert run.troubles(0.5) == told
+    [reported] = run.says(0.0).troubles
+    assert reported.model_dump() == {"reason": "RewardFailing", "workers": ("reward-0",)}, "not its words"
     run.beat("reward", trouble="reward 'judge': it answered 502")
     assert run.troubles(1.0) == told, "the same words while it lasts"
     run.ready("reward")

@@ -12,6 +12,7 @@ from operator_world import World
 from places import ROOT, TESTS
 
 from rlhfspec.cluster.report import Trouble
+from rlhfspec.operator.deciding.failures import WHERE
 from rlhfspec.operator.deciding.observed import Refusal, Said
 from rlhfspec.operator.deciding.reasons import CAUSES, OTHERS
 from rlhfspec.operator.deciding.reconcile import reconcile
@@ -165,12 +166,16 @@ def test_what_the_api_server_refuses(message: str, reason: str) -> None:
     assert world.healthy()[0] == "True"
 
 
-@pytest.mark.parametrize("reason", ["BrokerUnavailable", "RewardFailing", "Stalled", "RecordUndeliverable"])
+@pytest.mark.parametrize(
+    "reason", ["BrokerUnavailable", "RewardFailing", "Stalled", "StorageFull", "RecordUndeliverable"]
+)
 def test_what_control_reports(reason: Any) -> None:
     world = running()
-    world.say(troubles=(Trouble(reason=reason, message="what happened"),))
+    world.say(troubles=(Trouble(reason=reason, workers=("reward-0",)),))
     world.settle()
-    assert world.healthy() == ("False", reason, "what happened")
+    status, found, message = world.healthy()
+    assert (status, found) == ("False", reason)
+    assert message.endswith(" reward-0; its words: kubectl rlhf why")
     world.say()
     world.settle()
     assert world.healthy()[0] == "True"
@@ -199,17 +204,37 @@ def ends(code: int, message: str = "", reason: str = "", times: int = 1) -> Call
     ("happen", "reason", "evidence"),
     [
         (ends(137, reason="OOMKilled"), "OOMKilled", "reward-0: it took more memory than its limit"),
-        (ends(75, "NATS at tls://nats:4222 is away"), "BrokerUnavailable", "reward-0: NATS at tls://nats:4222 is away"),
-        (ends(75, "storage away: s3://b: no route"), "StorageUnavailable", "reward-0: storage away: s3://b: no route"),
-        (ends(1, "[Errno 28] No space left on device"), "StorageFull", "reward-0: [Errno 28] No space left on device"),
-        (ends(1, "boom"), "PodsNotReady", "reward-0 ended: boom; it is started again"),
-        (ends(139), "PodsNotReady", "reward-0 ended: killed by SIGSEGV; it is started again"),
+        (
+            ends(75, "NATS at tls://nats:4222 is away"),
+            "BrokerUnavailable",
+            "reward-0: ended with exit code 75; its words: kubectl rlhf why",
+        ),
+        (
+            ends(75, "storage away: s3://b: no route"),
+            "StorageUnavailable",
+            "reward-0: storage away: it does not answer; its words: kubectl rlhf why",
+        ),
+        (
+            ends(1, "[Errno 28] No space left on device"),
+            "StorageFull",
+            "reward-0: No space left on device; its words: kubectl rlhf why",
+        ),
+        (
+            ends(1, "boom"),
+            "PodsNotReady",
+            "reward-0: ended with exit code 1; its words: kubectl rlhf why; it is started again",
+        ),
+        (ends(139), "PodsNotReady", "reward-0: killed by SIGSEGV; it is started again"),
         (
             ends(0),
             "PodsNotReady",
-            "reward-0 ended: ended with exit code 0, and it was not asked to; it is started again",
+            "reward-0: ended with exit code 0, and it was not asked to; it is started again",
         ),
-        (ends(1, "boom", times=2), "CrashLoop", "reward-0: 2 failures since step 0, the last: boom"),
+        (
+            ends(1, "boom", times=2),
+            "CrashLoop",
+            "reward-0: 2 failures since step 0, the last: ended with exit code 1; its words: kubectl rlhf why",
+        ),
     ],
 )
 def test_how_a_worker_ended(happen: Callable[[World], None], reason: str, evidence: str) -> None:
@@ -287,7 +312,10 @@ def test_the_cause_that_explains_others_is_shown() -> None:
     world.end_pod(POD, 75, "NATS is away")
     world.end_pod("sums-prompts-0", 75, "NATS is away")
     world.settle()
-    assert world.healthy()[1:] == ("BrokerUnavailable", "prompts-0: NATS is away (and 1 more)")
+    assert world.healthy()[1:] == (
+        "BrokerUnavailable",
+        f"prompts-0: ended with exit code 75; {WHERE} (and 1 more)",
+    )
 
 
 def test_refusals_of_pods_that_are_there_by_now_are_no_longer_shown() -> None:

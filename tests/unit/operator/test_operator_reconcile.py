@@ -130,7 +130,7 @@ def test_what_prepare_refuses_fails_the_job_and_names_the_field() -> None:
     world.settle()
     assert world.phase == "Failed"
     assert world.healthy()[:2] == ("False", "BadConfig")
-    assert "spec.model.path: no such folder" in world.healthy()[2]
+    assert world.healthy()[2] == "prepare-0: spec.model.path is refused; its words: kubectl rlhf why"
 
 
 def test_a_job_that_prepare_refused_after_an_edit_goes_on_once_it_is_edited_back() -> None:
@@ -197,7 +197,10 @@ def test_too_many_failures_fail_the_job_and_a_trained_step_forgives() -> None:
     assert world.phase == "Running"
     fail_again_and_again(world, "reward", 1, 1)
     assert (world.phase, world.status["reason"]) == ("Failed", "CrashLoop")
-    assert world.status["message"] == "reward-0: 3 failures since step 1, the last: boom"
+    assert (
+        world.status["message"]
+        == "reward-0: 3 failures since step 1, the last: ended with exit code 1; its words: kubectl rlhf why"
+    )
 
 
 def test_a_step_that_is_trained_again_forgives_nothing() -> None:
@@ -210,7 +213,10 @@ def test_a_step_that_is_trained_again_forgives_nothing() -> None:
             world.say(step=step)
             world.settle()
     assert (world.phase, world.status["reason"]) == ("Failed", "CrashLoop")
-    assert world.status["message"] == "trainer-0: 3 failures since step 3, the last: boom"
+    assert (
+        world.status["message"]
+        == "trainer-0: 3 failures since step 3, the last: ended with exit code 1; its words: kubectl rlhf why"
+    )
 
 
 def test_killed_workers_do_not_count_unless_the_job_says_so() -> None:
@@ -232,20 +238,20 @@ def test_a_broker_that_nobody_reaches_never_fails_a_job() -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "message", "reason"),
+    ("role", "message", "reason", "told"),
     [
-        ("reward", "exact: sample p1.0: division by zero", "RewardFailing"),
-        ("generator", "spec.generation.maxTokens: too many", "BadConfig"),
-        ("trainer", "loss is not finite", "WorkerFailed"),
-        ("trainer", "[Errno 28] No space left on device", "StorageFull"),
+        ("reward", "exact: sample p1.0: division by zero", "RewardFailing", "ended with exit code 78"),
+        ("generator", "spec.generation.maxTokens: too many", "BadConfig", "spec.generation.maxTokens is refused"),
+        ("trainer", "loss is not finite", "WorkerFailed", "ended with exit code 78"),
+        ("trainer", "[Errno 28] No space left on device", "StorageFull", "No space left on device"),
     ],
 )
-def test_what_would_only_happen_again_fails_the_job(role: str, message: str, reason: str) -> None:
+def test_what_would_only_happen_again_fails_the_job(role: str, message: str, reason: str, told: str) -> None:
     world = running()
     world.end_pod(f"sums-{role}-0", 78, message)
     world.settle()
     assert (world.phase, world.status["reason"]) == ("Failed", reason)
-    assert message in world.status["message"]
+    assert world.status["message"] == f"{role}-0: {told}; its words: kubectl rlhf why"
     assert world.healthy()[1] == reason
 
 

@@ -10,12 +10,15 @@ Example:
     >>> end_of(pod).failure, end_of(pod).message
     ('killed', 'it took more memory than its limit')
     >>> end_of(replace(pod, terminated=Terminated(137, message="W1128 no triton"))).message
-    'killed by SIGKILL; its log ends with: W1128 no triton'
+    'killed by SIGKILL; its words: kubectl rlhf why'
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import re
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
@@ -31,6 +34,10 @@ from rlhfspec.worker.exits import PERMANENT, Failure, failure_of, is_about_full_
 # Grace for the rest of a set with a missing rank, which may hang in a collective.
 BROKEN_SECONDS = 2
 COMPLETED, _LEFT = "completed:", "left:"  # prefixes of a worker's last line
+_RANK = r"(?:killed by SIG[A-Z]{2,8}|ended with exit code [0-9]{1,3}) \(rank [0-9]+ of [0-9]+ on node [0-9]+\)"
+_PUBLIC = re.compile(rf"completed: step [0-9]+|completed:|left:|{_RANK}")
+_FIELD = re.compile(r"(spec(?:\.[a-zA-Z]{1,40}(?:\[[0-9]{1,3}\])?){1,6})[: ]")
+WHERE = "its words: kubectl rlhf why"
 # Pod reasons caused by node or cluster, not by the job.
 DISRUPTIONS = {
     "Evicted", "NodeLost", "NodeShutdown", "Terminated", "Preempting", "UnexpectedAdmissionError", "NodeAffinity",
@@ -51,11 +58,12 @@ def end_of(pod: PodView) -> PodEnd:
     ended = pod.terminated
     code = ended.exit_code if ended else None
     message = (ended.message if ended else "") or ""
+    fact = _fact_of(message)
     if pod.phase == "Succeeded":
         if pod.role in BY_NAME and not message.startswith((COMPLETED, _LEFT)):  # such as a reward that ends its process
             return PodEnd("failure", "error", 0, "Error", f"{said(0)}, and it was not asked to")
         return PodEnd("left" if pod.role == "trainer" and not message.startswith(COMPLETED) else "completed",
-                   exit_code=0, reason="Completed", message=message)  # fmt: skip
+                   exit_code=0, reason="Completed", message=fact)  # fmt: skip
     why = pod.why if pod.why and pod.why.reason in DISRUPTIONS else pod.disruption
     if why is not None:
         return PodEnd("disruption", exit_code=code, reason=why.reason, message=why.message)
@@ -67,9 +75,23 @@ def end_of(pod: PodView) -> PodEnd:
     status = 128 - code if code > 128 else code  # negative: a signal
     failure, how = failure_of(status), said(status)
     reason = "Temporary" if failure == "temporary" else "Error"
-    if status < 0 and message and how not in message:  # then it is the end of its log
-        message = f"{how}; its log ends with: {message}"
-    return PodEnd("failure", failure, code, reason, message or how)
+    told = fact or how
+    return PodEnd("failure", failure, code, reason, f"{told}; {WHERE}" if message and message != told else told)
+
+
+def _fact_of(words: str) -> str:
+    """Return what the job's status may say of a worker's last words, which only its log may tell in full.
+
+    >>> _fact_of("completed: step 30"), _fact_of("spec.model.path: no such folder (got 'm')"), _fact_of("the key is x")
+    ('completed: step 30', 'spec.model.path is refused', '')
+    """
+    if found := _PUBLIC.match(words):
+        return found[0]
+    if found := _FIELD.match(words):
+        return f"{found[1]} is refused"
+    if is_about_storage_away(words):
+        return "storage away: it does not answer"
+    return os.strerror(errno.ENOSPC) if is_about_full_disk(words) else ""
 
 
 def is_complete(pod: PodView) -> bool:

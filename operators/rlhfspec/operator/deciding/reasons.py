@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rlhfspec.cluster import names
 from rlhfspec.job import RLHFJob
 from rlhfspec.operator.deciding.allowed import not_allowed
-from rlhfspec.operator.deciding.failures import is_about_storage_away
+from rlhfspec.operator.deciding.failures import WHERE, is_about_storage_away
 from rlhfspec.operator.deciding.memory import WorkerMemory
 from rlhfspec.operator.deciding.observed import PodView, Refusal, Said, worker_name
 from rlhfspec.operator.deciding.situation import FRESH_SECONDS, Situation, pods_of
@@ -38,6 +38,13 @@ ABOUT_VOLUMES = re.compile(r"persistent ?volume|volume node affinity", re.IGNORE
 NOT_THERE = re.compile(r'(secret|configmap) "[^"]*" not found|references non-existent (secret|config) key')
 # Refusal reasons for a name taken by somebody else's object, or by an older job of the same name.
 IN_THE_WAY, LEAVING = "AlreadyExists", "Leaving"
+_REPORTED = {  # before the names of workers
+    "BrokerUnavailable": "NATS or Redis does not answer ",
+    "RecordUndeliverable": "a record could not be handled, as reported by ",
+    "RewardFailing": "a reward fails in ",
+    "Stalled": "no progress, as reported for ",
+    "StorageFull": "no space is left, as reported by ",
+}
 Find = Callable[[Situation], Iterator[str]]
 
 
@@ -246,9 +253,7 @@ def _storage_full(known: Situation) -> Iterator[str]:
     for name, memory in _down(known):
         if is_about_full_disk(memory.message):
             yield f"{name}: {memory.message}"
-    for trouble in known.fresh_report.troubles if known.fresh_report else ():
-        if is_about_full_disk(trouble.message):
-            yield trouble.message
+    yield from _trouble("StorageFull")(known)
 
 
 def _out_of_memory(known: Situation) -> Iterator[str]:
@@ -261,7 +266,8 @@ def _trouble(reason: str) -> Find:
     def find(known: Situation) -> Iterator[str]:
         for trouble in known.fresh_report.troubles if known.fresh_report else ():
             if trouble.reason == reason:
-                yield trouble.message
+                workers = ", ".join(trouble.workers) or names.CONTROL
+                yield f"{_REPORTED[reason]}{workers}; {WHERE}"
 
     return find
 
@@ -295,7 +301,7 @@ def _control_silent(known: Situation) -> Iterator[str]:
 def _not_ready(known: Situation) -> Iterator[str]:
     allowed = FIRST_READY_SECONDS if known.memory.running_since is None else READY_SECONDS
     for name, memory in _down(known):
-        yield f"{name} ended: {memory.message or memory.reason}; it is started again"
+        yield f"{name}: {memory.message or memory.reason}; it is started again"
     for refusal in _refusals(known):
         if refusal.reason == LEAVING:
             yield f"{refusal.name} of an older job of this name is still ending"
@@ -387,8 +393,8 @@ CAUSES = (
     ),
     Cause(
         "RewardFailing",
-        "A reward source fails. The message names it.",
-        "Read `kubectl rlhf logs NAME --role reward`; correct the function or the service.",
+        "A reward source fails. The message names the worker.",
+        "Read `kubectl rlhf why NAME`; correct the function or the service.",
         _trouble("RewardFailing"),
     ),
     Cause(
@@ -400,7 +406,7 @@ CAUSES = (
     Cause(
         "RecordUndeliverable",
         "A record was given to its stage again and again, and never came back.",
-        "Read the log of the stage that the message names.",
+        "Read the log of the stage that `kubectl rlhf why` names.",
         _trouble("RecordUndeliverable"),
     ),
     Cause(
@@ -411,7 +417,7 @@ CAUSES = (
     ),
     Cause(
         "Stalled",
-        "Every worker waits, or a piece of work takes longer than its deadline. The message says which for what.",
+        "Every worker waits, or work takes longer than its deadline. `kubectl rlhf why` says which for what.",
         "Read the log of the worker that the message names.",
         _trouble("Stalled"),
     ),

@@ -23,6 +23,7 @@ from rlhfspec.operator.deciding import runs, status
 from rlhfspec.operator.deciding.failures import (
     count_end,
     count_end_of_set,
+    end_of,
     forgive_after_progress,
     has_left,
     is_complete,
@@ -95,7 +96,7 @@ def _look_at_ends(known: Situation) -> Situation:
     ours = [pod for pod in known.pods if pod.run == known.run_uid]
     complete = next(filter(is_complete, ours), None)
     if complete is not None:
-        return known.ended("Succeeded", "Completed", complete.terminated.message if complete.terminated else "")
+        return known.ended("Succeeded", "Completed", end_of(complete).message)
     if memory.state == "closing":
         return known  # its pods are expected to end
     ended = [pod for pod in ours if pod.is_finished and not pod.is_deleting]
