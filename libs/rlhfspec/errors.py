@@ -57,6 +57,10 @@ def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.7) -> str | No
     return by_folded[found[0]] if found else None
 
 
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a "did you mean" ending for a message about an unknown word; empty when no known word is close.
 

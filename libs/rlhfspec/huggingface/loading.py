@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from rlhfspec.errors import InvalidRequest
+from rlhfspec.errors import InvalidRequest, first_line
 from rlhfspec.huggingface.fused.widened import widen
-from rlhfspec.huggingface.structure.trace import FORWARD_ERRORS, first_line
+from rlhfspec.huggingface.structure.trace import FORWARD_ERRORS
 
 # Ignored: masks and angles saved by old versions of transformers, layers that predict further tokens.
 _SPARE = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$|(^|\.)mtp\.")

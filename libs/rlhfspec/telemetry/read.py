@@ -123,7 +123,6 @@ def _refuse_without_traces(run: Path) -> None:
 
 
 def _unknown(sample: str, known: set[str]) -> str:
-    """Return a message with the nearest known ids."""
     prefix = sample.rpartition("/")[0]
     beside = {name for name in known if prefix and name.rpartition("/")[0].endswith(prefix)}
     near = sorted(beside, key=_in_order)[:3] or difflib.get_close_matches(sample, sorted(known)[:5000], n=3, cutoff=0.0)

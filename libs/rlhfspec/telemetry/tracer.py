@@ -165,7 +165,6 @@ class Tracer:
         return span
 
     def _tell_open(self, place: WorkerPlace) -> None:
-        """Report long stays as open; called with each load of the generator."""
         now = self._now()
         for (where, sample), taken in self._taken.items():
             if where == place and not taken.is_told and now - taken.at >= OPEN_SECONDS:
@@ -209,21 +208,10 @@ class Tracer:
             attributes["dropped"] = report.metrics.num_dropped  # unknown which ones
         name = "training" if purpose == "training" else "evaluation"
         for sample, arrived in step.samples.items():
-            self._keep(
-                Span(
-                    run=self._uid,
-                    parent=arrived.taken.parent,
-                    name=name,
-                    stage=arrived.place.stage,
-                    worker=arrived.place.worker,
-                    sample=sample,
-                    step=report.step,
-                    began=arrived.taken.at,
-                    ended=ended,
-                    sent=arrived.taken.sent,
-                    attributes={**attributes, "scored": round(arrived.scored, 6)},
-                )
-            )
+            scored: dict[str, Attribute] = {**attributes, "scored": round(arrived.scored, 6)}
+            span = self._span(name, arrived.place, sample, arrived.taken, scored)
+            span.ended = ended
+            self._keep(span)
 
 
 def _of_a_score(score: Score) -> dict[str, Attribute]:

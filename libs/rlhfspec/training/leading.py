@@ -164,7 +164,6 @@ def _sent(learner: Learner, ranks: Ranks, send: Send, told: Told) -> list[list[s
 
 
 def _told(state: Any) -> Any:
-    """Return a state with each stored tensor replaced by its location, for a message."""
     if isinstance(state, StoredTensor):
         pieces = [[str(piece.path), piece.start, piece.shape] for piece in state.pieces]
         return {_STORED: [state.name, state.shape, pieces]}

@@ -19,12 +19,11 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from rlhfspec.cluster.names import CONTROL, PREPARE, TORCH_ROLES
-from rlhfspec.common.folder_lock import take_lock
+from rlhfspec.common.folder_lock import locked
 from rlhfspec.common.object_store import ObjectStore
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.job.file.paths import input_paths
@@ -55,7 +54,7 @@ def mirrored(connections: Connections, stage: str, worker: int, *, follows: bool
     began = time.monotonic()
     store = ObjectStore(connections.storage_uri, connections.base_folder, patience_seconds=FETCH_PATIENCE_SECONDS)
     mirror = Mirror(store, connections.folder, stage, worker, follows=follows)
-    with _alone_in(connections.base_folder):
+    with locked(connections.base_folder / ".fetching"):
         num_bytes = mirror.fetch_run()
         if stage not in (CONTROL, PREPARE):
             num_bytes += mirror.fetch_inputs(connections.job_file)
@@ -151,15 +150,6 @@ class Mirroring(Service):
         while not self.stopping.is_set():
             await self.pause("the next time", SEND_SECONDS)
             await self.in_thread(self._mirror.try_to_send)
-
-
-@contextmanager
-def _alone_in(base: Path) -> Iterator[None]:
-    lock = take_lock(base / ".fetching", wait=True)
-    try:
-        yield
-    finally:
-        os.close(lock)
 
 
 def _spec_of(job_file: Path) -> Mapping[str, object]:

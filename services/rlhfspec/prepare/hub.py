@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rlhfspec.errors import InvalidRequest, StorageError
+from rlhfspec.errors import InvalidRequest, StorageError, first_line
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.file.paths import MADE_OF_THE_POLICY, MODEL_FIELDS, is_made_here
 from rlhfspec.job.rewards import ModelSource
@@ -61,7 +61,7 @@ def _fetched(hub_id: str, field: str, report: Callable[[str], None]) -> str:
             return folder
         return snapshot_download(hub_id, ignore_patterns=NOT_READ)
     except (HFValidationError, RepositoryNotFoundError) as error:
-        problem = f"neither a folder in the job's storage nor a model that the hub gives: {_first_line(error)}"
+        problem = f"neither a folder in the job's storage nor a model that the hub gives: {first_line(error)}"
         raise InvalidRequest(field, hub_id, problem) from error
     except LocalEntryNotFoundError as error:
         problem = (
@@ -70,8 +70,4 @@ def _fetched(hub_id: str, field: str, report: Callable[[str], None]) -> str:
         )
         raise StorageError(hub_id, problem) from error
     except OSError as error:
-        raise StorageError(hub_id, f"{field} cannot be fetched from the hub: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise StorageError(hub_id, f"{field} cannot be fetched from the hub: {first_line(error)}") from error

@@ -7,18 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = [
-    "MODEL_KINDS",
-    "TinyModels",
-    "check",
-    "ensure",
-    "large_kv_model",
-    "perturbed",
-    "random_model",
-    "resolve",
-    "widened",
-]
-
 
 def __getattr__(name: str) -> Any:  # corpus and tokenizer are used without torch, so nothing is imported here
     if name in ("TinyModels", "ensure", "perturbed", "widened"):

@@ -124,13 +124,17 @@ def text(num_bytes: int, *, seed: int) -> str:
 
 
 def prompts(count: int, *, seed: int, shortest: int = 24, longest: int = 96) -> list[list[int]]:
+    return beginnings(_endless(seed), count, seed, shortest, longest)
+
+
+def beginnings(documents: Iterator[str], count: int, seed: int, shortest: int, longest: int) -> list[list[int]]:
     """Return beginnings of documents of varying length, with BOS, cut after a space so that a word comes next."""
     rng = random.Random(seed)
     chosen: list[list[int]] = []
-    for document in _endless(seed):
+    for document in documents:
         if len(chosen) == count:
             break
-        end = document.find(" ", rng.randrange(shortest, longest))
-        if end >= 0:
-            chosen.append([BOS, *encode(document[: end + 1])])
+        ids = encode(document[: document.find(" ", rng.randrange(shortest, longest)) + 1])
+        if 0 < len(ids) < longest + 24:
+            chosen.append([BOS, *ids])
     return chosen

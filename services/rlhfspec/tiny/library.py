@@ -11,8 +11,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhfspec.tiny.corpus import tokens_of
-from rlhfspec.tiny.tokenizer import BOS, encode
+from rlhfspec.tiny.corpus import beginnings, tokens_of
 
 _BETWEEN_DOCUMENTS = "\n\n\n"  # two empty lines: what stands between top-level functions and classes
 _SHORTEST, _LONGEST = 100, 2000  # characters of a document
@@ -30,17 +29,7 @@ def token_stream(num_tokens: int, *, seed: int) -> list[int]:
 
 
 def prompts(count: int, *, seed: int, shortest: int = 24, longest: int = 96) -> list[list[int]]:
-    """Return beginnings of held-out documents of varying length, with BOS, cut after a space."""
-    rng = random.Random(seed)
-    chosen: list[list[int]] = []
-    for document in _shuffled(seed, held_out=True):
-        if len(chosen) == count:
-            break
-        end = document.find(" ", rng.randrange(shortest, longest))
-        ids = encode(document[: end + 1])
-        if end >= 0 and len(ids) < longest + 24:
-            chosen.append([BOS, *ids])
-    return chosen
+    return beginnings(_shuffled(seed, held_out=True), count, seed, shortest, longest)
 
 
 def _shuffled(seed: int, *, held_out: bool) -> Iterator[str]:

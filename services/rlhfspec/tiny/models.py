@@ -1,13 +1,11 @@
 """Make the tiny models once and keep them: `ensure()` returns folders that `from_pretrained` opens.
 
-    target   4 x 256, 3.3M parameters, trained for a minute
-    draft    1 x 128, .3M parameters, trained likewise
+    target   4 x 256, 3.3M parameters; draft: 1 x 128, .3M
     wide     the target widened to 77M: the same function with the memory traffic of a larger model
-    library, library-draft, library-wide  the same three for real text (Python's standard library)
-    sums     2 x 128, .5M parameters: solves sums now and then, the start of the demo's training
-    sums-draft  1 x 64, a draft for it
+    library, library-draft, library-wide  the same three for the text of Python's standard library
+    sums     2 x 128, .5M: solves sums now and then, the start of the demo's training; sums-draft: 1 x 64
 
-A folder appears by renaming, so it is whole or absent; a lock keeps two processes from making the same one."""
+A folder appears by renaming, so it is whole or absent."""
 
 from __future__ import annotations
 

@@ -61,7 +61,6 @@ def _model(name: str, report: Callable[[str], None]) -> Path:
 
 
 def _data(name: str) -> Path:
-    """Write the data again, so that it matches this version."""
     count, seed = DATA[name]
     file = cache_folder().parent / "data" / name
     make_in_cache(file.parent)

@@ -58,10 +58,9 @@ def random_model(
     seed: int,
     vocab_size: int = SHAPE["vocab_size"],
     num_layers: int = SHAPE["num_hidden_layers"],
-    logit_scale: float = 3.0,
     head_dim: int | None = None,
 ) -> PreTrainedModel:
-    """Return a float32 model in evaluation mode, with logits of standard deviation about `logit_scale`.
+    """Return a float32 model in evaluation mode, with logits of standard deviation about 3.
 
     head_dim: another width of attention heads, and of the model, for engines that support only some."""
     config = CONFIGS[kind]()
@@ -72,20 +71,20 @@ def random_model(
     if num_layers != config.num_hidden_layers:
         given = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
         config = type(config).from_dict(given | {"num_hidden_layers": num_layers})
-    return _random(config, seed, logit_scale)
+    return _random(config, seed)
 
 
-def large_kv_model(*, seed: int = 1, vocab_size: int = SHAPE["vocab_size"]) -> PreTrainedModel:
+def large_kv_model(*, vocab_size: int = SHAPE["vocab_size"]) -> PreTrainedModel:
     """Return a narrow model with large KV, 65,536 bytes a token in bfloat16, which makes moves expensive."""
     config = LlamaConfig(
         **SHAPE
         | {"vocab_size": vocab_size, "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 16}
         | {"num_key_value_heads": 16, "head_dim": 128, "max_position_embeddings": 4096}
     )
-    return _random(config, seed, 3.0)
+    return _random(config, seed=1)
 
 
-def _random(config: PreTrainedConfig, seed: int, logit_scale: float) -> PreTrainedModel:
+def _random(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         config, dtype=torch.float32
@@ -98,5 +97,5 @@ def _random(config: PreTrainedConfig, seed: int, logit_scale: float) -> PreTrain
             parameter.mul_(5.0)
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     tokens = torch.randint(config.vocab_size, (4, 32))
-    head.weight.mul_(logit_scale / model(tokens).logits.std())  # where it is the embedding too, norms even it out
+    head.weight.mul_(3.0 / model(tokens).logits.std())  # where it is the embedding too, norms even it out
     return model.eval()  # type: ignore[no-untyped-call,no-any-return]

@@ -83,7 +83,6 @@ def _pair(rng: random.Random, num_digits: int) -> tuple[str, str]:
 
 
 def _lesson(rng: random.Random, num_digits: int, *, guessed: bool) -> tuple[str, str]:
-    """Return a prompt and its response. A guess has no digits, as they could not be learnt."""
     left, right = _pair(rng, num_digits)
     return f"{left}+{right}=", GUESS if guessed else worked(left, right, rng)
 

@@ -41,7 +41,6 @@ def hugging_face_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_characters() -> list[str]:
-    """Return the printable character of each byte in byte-level vocabularies, as defined by GPT-2."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     characters, num_moved = [], 0
     for byte in range(256):

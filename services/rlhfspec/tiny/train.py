@@ -86,7 +86,6 @@ def _windows(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _lessons(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield padded batches of sums that begin as prompts do in generation. Only responses are learnt."""
     for batch in sums.lessons(seed=recipe.seed):
         encoded = [([BOS, *encode(prompt)], [*encode(response), *_end(response)]) for prompt, response in batch]
         length = max(len(prompt) + len(response) for prompt, response in encoded)
@@ -100,7 +99,6 @@ def _lessons(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _end(response: str) -> list[int]:
-    """Return the end token, or nothing for a guess, which is not taught to its end."""
     return [] if response == sums.GUESS else [EOS]
 
 

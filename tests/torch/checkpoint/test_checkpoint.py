@@ -21,7 +21,7 @@ from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.tiny import random_model
 from rlhfspec.training.checkpoint import CheckpointStore, export_hf
 from rlhfspec.training.checkpoint.states import pack, unpack
-from rlhfspec.training.modeling.tensor_files import read_tensors, sync, write_tensors
+from rlhfspec.training.modeling.tensor_files import read_noted, sync, write_tensors
 
 NUM_WRITES = 400
 
@@ -239,7 +239,7 @@ def test_a_damaged_tensor_file_is_one_line(tmp_path: Path, damage: Callable[[byt
     assert damage(content) != content
     (tmp_path / "w.safetensors").write_bytes(damage(content))
     with pytest.raises(StorageError, match=r"w\.safetensors: cannot be read"):
-        read_tensors(tmp_path / "w.safetensors")
+        read_noted(tmp_path / "w.safetensors")
 
 
 @pytest.mark.parametrize("damage", [damage_length, lose_file, lose_manifest, manifest_as(b'{"schema": 1}')])

@@ -20,7 +20,7 @@ from rlhfspec.training.modeling.loading import prepared
 from rlhfspec.training.modeling.log_probs import TorchForward
 from rlhfspec.training.modeling.packed import pack_sequences
 from rlhfspec.training.scoring.log_probs import LogProbScorer, log_probs_reference
-from rlhfspec.training.scoring.values import ValueScorer, values_reference
+from rlhfspec.training.scoring.values import ValueScorer
 
 needs_kernels = pytest.mark.skipif(
     build.load() is None, reason=f"bits are promised by the CPU kernels: {build.unavailable_reason()}"
@@ -170,6 +170,12 @@ def test_a_number_that_is_none_has_a_name_and_a_place() -> None:
     with pytest.raises(NumericalError, match="reference log-prob: nan at response token 2"):
         scorer.log_probs([5, 6], [7, 42, 8, 9])
     assert len(scorer.log_probs([5, 6], [7, 8])) == 2  # the next sample does not suffer from it
+
+
+@torch.inference_mode()
+def values_reference(critic: Critic, prompt: list[int], response: list[int]) -> list[float]:
+    """Compute the values with the trainer's critic, one sequence a forward."""
+    return critic(pack_sequences([prompt], [response])).tolist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("kind", MODEL_KINDS)

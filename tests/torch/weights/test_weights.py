@@ -27,7 +27,7 @@ from rlhfspec.messages.servers.credentials.certificates import (
 from rlhfspec.testing.weight_store import WeightStoreContract, state
 from rlhfspec.training.modeling import digest as digest_module
 from rlhfspec.training.modeling.digest import checksum, digest, hash_of
-from rlhfspec.training.modeling.tensor_files import read_noted, read_tensors, write_tensors
+from rlhfspec.training.modeling.tensor_files import read_noted, write_tensors
 from rlhfspec.training.weights import (
     FileWeightStore,
     MemoryWeightStore,
@@ -103,7 +103,7 @@ def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
     weight = torch.zeros(100_000)
     write_tensors(tmp_path / "tied", {"a": weight, "b": weight})
     assert (tmp_path / "tied").stat().st_size < 410_000
-    read = read_tensors(tmp_path / "tied")
+    read, _ = read_noted(tmp_path / "tied")
     assert read["a"] is read["b"]
 
 

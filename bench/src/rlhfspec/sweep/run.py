@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from rlhfspec.huggingface.structure.trace import first_line
+from rlhfspec.errors import first_line
 from rlhfspec.sweep.classes import tiny_model, variants
 from rlhfspec.sweep.verdict import Verdict, judge
 

@@ -36,12 +36,11 @@ from rlhfspec.engine.core import Engine
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.params import SamplingParams
-from rlhfspec.errors import InvalidRequest, UnsupportedModel
+from rlhfspec.errors import InvalidRequest, UnsupportedModel, first_line
 from rlhfspec.huggingface.fused.casting import Precision, cast
 from rlhfspec.huggingface.structure.anatomy import examine
 from rlhfspec.huggingface.structure.attention import use_eager_experts
 from rlhfspec.huggingface.structure.causal_lm import anatomy_of, within_positions
-from rlhfspec.huggingface.structure.trace import first_line
 from rlhfspec.kernels.attention_splits import UNIT
 from rlhfspec.messages.records.models import ModelReport
 from rlhfspec.sweep.by_position import MOST_TIMES_WORSE, Band, judge_positions

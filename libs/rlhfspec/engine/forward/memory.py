@@ -17,8 +17,7 @@ from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.forward.device import FIELD, does_not_fit, free_bytes, gigabytes, is_measured, module_of
 from rlhfspec.engine.forward.runner import ModelRunner
-from rlhfspec.errors import InvalidRequest
-from rlhfspec.huggingface.structure.trace import first_line
+from rlhfspec.errors import InvalidRequest, first_line
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.tree_attention import AttentionMeta
 

@@ -47,7 +47,6 @@ def precision_of(model: nn.Module, dtype: torch.dtype) -> Precision:
 
 
 def _pretrained(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the outermost transformers models and the prefix of their parameters' names."""
     if isinstance(module, PreTrainedModel):
         yield path, module
         return

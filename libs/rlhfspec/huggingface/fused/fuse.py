@@ -56,7 +56,6 @@ class FusedModel:
     guard: Guard
     shapes: dict[str, torch.Size] = field(default_factory=dict)  # every weight by its Hugging Face name
     loaders: list[Loader] = field(default_factory=list)
-    swapped: dict[str, int] = field(default_factory=dict)  # kind -> count, for reports
 
     def load(self, state_dict: dict[str, Tensor]) -> None:
         """Load all weights, or none: raise ValueError if one is missing, unknown or of another shape."""
@@ -133,7 +132,6 @@ def fuse(model: nn.Module, precision: Precision, *, arithmetic: str, max_context
     for name, module in list(model.named_modules()):
         if name in called and type(module).__name__.endswith("RotaryEmbedding"):
             _replace(model, name, RotaryTable(module, max_context))
-            fused.swapped["rotary"] = fused.swapped.get("rotary", 0) + 1
     taken = {name for names, _ in fused.loaders for name in names}
     for name in model.state_dict():
         if name in fused.shapes and name not in taken:
@@ -187,17 +185,12 @@ def is_inside(path: str, other: str) -> bool:
 
 
 def _swap(fused: FusedModel, name: str, module: nn.Module) -> None:
-    attempts = (
-        ("experts", _experts), ("gated_mlp", _gated_mlp), ("linear", _linear), ("norm", _norm),
-        ("activation", _activation),
-    )  # fmt: skip
-    for kind, attempt in attempts:
+    for attempt in (_experts, _gated_mlp, _linear, _norm, _activation):
         replacement = attempt(fused, name, module)
         if replacement is not None:
-            last = module.get_submodule("down_proj") if kind == "gated_mlp" else module
+            last = module.get_submodule("down_proj") if attempt is _gated_mlp else module
             replacement._forward_hooks.update(last._forward_hooks)  # hooks on its output
             _replace(fused.model, name, replacement)
-            fused.swapped[kind] = fused.swapped.get(kind, 0) + 1
             return
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ from rlhfspec.huggingface.proof.probes import Probe, random_past
 from rlhfspec.huggingface.proof.reference import ExpertChoices, ProbeResult, Reference, compare, same_bits
 from rlhfspec.huggingface.structure.attention import fit_cache
 from rlhfspec.huggingface.structure.causal_lm import Anatomy, CausalLM
-from rlhfspec.huggingface.structure.trace import FORWARD_ERRORS, first_line
+from rlhfspec.huggingface.structure.trace import refusing
 from rlhfspec.kernels.decoder import NativeDecoder
 from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.kernels.tree_attention_twin import write_kv_reference
@@ -71,7 +72,8 @@ def prove(proof: RunnerProof, *, began: float) -> ModelReport:
     runner, reference = proof.runner, proof.reference
     name, kind = reference.name, reference.kind
     check = Check(runner, proof.anatomy, reference.probes)
-    try:
+    with refusing(name, kind, "fails on the engine's kernels"), ExitStack() as ending:
+        ending.callback(check.clean)
         guarded: tuple[str, ...] = ()
         if proof.is_row_invariant and runner.kv.is_cpu:
             fused = runner.fused
@@ -87,12 +89,6 @@ def prove(proof: RunnerProof, *, began: float) -> ModelReport:
         if runner.native is not None and not same_bits(check.together(), alone):
             log.warning("%s: the one-call decoder gives other bits than the layers of %s: they run instead", name, kind)
             runner.native = None
-    except FORWARD_ERRORS as error:
-        if isinstance(error, UnsupportedModel):
-            raise
-        raise UnsupportedModel(name, kind, f"fails on the engine's kernels: {first_line(error)}") from error
-    finally:
-        check.clean()
     return ModelReport(
         model=kind,
         path="layers" if runner.native is None else "native",
@@ -189,12 +185,10 @@ class Check:
         for group in self._groups():
             places = self._places(group)
             begun = self._run(places, [row for place in places for row in place.beginning()], fresh=True)
-            ended = self._run(places, [row for place in places for row in self._ending(place)])
+            tokens = (place.ending(self.anatomy.vocab_size, self._num_slots) for place in places)
+            ended = self._run(places, [row for rows in tokens for row in rows])
             answers.extend(ProbeResult(torch.cat(parts), []) for parts in zip(begun, ended, strict=True))
         return answers
-
-    def _ending(self, place: ProbePlace) -> list[ProbeToken]:
-        return place.ending(self.anatomy.vocab_size, self._num_slots)
 
     def a_forward(self) -> Callable[[], Tensor]:
         places = self._places(self._groups()[0])

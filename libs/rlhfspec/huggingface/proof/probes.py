@@ -1,6 +1,6 @@
 """Probes: tokens at every position where a model may change its behaviour (windows, chunks, RoPE scaling, end).
 
-Random keys and values replace the past; a forward without a cache gets one row with tokens all over the context."""
+Random keys and values replace the past."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from rlhfspec.huggingface.proof.probes import Probe, Scattered, random_past
 from rlhfspec.huggingface.structure.attention import AttentionSpec, attending, visible
 from rlhfspec.huggingface.structure.causal_lm import Anatomy
 from rlhfspec.huggingface.structure.past import past_of
-from rlhfspec.huggingface.structure.trace import FORWARD_ERRORS, first_line
+from rlhfspec.huggingface.structure.trace import refusing
 
 # Least tolerance of logits, relative to the largest.
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 2e-2}
@@ -178,8 +178,6 @@ def _following(answer: ProbeResult, rounding: Rounding) -> AbstractContextManage
 
 @contextmanager
 def _rounded_outputs(model: Any) -> Iterator[None]:
-    """Round every module's output, as a model that computes in bfloat16 does."""
-
     def hook(module: Any, args: Any, output: Any) -> Any:
         return tree_map_only(Tensor, lambda tensor: rounded(tensor, torch.bfloat16), output)
 
@@ -200,14 +198,9 @@ def _answer(
     needs = rounding.is_needed
     function = _Eager(anatomy.attentions, probe, rounding).attend if probe.num_random or needs else None
     attention = attending(model, "eager" if function is None else _NAME, function, masks=function is not None)
-    try:
-        with attention, following, ExpertChoices() as choices, rounding if needs else nullcontext():
-            logits = model(input_ids=torch.tensor([probe.tokens]), **keywords).logits
-    except FORWARD_ERRORS as error:
-        if isinstance(error, UnsupportedModel):
-            raise
-        problem = f"Hugging Face itself fails on {probe}: {first_line(error)}"
-        raise UnsupportedModel(name, type(model).__name__, problem) from error
+    refuses = refusing(name, type(model).__name__, f"Hugging Face itself fails on {probe}")
+    with refuses, attention, following, ExpertChoices() as choices, rounding if needs else nullcontext():
+        logits = model(input_ids=torch.tensor([probe.tokens]), **keywords).logits
     return ProbeResult(logits[0].float(), choices.made)
 
 

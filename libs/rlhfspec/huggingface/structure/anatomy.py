@@ -16,12 +16,11 @@ from rlhfspec.huggingface.structure.attention import AttentionSpec, attending
 from rlhfspec.huggingface.structure.causal_lm import Anatomy, keep_anatomy, within_positions
 from rlhfspec.huggingface.structure.past import past_of
 from rlhfspec.huggingface.structure.trace import (
-    FORWARD_ERRORS,
     ForwardTrace,
     Tensors,
     TracedAttention,
-    first_line,
     first_that_differs,
+    refusing,
     same_tokens,
     tensors,
 )
@@ -64,14 +63,9 @@ class _Tracer:
         self.tokens = torch.arange(1, _NEAR_TOKENS + 1) % model.get_input_embeddings().num_embeddings
 
     def run(self, num_tokens: int, *, past: int = 0) -> ForwardTrace:
-        try:
+        problem = "cannot run behind a KV cache" if past else "is no model of text alone"
+        with refusing(self.name, type(self.model).__name__, problem):
             return self._forward(self.tokens[:num_tokens], past, **past_of(self.model, past))
-        except FORWARD_ERRORS as error:
-            if isinstance(error, UnsupportedModel):
-                raise
-            what = "cannot run behind a KV cache" if past else "is no model of text alone"
-            problem = f"{what}: {first_line(error)}"
-            raise UnsupportedModel(self.name, type(self.model).__name__, problem) from error
 
     def check_tokens_stay_apart(self, run: ForwardTrace) -> None:
         """Run tokens in another order; raise unless only the order of rows changes."""
@@ -145,13 +139,8 @@ class _Tracer:
         raise UnsupportedModel(self.name, near.kind, "sees an irregular part of what is before a token")
 
     def _at(self, tokens: torch.Tensor, positions: torch.Tensor) -> ForwardTrace:
-        try:
+        with refusing(self.name, type(self.model).__name__, "cannot run tokens at any position"):
             return self._forward(tokens, 0, position_ids=positions[None], use_cache=False)
-        except FORWARD_ERRORS as error:
-            if isinstance(error, UnsupportedModel):
-                raise
-            problem = f"cannot run tokens at any position: {first_line(error)}"
-            raise UnsupportedModel(self.name, type(self.model).__name__, problem) from error
 
     def _forward(self, tokens: torch.Tensor, past: int, **keywords: Any) -> ForwardTrace:
         run = ForwardTrace(self.model, self.name, len(tokens), past)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhfspec.errors import UnsupportedModel
+from rlhfspec.errors import UnsupportedModel, first_line
 from rlhfspec.huggingface.structure.attention import refuse_unknown
 from rlhfspec.huggingface.structure.causal_lm import hidden_of
 
@@ -128,7 +128,6 @@ def _first_seen(name: str, kind: str, mask: Any, num_queries: int, num_keys: int
 
 
 def _visible(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Return the visible keys of a mask [b, h, N, keys], and whether the mask has other values as well."""
     if mask.dtype == torch.bool:
         return mask, False
     hidden = mask <= torch.finfo(mask.dtype).min / 2
@@ -194,5 +193,12 @@ def tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from tensors(value)
 
 
-def first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+@contextmanager
+def refusing(name: str, kind: str, problem: str) -> Iterator[None]:
+    """Turn an error of the model's own code into UnsupportedModel."""
+    try:
+        yield
+    except UnsupportedModel:
+        raise
+    except FORWARD_ERRORS as error:
+        raise UnsupportedModel(name, kind, f"{problem}: {first_line(error)}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -66,9 +66,6 @@ class RunManifest:
 
     def end(self, outcome: RunOutcome, reason: str, *, num_steps: int) -> RunManifest:
         return replace(self, finished=now(), outcome=outcome, reason=reason, num_steps=num_steps)
-
-    def to_content(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_content(cls, content: dict[str, Any]) -> RunManifest:

@@ -10,14 +10,14 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import yaml
 
-from rlhfspec.common.folder_lock import take_lock
+from rlhfspec.common.folder_lock import locked, take_lock
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.file.secrets import holds_secrets
@@ -75,7 +75,7 @@ class RunFolder:
         self.traces = self.path / TRACES
         self._manifest_lock = self.path / ".manifest.lock"
         self._last_step = 0
-        self._lock: int | None = None
+        self.lock: int | None = None  # file descriptor; a process that inherits it holds the lock too
 
     def check(self, job: RLHFJob, *, resume: bool) -> None:
         """Raise what `begin` would raise, without changing the folder, before models are loaded."""
@@ -103,7 +103,9 @@ class RunFolder:
         self._take_lock()
         _write(self.job_file, [as_yaml(job).encode()], private=holds_secrets(job))
         loaded = {role: dict(report) for role, report in (models or {}).items()}
-        before = self._readable_manifest() if found else None
+        before = None
+        with suppress(StorageError):
+            before = self.manifest() if found else None
         begun = before or RunManifest.begin(job.metadata.name, loaded)
         begun = begun.resume(loaded) if found else begun
         self._write_manifest(replace(begun, processes=dict(processes or {})))
@@ -112,7 +114,7 @@ class RunFolder:
     def hold(self) -> None:
         """Lock a folder that another process began, until `close`; raise StorageError if it is locked."""
         try:
-            self._lock = take_lock(self.path / ".lock")
+            self.lock = take_lock(self.path / ".lock")
         except OSError as error:  # includes BlockingIOError: another process holds it
             raise StorageError(self.path, str(error.strerror)) from error
 
@@ -178,15 +180,10 @@ class RunFolder:
         with self._manifest_alone() as manifest:
             self._write_manifest(manifest.end(outcome, reason, num_steps=steps[-1].step if steps else 0))
 
-    @property
-    def lock(self) -> int | None:
-        """Return the file descriptor of the folder's lock; a process that inherits it holds the lock too."""
-        return self._lock
-
     def close(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
 
     def __enter__(self) -> Self:
         return self
@@ -221,18 +218,8 @@ class RunFolder:
 
     @contextmanager
     def _manifest_alone(self) -> Iterator[RunManifest]:
-        """Lock the manifest, read it and yield it."""
-        lock = take_lock(self._manifest_lock, wait=True)
-        try:
+        with locked(self._manifest_lock):
             yield self.manifest()
-        finally:
-            os.close(lock)
-
-    def _readable_manifest(self) -> RunManifest | None:
-        try:
-            return self.manifest()
-        except StorageError:
-            return None
 
     def _refuse_unwritable(self) -> None:
         try:
@@ -251,7 +238,7 @@ class RunFolder:
 
     def _take_lock(self) -> None:
         try:
-            self._lock = take_lock(self.path / ".lock")
+            self.lock = take_lock(self.path / ".lock")
         except BlockingIOError as error:
             raise InvalidRequest("--out", str(self.path), str(error.strerror)) from None
         except OSError as error:
@@ -288,7 +275,7 @@ class RunFolder:
         return content
 
     def _write_manifest(self, manifest: RunManifest) -> None:
-        _write(self.manifest_file, [json.dumps(manifest.to_content(), indent=2).encode(), b"\n"])
+        _write(self.manifest_file, [json.dumps(asdict(manifest), indent=2).encode(), b"\n"])
 
 
 def _append(path: Path, text: str) -> None:
@@ -336,7 +323,7 @@ def _storage_errors(path: Path) -> Iterator[None]:
 def _keep_up_to(step: int, path: Path) -> tuple[int, int]:
     """Keep readable lines up to `step`; return the number of lines removed behind the last kept line, and before it.
 
-    Lines are in step order, so usually one truncation suffices: it needs no space on a full disk and is crash-safe."""
+    Usually one truncation suffices: it needs no space on a full disk and is crash-safe."""
     if not path.exists():
         return 0, 0
     with _storage_errors(path), path.open("rb+") as file:

@@ -54,12 +54,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return (field, old, new) of the first change that a resumed run may not have, or None.
-
-    >>> old, new = {"training": {"steps": 3, "seed": 1}}, {"training": {"steps": 9, "seed": 2}}
-    >>> first_difference({"spec": old}, {"spec": new})
-    ('spec.training.seed', 1, 2)
-    """
+    """Return (field, old, new) of the first change that a resumed run may not have, or None."""
     decays = now.get("spec", {}).get("training", {}).get("schedule", {}).get("name") in _DECAYING_SCHEDULES
     for path, old, new in _differences(before, now, ""):
         if not _may_differ(path) or (path == "spec.training.steps" and decays):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob, Wandb
 from rlhfspec.job.file.secrets import shown_value
 from rlhfspec.messages.records.evaluations import Evaluation
-from rlhfspec.messages.records.metrics import Lengths, StepMetrics
+from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.folder.same_job import as_content
 
@@ -78,30 +77,25 @@ class TensorBoard:
     """Writer of event files in `events/`. View them by `tensorboard --logdir DIR/events`."""
 
     def __init__(self, folder: RunFolder, *, resume_at: int = 0) -> None:
-        from tensorboard.compat.proto import event_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = EventFileWriter(str(folder.events))
-        self._Event = event_pb2.Event
-        if resume_at:  # readers then forget later steps of earlier files
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=resume_at + 1, session_log=start))
+        self._writer: Any = SummaryWriter(str(folder.events), purge_step=resume_at + 1 if resume_at else None)
 
     def step(self, metrics: StepMetrics) -> None:
-        histogram = {"response_length/histogram": metrics.response_length}
-        self._write(metrics.step, metrics.finished_unix_seconds, scalars(metrics), histogram)
+        lengths, at = metrics.response_length, {"global_step": metrics.step, "walltime": metrics.finished_unix_seconds}
+        num = sum(lengths.histogram)
+        self._writer.add_histogram_raw(
+            "response_length/histogram", lengths.min, lengths.max, num, lengths.mean * num, 0.0, lengths.edges[1:],
+            lengths.histogram, **at,
+        )  # fmt: skip
+        self._write(scalars(metrics), **at)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        self._write(evaluation.step, time.time(), evaluation_scalars(evaluation), {})
+        self._write(evaluation_scalars(evaluation), global_step=evaluation.step)
 
-    def _write(
-        self, step: int, wall_time: float, numbers: Mapping[str, float], histograms: Mapping[str, Lengths]
-    ) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        values += [Summary.Value(tag=name, histo=_histogram(lengths)) for name, lengths in histograms.items()]
-        self._writer.add_event(self._Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
+    def _write(self, numbers: Mapping[str, float], **at: Any) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, **at)
         self._writer.flush()
 
     def close(self) -> None:
@@ -164,19 +158,6 @@ def _numbers(content: Mapping[str, Any], path: str) -> Iterator[tuple[str, float
 def evaluation_scalars(evaluation: Evaluation) -> dict[str, float]:
     content = {name: value for name, value in asdict(evaluation).items() if name != "step"}
     return dict(_numbers(content, "evaluation/"))
-
-
-def _histogram(lengths: Lengths) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import HistogramProto
-
-    return HistogramProto(
-        min=lengths.min,
-        max=lengths.max,
-        num=sum(lengths.histogram),
-        sum=lengths.mean * sum(lengths.histogram),
-        bucket_limit=lengths.edges[1:],
-        bucket=lengths.histogram,
-    )
 
 
 def _missing(field: str, value: object, package: str) -> InvalidRequest:

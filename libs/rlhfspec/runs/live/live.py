@@ -1,13 +1,7 @@
 """Live state of a run in Redis: the activity of every worker, its samples, and the view's last lines. It may be lost.
 
-One process of a run writes the whole state with every beat: the supervisor on one machine, control in a cluster. So an
-emptied Redis is complete one beat later. No process waits for Redis, and nothing that decides a token, a curve or the
-fate of a run reads it.
-
-    live = LiveState(url, uid, credentials=folder)
-    LiveBeats(live, vitals, known, recent)                   # a service; `known`: a KnownRun that receives all records
-    view = await read_live(url, uid, credentials=folder)
-"""
+One process of a run writes the whole state with every beat, so an emptied Redis is complete one beat later. No process
+waits for Redis, and nothing that decides a token, a curve or the fate of a run reads it."""
 
 from __future__ import annotations
 

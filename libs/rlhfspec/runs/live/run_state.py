@@ -6,7 +6,7 @@ only grow between starts of a process.) Times are readings of one clock of the l
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from rlhfspec.messages.loop import BY_NAME
@@ -218,16 +218,7 @@ def without_gone(run: RunState, *, now: float, after_seconds: float = GONE_SECON
 
 
 def worker_state(beat: Heartbeat) -> WorkerState:
-    return WorkerState(
-        stage=beat.stage,
-        worker=beat.worker,
-        doing=beat.doing,
-        what=beat.what,
-        since_seconds=beat.since_seconds,
-        overdue_seconds=beat.overdue_seconds,
-        busy_seconds=beat.busy_seconds,
-        trouble=beat.trouble,
-    )
+    return WorkerState(**{own.name: getattr(beat, own.name) for own in fields(WorkerState)})
 
 
 def _worker(workers: Mapping[WorkerKey, RunWorker], key: WorkerKey) -> RunWorker:

@@ -139,7 +139,6 @@ def _moves(progress: RunProgress) -> Text:
 
 
 def _speed_of_loads(progress: RunProgress) -> Text:
-    """Return the total speed, the mean acceptance of those that drafted, and the busiest one's strategy."""
     loads = progress.loads
     if not loads:
         return Text("no generator has reported yet", "dim")

@@ -93,7 +93,6 @@ def _learning_panels(steps: Steps) -> Panels:
 
 
 def _running_panels(steps: Steps) -> Panels:
-    """Return the panels of the execution, and the critic's, because the row above is full."""
     explained = _found(steps, lambda metrics: metrics.explained_variance)
     shown = {step: max(value, -1.0) for step, value in explained.items()}  # lower values would hide all others
     speed = _found(steps, lambda metrics: metrics.tokens_per_second)
@@ -172,7 +171,6 @@ def _reward(axis: Axes, steps: Steps, evaluations: Evaluations) -> None:
 
 
 def _histograms(axis: Axes, steps: Steps) -> None:
-    """Draw the histograms of the first and the last step, which have equal edges."""
     styles: list[dict[str, Any]] = [{"color": GREY, "fill": True, "alpha": 0.5}, {"color": BLUE}]
     for metrics, style in zip([steps[0], *steps[1:][-1:]], styles, strict=False):
         lengths = metrics.response_length
@@ -202,7 +200,6 @@ def _found(steps: Steps, value: Callable[[StepMetrics], float | None]) -> Points
 
 
 def _trend(axis: Axes, points: Points, colour: str, label: str | None = None) -> None:
-    """Draw few points directly; many points as a smoothed line over a faint one."""
     x, y = list(points), list(points.values())
     if len(points) <= _FEW_STEPS:
         axis.plot(x, y, color=colour, linewidth=1.8, marker="o", markersize=4, label=label)

@@ -54,15 +54,7 @@ class _Packer:
 
 
 def pack(state: Any) -> tuple[Any, Tensors]:
-    """Split a state into a JSON document and tensors by name.
-
-    >>> document, tensors = pack({"step": 3, "policy": {"weight": torch.ones(2)}, "betas": (0.9, 0.99)})
-    >>> document
-    {'step': 3, 'policy': {'weight': {'$tensor': 'policy.weight'}}, 'betas': {'$tuple': [0.9, 0.99]}}
-    >>> unpack(document, tensors) == {"step": 3, "policy": tensors and {"weight": tensors["policy.weight"]},
-    ...                               "betas": (0.9, 0.99)}
-    True
-    """
+    """Split a state into a JSON document and tensors by name."""
     packer = _Packer()
     return packer.pack(state, ""), packer.tensors
 

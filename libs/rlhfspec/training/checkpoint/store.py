@@ -1,6 +1,5 @@
-"""Checkpoints of one run. A crash never damages earlier ones, and the newest intact one is found again.
-
-A checkpoint is written and synced under a name that begins with a dot, then renamed to `step-00000012`."""
+"""Checkpoints of one run, each renamed into place: a crash never damages earlier ones, and the newest intact one is
+found."""
 
 from __future__ import annotations
 

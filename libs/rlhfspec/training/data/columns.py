@@ -36,10 +36,6 @@ def columns_of(row: Mapping[str, Any], dataset: Dataset) -> dict[str, Any]:
     return columns
 
 
-def columns_json(row: Mapping[str, Any], dataset: Dataset) -> str:
-    return json_text(columns_of(row, dataset))
-
-
 def json_text(content: Mapping[str, Any]) -> str:
     """Return JSON in one line. Half a surrogate pair is escaped, since UTF-8 cannot hold it."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False)

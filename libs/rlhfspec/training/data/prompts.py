@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhfspec.engine.scheduling.text import Tokenizer
-from rlhfspec.errors import InvalidRequest, JobError, Problem, did_you_mean
+from rlhfspec.errors import InvalidRequest, JobError, Problem, did_you_mean, first_line
 from rlhfspec.huggingface.structure.positions import config_of
 from rlhfspec.job import Dataset, Model
-from rlhfspec.training.data.columns import columns_json, columns_of_rows
+from rlhfspec.training.data.columns import columns_of, columns_of_rows, json_text
 from rlhfspec.training.data.order import Order
 from rlhfspec.training.data.rows import Rows
 from rlhfspec.training.data.text_files import at_most
@@ -91,7 +91,7 @@ class Prompts:
 
     def _prompt(self, index: int) -> PromptRow:
         text = self._text(index)
-        columns = columns_json(self._rows.records[index], self._dataset)
+        columns = json_text(columns_of(self._rows.records[index], self._dataset))
         return PromptRow(text, tuple(self._encode([text])[0]), columns)
 
     def _text(self, index: int) -> str:
@@ -128,8 +128,7 @@ def load_tokenizer(model: Model) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except _LOAD_ERRORS as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InvalidRequest(field, path, f"no tokenizer can be loaded from it: {first}") from error
+        raise InvalidRequest(field, path, f"no tokenizer can be loaded from it: {first_line(error)}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # some classes give this for a folder without their files
         raise InvalidRequest(field, path, "its tokenizer knows no words: the folder lacks tokenizer.json")
     _check_ids(tokenizer, model.path, field, path)

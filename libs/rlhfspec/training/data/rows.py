@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.errors import InvalidRequest, JobError, Problem
+from rlhfspec.errors import InvalidRequest, JobError, Problem, first_line
 from rlhfspec.job import Dataset, Spec
 from rlhfspec.job.file.paths import NOT_ROWS, ROW_SUFFIXES, is_local, resolve
 from rlhfspec.training.data.order import permutation
@@ -58,7 +58,7 @@ def _from_parquet(path: Path) -> Rows:
     try:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise unreadable(path, f"is not a readable Parquet file: {_first_line(error)}") from error
+        raise unreadable(path, f"is not a readable Parquet file: {first_line(error)}") from error
     columns = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         with suppress(ValueError, OverflowError):  # Python has no such value (a year 10000), so the column is left out
@@ -76,7 +76,7 @@ def _from_folder(path: Path, dataset: Dataset) -> Rows:
     try:
         loaded = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError) as error:
-        raise unreadable(path, f"cannot be read: {_first_line(error)}") from error
+        raise unreadable(path, f"cannot be read: {first_line(error)}") from error
     return Rows(source=str(path), records=_split(loaded, dataset, str(path)))
 
 
@@ -87,7 +87,7 @@ def _from_hub(dataset: Dataset) -> Rows:
     try:
         loaded = datasets.load_dataset(dataset.path)
     except (OSError, ValueError, HfHubHTTPError) as error:
-        problem = f"neither a file beside the job nor a hub dataset that can be had: {_first_line(error)}"
+        problem = f"neither a file beside the job nor a hub dataset that can be had: {first_line(error)}"
         raise unreadable(dataset.path, problem) from error
     return Rows(source=dataset.path, records=_split(loaded, dataset, dataset.path))
 
@@ -106,10 +106,6 @@ def _split(loaded: Any, dataset: Dataset, source: str) -> Any:
 def _without_media(rows: Any) -> Any:
     """Drop images and sounds, which would be decoded with every row."""
     return rows.remove_columns([name for name, kind in rows.features.items() if hasattr(kind, "decode_example")])
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def held_out_of(rows: Rows, spec: Spec, base_folder: Path) -> tuple[Rows, Rows]:

@@ -1,3 +1,2 @@
-"""From scored samples to gradients: pure functions of the sorted step, and the learner that applies them.
-
-A step has n samples sorted by id with T response tokens in all: flat tensors `[T]` with `lengths` `[n]`."""
+"""From scored samples to gradients: n samples sorted by id with T response tokens, as flat tensors `[T]` with `lengths`
+`[n]`."""

@@ -10,8 +10,9 @@ Micro-batches hold whole samples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,15 +52,7 @@ class Targets:
         """Return the targets of these samples in this order, with their weights unchanged."""
         chosen = torch.tensor(list(samples), dtype=torch.int64)
         tokens = token_indices(self.lengths, chosen)
-        return Targets(
-            lengths=self.lengths[chosen],
-            weights=self.weights[tokens],
-            advantages=self.advantages[tokens],
-            generator_log_probs=self.generator_log_probs[tokens],
-            reference_log_probs=_pick(self.reference_log_probs, tokens),
-            returns=_pick(self.returns, tokens),
-            old_values=_pick(self.old_values, tokens),
-        )
+        return replace(self, lengths=self.lengths[chosen], **self._of_tokens(lambda tensor: tensor[tokens]))
 
     def mini_batch(self, algorithm: Algorithm, samples: Sequence[int], *, max_tokens: int) -> Targets:
         """Return the targets of these samples as one whole optimizer step, with weights computed anew."""
@@ -68,15 +61,11 @@ class Targets:
         return replace(chosen, weights=weights.to(self.weights.dtype))
 
     def to(self, device: torch.device) -> Targets:
-        return Targets(
-            lengths=self.lengths.to(device),
-            weights=self.weights.to(device),
-            advantages=self.advantages.to(device),
-            generator_log_probs=self.generator_log_probs.to(device),
-            reference_log_probs=None if self.reference_log_probs is None else self.reference_log_probs.to(device),
-            returns=None if self.returns is None else self.returns.to(device),
-            old_values=None if self.old_values is None else self.old_values.to(device),
-        )
+        return replace(self, lengths=self.lengths.to(device), **self._of_tokens(lambda tensor: tensor.to(device)))
+
+    def _of_tokens(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        values = {own.name: getattr(self, own.name) for own in fields(self) if own.name != "lengths"}
+        return {name: value if value is None else change(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +233,3 @@ def _token_terms(
     return TokenTerms(
         loss=loss, losses=dict(zip(losses, said, strict=False)), sums=dict(zip(sums, said[len(losses) :], strict=True))
     )
-
-
-def _pick(tensor: Tensor | None, tokens: Tensor) -> Tensor | None:
-    return None if tensor is None else tensor[tokens]

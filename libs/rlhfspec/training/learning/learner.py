@@ -221,7 +221,7 @@ class Learner:
         tokens = _tokens(rollouts, micro)
         if not tally.is_complete:
             tally.keep(tokens, out)
-        return policy_terms(algorithm, out.log_probs, tally.old(tokens).to(self._device), targets, out.entropy)
+        return policy_terms(algorithm, out.log_probs, tally.log_probs[tokens].to(self._device), targets, out.entropy)
 
     def _critic_terms(self, rollouts: Rollouts, micro: list[int], targets: Targets, tally: Tally) -> TokenTerms:
         with self._autocast():

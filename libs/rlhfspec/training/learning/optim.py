@@ -66,25 +66,15 @@ def check_settings(training: job.Training) -> None:
         make_schedule(optimizer, training.schedule, num_updates=training.steps)
 
 
-def _constant(_: float) -> float:
-    return 1.0
-
-
-def _linear(progress: float) -> float:
-    return 1.0 - progress
-
-
-def _cosine(progress: float) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
 # Factor of the rate after a share of the updates behind the warm-up; 0 would be reached one update past the end.
-_SHAPES: dict[str, Callable[[float], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
 
 
 def _warmed_up(shape: Callable[[float], float], warmup: int, total: int) -> Callable[[int], float]:
-    """Return the factor at update 0, 1, ...: a linear warm-up that starts above 0, then the shape."""
-
     def factor(update: int) -> float:
         if update < warmup:
             return (update + 1) / (warmup + 1)

@@ -1,7 +1,6 @@
 """A step's samples and scores as flat tensors, sorted by id, so that order of arrival has no effect.
 
-`generator_log_probs` are those of the distribution sampled from (temperature, top-k, top-p): the denominator of
-importance weights. `log_probs` are the plain model's at temperature 1."""
+`generator_log_probs` are those of the distribution sampled from, `log_probs` the plain model's at temperature 1."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ class Rollouts:
             _check_sample(sample)
         _refuse_repeats(sample.id for sample in ordered)
         table = _table(scores, {sample.id for sample in ordered})
-        rewards = _rewards(ordered, table)
+        rewards = [_score_of(table, sample, "reward", 1) for sample in ordered]
         return Rollouts(
             ids=tuple(sample.id for sample in ordered),
             group_index=_group_index(ordered),
@@ -118,10 +117,6 @@ def _score_of(table: ScoreTable, sample: Sample, stage: ScoringStage, num_values
     if len(score.values) != num_values:
         raise RolloutError(sample.id, f"has a {stage} score of {len(score.values)} values, not {num_values}")
     return score
-
-
-def _rewards(ordered: Sequence[Sample], table: ScoreTable) -> list[Score]:
-    return [_score_of(table, sample, "reward", 1) for sample in ordered]
 
 
 def _components(rewards: Sequence[Score]) -> dict[str, Tensor]:

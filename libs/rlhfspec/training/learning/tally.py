@@ -20,9 +20,9 @@ class Tally:
         self.is_complete = False  # all tokens of all ranks are there
         self.problem: str | None = None  # the first non-finite number, and its sample
         self._num_tokens = num_tokens
-        self._log_probs = torch.zeros(num_tokens)
-        self._untempered = torch.zeros(num_tokens)
-        self._entropy = torch.zeros(num_tokens)
+        self.log_probs = torch.zeros(num_tokens)  # [T] before the first update
+        self.untempered = torch.zeros(num_tokens)  # [T] likewise, at temperature 1
+        self.entropy = torch.zeros(num_tokens)
         self._losses: Counter[str] = Counter()
         self._sums: Counter[str] = Counter()
         self._updates: dict[str, list[tuple[float, float]]] = {}  # by model: norm and learning rate of each
@@ -30,35 +30,17 @@ class Tally:
     def keep(self, tokens: Tensor, said: TokenLogProbs) -> None:
         """Keep the numbers of these tokens, unless an update has been made."""
         assert not self.is_complete, "every token has been kept"
-        self._log_probs[tokens] = said.log_probs.detach().cpu()
-        self._untempered[tokens] = said.untempered.cpu()
-        self._entropy[tokens] = said.entropy.detach().cpu()
+        self.log_probs[tokens] = said.log_probs.detach().cpu()
+        self.untempered[tokens] = said.untempered.cpu()
+        self.entropy[tokens] = said.entropy.detach().cpu()
 
     def share(self, ranks: Ranks) -> None:
         """Gather on all ranks the numbers that each kept of its micro-batches."""
         if not self.is_complete:
-            self._log_probs, self._untempered, self._entropy = map(
-                ranks.add, (self._log_probs, self._untempered, self._entropy)
+            self.log_probs, self.untempered, self.entropy = map(
+                ranks.add, (self.log_probs, self.untempered, self.entropy)
             )
             self.is_complete = True
-
-    @property
-    def log_probs(self) -> Tensor:
-        assert self.is_complete
-        return self._log_probs
-
-    @property
-    def untempered(self) -> Tensor:
-        assert self.is_complete
-        return self._untempered
-
-    @property
-    def entropy(self) -> Tensor:
-        assert self.is_complete
-        return self._entropy
-
-    def old(self, tokens: Tensor) -> Tensor:
-        return self._log_probs[tokens]
 
     def watch(self, ids: Sequence[str], lengths: Sequence[int], numbers: Tensor, what: str) -> None:
         """Remember the first sample with a non-finite number: ids and lengths [n], numbers [t]."""
@@ -87,7 +69,7 @@ class Tally:
             prefix = "" if model == "policy" else f"{model}_"
             metrics[f"{prefix}grad_norm"] = sum(norm for norm, _ in updates) / len(updates)
             metrics[f"{prefix}learning_rate"] = updates[-1][1]
-        difference = (self._untempered.double() - rollouts.log_probs.double()).abs()
+        difference = (self.untempered.double() - rollouts.log_probs.double()).abs()
         metrics["log_prob_difference_max"] = float(difference.max())
         metrics["log_prob_difference_mean"] = float(difference.mean())
         return metrics

@@ -185,7 +185,6 @@ class ExactForward(TorchForward):
 
 
 def _rounded_reference(model: Any, probes: Sequence[Probe], precision: Precision, arithmetic: str) -> Reference:
-    """Run plain Hugging Face with numbers rounded where the kernels round them; the model is unchanged."""
     before = round_parameters(model, precision)
     try:
         rounding = Rounding(model, precision, arithmetic=arithmetic)

@@ -38,7 +38,6 @@ class ExactModules:
         fused = fuse(_plain_copy(self.model), precision, arithmetic=arithmetic, max_context=max_context)
         self._swapped = dict(_swapped(fused))
         self._loaders = _loaders_of(fused, self._swapped)
-        self.num_swapped = fused.swapped
         self.guard = _ExactGuard(arithmetic=arithmetic)
         self.guard.know((named for named in self.model.named_parameters() if not is_adapter(named[0])), precision)
         for name, kernel in self._swapped.items():
@@ -114,7 +113,6 @@ def _swapped(fused: FusedModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _loaders_of(fused: FusedModel, swapped: dict[str, nn.Module]) -> list[Loader]:
-    """Return the loaders of packed weights; the copy's other tensors are unused."""
     prefixes = tuple(f"{name}." for name, module in swapped.items() if not isinstance(module, RotaryTable))
     return [(names, load) for names, load in fused.loaders if names[0].startswith(prefixes)]
 

@@ -12,7 +12,7 @@ import torch
 
 from rlhfspec import job
 from rlhfspec.common.ranks.group import Ranks
-from rlhfspec.errors import InvalidRequest, UnsupportedModel
+from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.fused.casting import Precision, cast, narrow, precision_of
 from rlhfspec.huggingface.fused.widened import one_layer_wide, widen
 from rlhfspec.huggingface.loading import load_stored
@@ -20,7 +20,7 @@ from rlhfspec.huggingface.proof.check import BITS_BY_COMPANY, keep_report, repor
 from rlhfspec.huggingface.proof.reference import TOLERANCES, FollowedChoices, ProbeResult, Reference, Rounding, ask
 from rlhfspec.huggingface.structure.anatomy import examine
 from rlhfspec.huggingface.structure.causal_lm import Anatomy, CausalLM, anatomy_of, keep_anatomy, within_positions
-from rlhfspec.huggingface.structure.trace import FORWARD_ERRORS, first_line
+from rlhfspec.huggingface.structure.trace import refusing
 from rlhfspec.messages.records.models import ModelReport
 from rlhfspec.training.modeling.packed import attend, hidden_states, use_packed_attention
 from rlhfspec.training.modeling.probed import answers, every_row, probes_of, random_keys
@@ -145,12 +145,7 @@ def _made_ready(model: Any, anatomy: Anatomy, report: ModelReport) -> Any:
 @torch.no_grad()
 def _packed_answers(model: Any, reference: Reference) -> list[ProbeResult]:
     parts, batch = CausalLM(model), every_row(reference.probes)
-    try:
-        with random_keys(model, reference.probes, attend), FollowedChoices(reference.choices):
-            return answers(parts.logits(hidden_states(parts.trunk, batch)), batch)
-    except FORWARD_ERRORS as error:
-        if isinstance(error, UnsupportedModel):
-            raise
-        kept_as = str(next(model.parameters()).dtype).removeprefix("torch.")
-        problem = f"fails on packed rows in {kept_as}: {first_line(error)}"
-        raise UnsupportedModel(reference.name, reference.kind, problem) from error
+    kept_as = str(next(model.parameters()).dtype).removeprefix("torch.")
+    refuses = refusing(reference.name, reference.kind, f"fails on packed rows in {kept_as}")
+    with refuses, random_keys(model, reference.probes, attend), FollowedChoices(reference.choices):
+        return answers(parts.logits(hidden_states(parts.trunk, batch)), batch)

@@ -29,7 +29,7 @@ def write_tensors(
     """Write tensors and text notes, down to the disk; `path` must not be read before this returns.
 
     wrote: called after each tensor with its names, start byte and end byte."""
-    stored, same_as = _unshared(tensors)
+    stored, same_as = unshared(tensors)
     header = _header(stored, {**(notes or {}), SAME_AS: json.dumps(same_as)})
     try:
         with path.open("wb") as file:
@@ -73,10 +73,6 @@ def _write_bytes(file: BinaryIO, tensor: torch.Tensor) -> None:
         file.write(flat[start : start + _CHUNK_BYTES].cpu().numpy().data)
 
 
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    return read_noted(path)[0]
-
-
 def read_noted(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as file:
@@ -88,7 +84,8 @@ def read_noted(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         raise StorageError(path, f"cannot be read: {error}") from error
 
 
-def _unshared(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def unshared(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors that share no memory, and the name under which each of the others is stored."""
     stored: dict[str, torch.Tensor] = {}
     same_as: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}

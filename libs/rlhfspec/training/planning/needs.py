@@ -67,7 +67,7 @@ def trainer(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int) -> Ne
     ranks, size = spec.roles.trainer.ranks // parallel, BYTES[spec.model.dtype]
     models = [
         (policy, spec.training.optimizer),
-        *([(critic, spec.training.critic_optimizer)] if _has_critic(spec) else []),
+        *([(critic, spec.training.critic_optimizer)] if spec.algorithm.entry.has_critic else []),
     ]
     if len(models) == 2 and spec.training.fuse == "auto" and ranks == 2 and parallel == 1:  # one of the two on each
         models, ranks = models[:1], 1
@@ -92,10 +92,6 @@ def trainer(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int) -> Ne
     return Needs(role="trainer", count=spec.roles.trainer.ranks, parts=parts, notes=(
         f"{num_tokens} tokens a micro-batch, layers {'computed again' if again else 'kept'}",
     ))  # fmt: skip
-
-
-def _has_critic(spec: job.Spec) -> bool:
-    return spec.algorithm.entry.has_critic
 
 
 def _is_mixed(spec: job.Spec) -> bool:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhfspec.errors import InvalidRequest
+from rlhfspec.errors import InvalidRequest, first_line
 from rlhfspec.huggingface.loading import LOAD_ERRORS
 from rlhfspec.huggingface.structure.layers import layers_of, num_weights
-from rlhfspec.huggingface.structure.trace import first_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

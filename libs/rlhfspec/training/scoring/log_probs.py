@@ -1,8 +1,7 @@
 """Log-probs of a response under a fixed model, each a pure function of the sample: the reference's part in KL.
 
-Sequences run on the engine's kernels, so an exactly on-policy trainer at version 0 gets the same bits. Where bits
-depend on the batch, sequences run one by one; prompt and answer always run apart, so that a cached prompt and a new one
-give the same bits."""
+Sequences run on the engine's kernels, so an exactly on-policy trainer at version 0 gets the same bits. Prompt and
+answer always run apart, so that a cached prompt and a new one give the same bits."""
 
 from __future__ import annotations
 
@@ -196,7 +195,6 @@ class SequenceRows:
         return [_Piece.of(row, prompt, 0, np.full_like(prompt, -1))]
 
     def _cut(self, pieces: list[_Piece]) -> Iterator[_Piece]:
-        """Yield chunks to run: of one piece, or of all together where a row's bits are its own."""
         for piece in [_Piece.joined(pieces)] if self.at_once > 1 else pieces:
             for start in range(0, len(piece.tokens), self._chunk_tokens):
                 yield piece.part(start, start + self._chunk_tokens)
@@ -223,7 +221,6 @@ class SequenceRows:
         return tokens[:-1], targets, first
 
     def _forward(self, piece: _Piece) -> tuple[torch.Tensor, IntArray] | None:
-        """Return output rows and the tokens that they predict, or None where nothing is read."""
         meta = AttentionMeta(
             slots=self._slot_table[piece.rows, piece.positions],
             table_rows=piece.rows,

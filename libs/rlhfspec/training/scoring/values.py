@@ -13,7 +13,6 @@ from transformers.modeling_outputs import CausalLMOutput
 from rlhfspec.errors import WeightsVersionError
 from rlhfspec.huggingface.structure.causal_lm import hidden_of
 from rlhfspec.training.modeling.critic import Critic
-from rlhfspec.training.modeling.packed import pack_sequences
 from rlhfspec.training.scoring.log_probs import Pair, Scored, SequenceRows, one_of
 
 
@@ -51,12 +50,6 @@ class ValueScorer:
             raise WeightsVersionError(version, self.version, "the critic's weights are older than the loaded ones")
         self._rows.load_weights(state_dict)
         self.version = version
-
-
-@torch.inference_mode()
-def values_reference(critic: Critic, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
-    """Compute the values with the trainer's critic, one sequence a forward: the slow reference."""
-    return critic(pack_sequences([prompt_token_ids], [token_ids])).tolist()  # type: ignore[no-any-return]
 
 
 class ScoredCritic(nn.Module):

@@ -48,11 +48,6 @@ def weights_record(job: str, role: Role, version: int, *, uri: str, digest: str)
     return Weights(id=f"{job}/weights/{role}/{version}", job=job, version=version, role=role, uri=uri, digest=digest)
 
 
-def identity(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a key shared by tied names; empty tensors, which have no memory, have a key each."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.numel() or name
-
-
 def not_kept(record: Weights, have: int) -> WeightsVersionError:
     return WeightsVersionError(record.version, have, f"{record.uri} is not kept")
 

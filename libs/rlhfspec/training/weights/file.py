@@ -128,7 +128,6 @@ def _hashes(path: Path, begin: int, end: int) -> tuple[bytes, bytes]:
 
 
 def _note(path: Path, hashes: Iterable[str]) -> None:
-    """Write the hashes into the header's placeholder; they were computed while the file was written."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         at = file.read(size).index(f'"{HASHES}":"{NOT_YET_HASHED}"'.encode())

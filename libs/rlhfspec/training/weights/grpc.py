@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 import grpc
@@ -50,6 +49,7 @@ class GrpcWeightStore:
         self._kept = KeptVersions(keep)
         self._fetching: dict[Key, threading.Lock] = {}
         self._server = GrpcWeightServer(self._kept, readers=readers)
+        self.sent, self.refused = self._server.sent, self._server.refused
         self._client = GrpcWeightClient(
             credentials=credentials,
             server_name=server_name,
@@ -61,15 +61,6 @@ class GrpcWeightStore:
 
     def add_to(self, server: grpc.Server) -> None:
         self._server.add_to(server)
-
-    @property
-    def sent(self) -> Counter[Key]:
-        """Return the bytes that left this process, by (job, role, version)."""
-        return self._server.sent
-
-    @property
-    def refused(self) -> Counter[str]:
-        return self._server.refused
 
     def close(self) -> None:
         """End every wait in `get` with a WeightsVersionError within a second. The owner stops the server."""

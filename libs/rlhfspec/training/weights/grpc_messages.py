@@ -42,4 +42,4 @@ def parse(kind: type[_M], content: bytes, most: int = MAX_MESSAGE_BYTES) -> _M:
         return kind.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise MalformedRecord(": ".join((*map(str, first["loc"]), first["msg"]))) from None
+        raise MalformedRecord(": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))) from None

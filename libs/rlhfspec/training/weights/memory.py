@@ -8,10 +8,10 @@ import torch
 
 from rlhfspec.messages.records import Role, Weights
 from rlhfspec.training.modeling.digest import digest
+from rlhfspec.training.modeling.tensor_files import unshared
 from rlhfspec.training.weights.base import (
     StateDict,
     StorePlace,
-    identity,
     not_kept,
     refuse_other,
     retired,
@@ -47,15 +47,9 @@ class MemoryWeightStore:
 
 
 def _copy(state_dict: StateDict) -> dict[str, torch.Tensor]:
-    """Copy tensors; tied ones stay one."""
-    copies: dict[tuple[object, ...], torch.Tensor] = {}
-    result = {}
-    for name, tensor in state_dict.items():
-        key = identity(name, tensor)
-        if key not in copies:
-            copies[key] = tensor.detach().to("cpu", copy=True)
-        result[name] = copies[key]
-    return result
+    stored, same_as = unshared(state_dict)
+    copies = {name: tensor.to("cpu", copy=True) for name, tensor in stored.items()}
+    return {name: copies[same_as.get(name, name)] for name in state_dict}
 
 
 def make_store(place: StorePlace) -> MemoryWeightStore:

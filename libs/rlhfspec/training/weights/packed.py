@@ -13,13 +13,15 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 from torch import Tensor
 
 from rlhfspec.errors import MalformedRecord, StorageError
 from rlhfspec.messages.records import Role
 from rlhfspec.training.modeling.digest import SHA256, HashedTensor, combined, hash_of, hashing_threads
-from rlhfspec.training.weights.base import StateDict, identity
+from rlhfspec.training.modeling.tensor_files import unshared
+from rlhfspec.training.weights.base import StateDict
+from rlhfspec.training.weights.grpc_messages import WeightsMessage, parse
 
 ALIGNMENT = 64  # bytes: tensors start at multiples, so that they can be viewed in their type
 MAX_HEADER_BYTES = 32 << 20
@@ -34,10 +36,8 @@ DTYPES = {
 }
 
 
-class WeightsHeader(BaseModel):
+class WeightsHeader(WeightsMessage):
     """Header before the bytes of a version. Tied tensors are stored once; `same_as` has the other names."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     schema_version: Literal[1] = 1
     job: str = Field(max_length=253)
@@ -46,19 +46,15 @@ class WeightsHeader(BaseModel):
     digest: str = Field(pattern="^[0-9a-f]{64}$")
     num_bytes: int = Field(ge=0)
     tensors: list[tuple[str, str, list[int]]]  # name, type, shape
-    same_as: dict[str, str] = {}
+    same_as: dict[str, str] = Field(default_factory=dict)
 
     @classmethod
     def parse(cls, content: bytes, *, max_bytes: int) -> WeightsHeader:
         """Parse and check a header before anything is allocated. Raise MalformedRecord with a reason."""
-        if len(content) > MAX_HEADER_BYTES:
-            raise _malformed(f"{len(content)} bytes, more than {MAX_HEADER_BYTES}")
         try:
-            header = cls.model_validate_json(content)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            raise _malformed(f"{where}: {first['msg']}" if where else first["msg"]) from None
+            header = parse(cls, content, MAX_HEADER_BYTES)
+        except MalformedRecord as error:
+            raise _malformed(error.problem) from None
         header._check(max_bytes)
         return header
 
@@ -158,21 +154,12 @@ def digest_of(header: WeightsHeader, hashes: Sequence[bytes]) -> str:
 
 def described_tensors(what: str, state_dict: StateDict) -> tuple[list[tuple[str, str, list[int]]], dict[str, str]]:
     """Return name, type and shape of the stored tensors in order, and the aliases of tied ones."""
-    stored: list[tuple[str, str, list[int]]] = []
-    same_as: dict[str, str] = {}
-    first: dict[tuple[object, ...], str] = {}
-    for name in sorted(state_dict):
-        tensor = state_dict[name]
-        key = identity(name, tensor)
-        if key in first:
-            same_as[name] = first[key]
-            continue
-        first[key] = name
-        dtype = str(tensor.dtype).removeprefix("torch.")
+    stored, same_as = unshared({name: state_dict[name] for name in sorted(state_dict)})
+    found = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in stored.items()]
+    for name, dtype, _ in found:
         if dtype not in DTYPES:
             raise StorageError(what, f"tensor {name!r} is of type {dtype}, which cannot be handed out")
-        stored.append((name, dtype, list(tensor.shape)))
-    return stored, same_as
+    return found, same_as
 
 
 def pack(job: str, role: Role, version: int, state_dict: StateDict, buffers: Buffers) -> PackedWeights:

@@ -1,7 +1,6 @@
 """A Hugging Face sequence classifier that shares prompts (CPU) and batches (device), if a check at load passes.
 
-On the CPU a prompt runs once, always apart from its answers, so that a cached one gives the same bits. On a device
-waiting sequences run together, padded on the right. Otherwise every sample runs alone."""
+On the CPU a prompt runs apart from its answers, so that a cached one gives the same bits."""
 
 from __future__ import annotations
 
@@ -16,7 +15,8 @@ from typing import Any
 
 import torch
 
-from rlhfspec.huggingface.structure.trace import FORWARD_ERRORS, first_line
+from rlhfspec.errors import first_line
+from rlhfspec.huggingface.structure.trace import FORWARD_ERRORS
 from rlhfspec.training.scoring.kept_prompts import LEAST_TOKENS
 
 log = logging.getLogger(__name__)

@@ -103,7 +103,6 @@ class FunctionRewards:
 
 
 def _parameters(function: Function, field: str) -> tuple[list[inspect.Parameter], bool]:
-    """Return the parameters passed by name, and whether the function takes others (`**columns`)."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

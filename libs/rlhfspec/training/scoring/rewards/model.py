@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhfspec.errors import InvalidRequest
+from rlhfspec.errors import InvalidRequest, first_line
 from rlhfspec.messages.records import Sample
 from rlhfspec.training.scoring.rewards.base import Around, CallFailed, Reward, number
 from rlhfspec.training.scoring.rewards.user_code import in_daemon_thread
@@ -100,7 +100,6 @@ class ModelRewards:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         from rlhfspec.huggingface.loading import LOAD_ERRORS
-        from rlhfspec.huggingface.structure.trace import first_line
         from rlhfspec.training.scoring.rewards.classifier import Classifier
 
         try:

@@ -212,7 +212,6 @@ def check_functions(rewards: Rewards, base_folder: Path, columns: Mapping[str, s
 
 
 def _names(sources: Sequence[AnySource]) -> list[str]:
-    """Return the sources' names, given or derived; a derived name gets a number where it is taken."""
     given = [source.name for source in sources if source.name is not None]
     names: list[str] = []
     for source in sources:

@@ -1,6 +1,4 @@
-"""The trainer's side of weight groups: tracks the members, and sends versions before they are announced.
-
-After a failure generators fetch from the store, and the next version gets a new group of all that still ask."""
+"""The trainer's side of weight groups: tracks the members, and sends versions before they are announced."""
 
 from __future__ import annotations
 
