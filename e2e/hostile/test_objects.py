@@ -104,6 +104,16 @@ def test_a_pod_that_says_it_completed_is_not_believed(world: World, tenant: Tena
     tenant.kubernetes.kubectl("delete", "pod", "-n", HOSTILE, f"{job}-fake", "--ignore-not-found", "--now")
 
 
+def test_a_pod_with_all_that_the_jobs_trainer_has_is_not_believed_and_goes(tenant: Tenant, job: str) -> None:
+    uid, name = tenant.begun(job), names.pod_name(job, "trainer", 0)
+    labels = names.labels_of(job, "trainer", 0) | {names.RUN: tenant.status(HOSTILE, job)["run"]["uid"]}
+    forged = tenant.fake(name, labels, owner(job, uid), account=names.SERVICE_ACCOUNT).metadata.uid
+    tenant.ends(HOSTILE, name, 0, "completed: step 30")
+    tenant.ends(HOSTILE, names.pod_name(job, names.PREPARE, 0))
+    until(lambda: (pod := tenant.pod(job, "trainer")) and pod.metadata.uid != forged, "the operator makes its own")
+    assert tenant.status(HOSTILE, job)["phase"] == "Starting"
+
+
 @pytest.mark.parametrize("label", [names.RUN, names.MANAGED_BY])
 def test_labels_that_she_takes_away_are_put_back_or_missed(tenant: Tenant, job: str, label: str) -> None:
     """The pod has them again, or another is made."""

@@ -93,6 +93,20 @@ def test_a_pod_of_hers_with_all_that_a_control_has_but_the_service_account(
     tenant.core.delete_namespaced_pod("fake-control", HOSTILE, grace_period_seconds=0)
 
 
+def test_a_pod_of_hers_with_all_that_a_control_has(tenant: Tenant, endpoint: Endpoint) -> None:
+    """In the place of a control that is not made yet."""
+    uid, name = tenant.begun("early"), names.pod_name("early", names.CONTROL, 0)
+    run = tenant.status(HOSTILE, "early")["run"]["uid"]
+    labels = names.labels_of("early", names.CONTROL, 0) | {names.RUN: run}
+    tenant.fake(name, labels, owner("early", uid), account=names.SERVICE_ACCOUNT)
+    fake, body = token_of(tenant, HOSTILE, name), json.dumps({"run": run, "step": 30}).encode()
+    until(
+        lambda: tenant.pod("early", names.CONTROL) is None or endpoint.post(HOSTILE, "early", fake, body) == 403, "no"
+    )
+    assert tenant.status(HOSTILE, "early").get("progress", {}).get("step", 0) == 0
+    tenant.delete("early")
+
+
 @pytest.mark.parametrize("audience", ["https://kubernetes.default.svc.cluster.local", "another"])
 def test_a_token_for_somebody_else(tenant: Tenant, endpoint: Endpoint, reporter: str, audience: str) -> None:
     foreign = token_of(tenant, HOSTILE, f"{REPORTER}-control-0", audience)

@@ -1,6 +1,6 @@
 """HTTPS endpoint for reports of a job's control, authenticated by its pod's service account token.
 
-A TokenReview must show a live control pod of that very job. It can only report its own run.
+A TokenReview must show a live control pod of that very job, made by the operator. It can only report its own run.
 
 | answer | why |
 |---|---|
@@ -121,7 +121,7 @@ class Reports:
 
     def _is_control(self, caller: Caller, key: Key) -> bool:
         return caller.namespace == key[0] and any(
-            pod.role == names.CONTROL and (pod.name, pod.uid) == (caller.pod, caller.uid) and not pod.is_finished
+            pod.role == names.CONTROL and pod.uid == caller.uid and pod.is_ours and not pod.is_finished
             for pod in self._cache.pods(key)
         )
 

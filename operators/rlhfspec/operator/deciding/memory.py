@@ -68,6 +68,7 @@ class Memory:
     step: int = 0  # last trained step reported
     workers: Mapping[str, WorkerMemory] = field(default_factory=dict)
     placed: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # by role: placement by Kueue
+    made: Mapping[str, str] = field(default_factory=dict)  # by worker: uid of the pod that the operator made last
     # The following are public fields of the status.
     restart_id: str = ""  # restart.id at the start of the run
     total: int = 0  # restarts

@@ -46,12 +46,15 @@ from rlhfspec.operator.making.objects import mounted_by, objects_for
 from rlhfspec.operator.settings import ChartSettings
 
 STALE_SECONDS, STALE_AT_MOST_SECONDS = 1.0, 5.0
+FORGED_SECONDS = 1  # grace of a pod that the operator did not make
 SEEN_AGAIN_SECONDS = 15.0  # interval of reconciles while a run is not closed
 
 
 def reconcile(job: JobView, observed: Observed, settings: ChartSettings, now: datetime) -> ReconcilePlan:
     now = now.replace(microsecond=now.microsecond // 1000 * 1000)  # the precision of the status
     known = Situation(job, observed, settings, now, Memory.of(job.status))
+    made = {worker_name(pod.key): pod.uid for pod in known.pods}
+    known = known.remembering(made={**known.memory.made, **made})
     if job.deleting_since is not None:
         return _deleting(known)
     if runs.is_stale(known, STALE_AT_MOST_SECONDS):
@@ -234,8 +237,18 @@ def _deleting(known: Situation) -> ReconcilePlan:
     return _finish(runs.close(known) if known.memory.number and not known.pods else known, actions)
 
 
+def _remove_forged(known: Situation) -> Iterator[Actions]:
+    """Yield the removals of pods that the operator did not make. It waits until the job's status, where their uids
+    stand, is certain to have arrived from another replica."""
+    for pod in known.observed.pods:
+        if not pod.is_ours:
+            at = pod.created + timedelta(seconds=STALE_AT_MOST_SECONDS)
+            yield known.removal_of(pod, FORGED_SECONDS) if known.now >= at else known.requeued_at(at)
+
+
 def _finish(known: Situation, actions: Actions) -> ReconcilePlan:
     new, events = status.render(known)
+    actions += Actions.merged(_remove_forged(known))
     actions += kueue.settle(known)
     if known.memory.state != "closed":
         actions += requeued(SEEN_AGAIN_SECONDS)

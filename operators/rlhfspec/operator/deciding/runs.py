@@ -44,6 +44,7 @@ def _open(known: Situation) -> Situation:
         running_since=None,
         restart_id=known.spec.restart.id,
         workers={},
+        made={},
         placed=kueue.places(known),
         asked=0,  # take the number from the spec
         rebalanced="rebalancer" in workers_of(known.job.job),

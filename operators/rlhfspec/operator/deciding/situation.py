@@ -149,9 +149,9 @@ class Situation:
     def run_uid(self) -> str:
         return names.run_uid(self.job.uid, self.memory.number)
 
-    @property
+    @cached_property
     def pods(self) -> tuple[PodView, ...]:
-        return self.observed.pods
+        return tuple(pod for pod in self.observed.pods if pod.is_ours)
 
     @cached_property
     def by_key(self) -> dict[Worker, PodView]:
