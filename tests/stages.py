@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from example_records import example_evaluation
 from small_job import JOB
 
 from rlhfspec.engine.base import (
@@ -24,7 +25,7 @@ from rlhfspec.engine.base import (
 from rlhfspec.generator.service import GeneratorService
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import DatasetInfo, Prompt, Record, Sample, Score, Weights
-from rlhfspec.messages.records.evaluations import Evaluation, example_evaluation
+from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import StepMetrics, example_step
 from rlhfspec.messages.transport.clock import Clock, FakeClock
 from rlhfspec.messages.transport.memory import MemoryTransport

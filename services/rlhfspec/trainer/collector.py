@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhfspec.errors import NumericalError, RolloutError
-from rlhfspec.messages.records import Demand, Purpose, Sample, Score, ScoringStage, sample_id
+from rlhfspec.messages.records import Demand, Purpose, Sample, Score, ScoringStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,28 +147,3 @@ class Collector:
             for name, samples in self._usable_groups().items()
             if len({self._scores[sample.id, "reward"].values[0] for sample in samples}) > 1
         ]
-
-
-def example_sample(prompt: int, replica: int, *, step: int = 1, job: str = "sums") -> Sample:
-    return Sample(
-        id=sample_id(job, step=step, prompt=prompt, replica=replica),
-        job=job,
-        step=step,
-        prompt=prompt,
-        replica=replica,
-        prompt_text="2+2=",
-        prompt_token_ids=(50, 43, 50, 61),
-        columns_json="{}",
-        text="4",
-        token_ids=(52, 1),
-        log_probs=(-0.5, -0.1),
-        tempered_log_probs=(-0.5, -0.1),
-        weights_versions=(step - 1, step - 1),
-        finish_reason="stop",
-    )
-
-
-def example_score(prompt: int, replica: int, reward: float, *, step: int = 1, error: str = "") -> Score:
-    of = sample_id("sums", step=step, prompt=prompt, replica=replica)
-    values = () if error else (reward,)
-    return Score(id=f"{of}/reward", sample_id=of, job="sums", step=step, stage="reward", values=values, error=error)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from example_records import example_sample
 from hypothesis import given, settings, strategies as st
 from loads import MAX_TOKENS, a_load, knowing, moved, sample_of, skewed
 from small_job import JOB, a_job
@@ -38,7 +39,6 @@ from rlhfspec.runs.folder.run_folder import example_job
 from rlhfspec.simulator.simulator import PRESETS, Scenario, simulate, workload
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.vitals import Vitals
-from rlhfspec.trainer.collector import example_sample
 
 
 def advised(knowledge: FleetKnowledge, now: float) -> Advice:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 import pytest
+from example_records import example_evaluation
 from hypothesis import example, given, settings, strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -15,7 +16,6 @@ from views import Hand, a_full_view, a_view, load, picture, process, tell, termi
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.records import Load, Sample, Score
-from rlhfspec.messages.records.evaluations import example_evaluation
 from rlhfspec.messages.records.metrics import StepMetrics, example_step
 from rlhfspec.runs.folder.run_folder import RunFolder, example_job
 from rlhfspec.runs.folder.sample_lines import example_sample

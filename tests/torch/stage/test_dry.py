@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from example_records import example_sample
 from small_job import JOB, a_job
 from stages import FakeEngine, Stages, ends, until
 
@@ -23,7 +24,6 @@ from rlhfspec.stage.context import Context, Run
 from rlhfspec.stage.guest import HostedScoring, HostedVitals
 from rlhfspec.stage.scoring import TokenScoringService
 from rlhfspec.stage.vitals import Vitals
-from rlhfspec.trainer.collector import example_sample
 from rlhfspec.training.weights import MemoryWeightStore
 from rlhfspec.worker.worker import guest_of
 

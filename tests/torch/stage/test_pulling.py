@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from example_records import example_sample
 from hypothesis import given, settings, strategies as st
 from small_job import a_job
 from stages import FakeEngine, FakeSources, Stages, ends, prompts_for, until
@@ -22,7 +23,6 @@ from rlhfspec.prompts.lengths import PromptLengths
 from rlhfspec.prompts.service import PromptsService, prompts_of
 from rlhfspec.stage.scoring import _MOST_TOKENS, TokenScoringService, _num_together
 from rlhfspec.stage.supervisor import Supervisor
-from rlhfspec.trainer.collector import example_sample
 
 NUM_PROMPTS = 20
 

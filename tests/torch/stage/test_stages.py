@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from example_records import example_sample
 from hypothesis import Phase, given, settings, strategies as st
 from small_job import a_job
 from stages import FakeSources, Stages, ends, policy_weights, prompts_for, reward_of, until
@@ -20,7 +21,7 @@ from rlhfspec.prompts.service import prompts_of
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.dead_letters import DeadLetterWatch
 from rlhfspec.stage.supervisor import Supervisor
-from rlhfspec.trainer.collector import Collector, StepShape, example_sample
+from rlhfspec.trainer.collector import Collector, StepShape
 
 # Not shrunk: where a wait never ends, each attempt takes as long as a test waits for a thread.
 FEW = settings(max_examples=15, phases=[Phase.explicit, Phase.generate])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_records import example_sample, example_score
 from hypothesis import HealthCheck, given, settings, strategies as st
 from small_job import a_job
 from stages import FakeLearner, FakeRecorder, FakeSources, Stages, killed
@@ -13,7 +14,7 @@ from stages import FakeLearner, FakeRecorder, FakeSources, Stages, killed
 from rlhfspec.errors import LogProbMismatch, RolloutError
 from rlhfspec.messages.transport.clock import SystemClock
 from rlhfspec.trainer.agreement import Agreement, precision_of
-from rlhfspec.trainer.collector import Collector, StepShape, example_sample, example_score
+from rlhfspec.trainer.collector import Collector, StepShape
 from rlhfspec.training.learning.learner import LearnReport
 from rlhfspec.training.learning.rollouts import Rollouts
 from rlhfspec.worker.exits import PERMANENT, code_of

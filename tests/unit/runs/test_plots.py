@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from example_records import example_evaluation
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 from rich.console import Console
 
-from rlhfspec.messages.records.evaluations import example_evaluation
 from rlhfspec.messages.records.metrics import StepMetrics, example_step
 from rlhfspec.runs.folder.run_folder import example_job
 from rlhfspec.runs.view.equal_rewards import equal_reward_groups, equal_rewards_warning

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from example_records import example_evaluation
 from hypothesis import given, settings, strategies as st
 from places import ROOT
 from run_folders import a_run, begin, reward_of, write_steps
@@ -21,7 +22,7 @@ from rlhfspec.errors import InvalidRequest, NumericalError, RolloutError, Storag
 from rlhfspec.job import RLHFJob, Spec
 from rlhfspec.job.block import Mark, marked
 from rlhfspec.job.file.yaml_text import parts_of
-from rlhfspec.messages.records.evaluations import Evaluation, example_evaluation
+from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import CURVE, MEASUREMENTS, Lengths, Spread, StepMetrics, curve, example_step
 from rlhfspec.runs.folder.run_folder import RunFolder, example_job
 from rlhfspec.runs.folder.same_job import as_content, first_difference, with_new_fields

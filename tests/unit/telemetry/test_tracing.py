@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from collector import running_collector
+from example_records import example_evaluation
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.records import EvaluationReport, Load, Prompt, Sample, Score, ScoringStage, StepReport, Weights
-from rlhfspec.messages.records.evaluations import example_evaluation
 from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.messages.transport.memory import MemoryTransport

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from example_records import example_evaluation
 from hypothesis import given, strategies as st
 from wire_records import SAMPLE, SCORE, STRATEGIES, bits
 
 from rlhfspec.errors import InvalidRequest, MalformedRecord
 from rlhfspec.messages.records import Demand, EvaluationReport, Plan, Record, StepReport
-from rlhfspec.messages.records.evaluations import example_evaluation
 from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.wire.codec import ENVELOPE_FIELDS, decode, encode
 from rlhfspec.messages.wire.records_pb2 import Envelope

@@ -35,17 +35,3 @@ class Evaluation:
 def best(evaluations: Sequence[Evaluation]) -> Evaluation:
     """Return the evaluation with the highest mean reward; among equals the earliest."""
     return max(evaluations, key=lambda evaluation: (evaluation.reward.mean, -evaluation.step))
-
-
-def example_evaluation(*, step: int = 1, reward: float = 0.5) -> Evaluation:
-    return Evaluation(
-        step=step,
-        weights_version=step,
-        num_samples=4,
-        num_failed=0,
-        reward=Spread.of([reward - 0.25, reward, reward, reward + 0.25]),
-        reward_components={"exact": reward},
-        response_length=Lengths.of([10, 20, 20, 60], max_tokens=64),
-        truncated_fraction=0.0,
-        seconds=1.5,
-    )

@@ -54,13 +54,6 @@ def creds_file(token: str, user_seed: str) -> bytes:
     ).encode()
 
 
-def claims_of(token: str) -> dict[str, Any]:
-    """Return the claims of a token without verifying it."""
-    claims = token.split(".")[1]
-    parsed: dict[str, Any] = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))
-    return parsed
-
-
 def _allowed(subjects: Sequence[str]) -> dict[str, list[str]]:
     """Return a permission for exactly these subjects. An empty allow list would allow everything."""
     return {"allow": list(subjects)} if subjects else {"deny": [">"]}
