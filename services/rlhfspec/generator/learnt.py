@@ -55,8 +55,6 @@ class LearntSharing:
         self._noted = LearningReport()
         self._noted_weights_version = engine.weights_version
 
-    # -- what comes -----------------------------------------------------------------------------------------
-
     async def restore(self) -> None:
         """Resume from the drafter that an earlier process of this run left."""
         try:
@@ -89,8 +87,6 @@ class LearntSharing:
                 log.info("the drafter goes on from what was learnt from %d tokens", arrived.version)
         except RLHFSpecError as error:
             log.warning("what a drafter learnt from %d tokens is not taken: %s", arrived.version, error)
-
-    # -- what goes ------------------------------------------------------------------------------------------
 
     @property
     def is_due(self) -> bool:

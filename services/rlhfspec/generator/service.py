@@ -91,8 +91,6 @@ class GeneratorService(Service):
         self.state.news.set()
         self.state.has_room.set()
 
-    # -- the loop -------------------------------------------------------------------------------------------
-
     async def _work(self) -> None:
         while not self.stopping.is_set():
             self.state.news.clear()
@@ -184,8 +182,6 @@ class GeneratorService(Service):
         await self._bus.publish(sample)
         await delivery.ack()
 
-    # -- without work ---------------------------------------------------------------------------------------
-
     async def _wait(self) -> None:
         with self.vitals.waiting("room to publish samples"):
             await self._published()
@@ -215,8 +211,6 @@ class GeneratorService(Service):
                 await self._bus.publish(load)
             await self.unless_stopped(self._bus.clock.sleep(_REPORT_SECONDS))
 
-    # -- what comes, while the engine works -----------------------------------------------------------------
-
     async def _pull(self, inbox: Inbox[Prompt]) -> None:
         while not self.stopping.is_set():
             await self.state.has_room.wait()
@@ -235,8 +229,6 @@ class GeneratorService(Service):
             async for arrived in self.arrivals(inbox):
                 await learnt.fetch([delivery.record for delivery in arrived])
                 self.state.news.set()
-
-    # -- samples that move ----------------------------------------------------------------------------------
 
     def _moves_by(self, prompts: Inbox[Prompt]) -> OwnMoves | None:
         endpoint = self._context.move_endpoint

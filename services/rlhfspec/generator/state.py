@@ -48,8 +48,6 @@ class GeneratorState:
         self._room = 0  # prompts that may still be pulled
         self._seconds_each = 0.0  # of all work so far, what fell to each sample that was there
 
-    # -- what comes -----------------------------------------------------------------------------------------
-
     def pulled(self, arrived: Sequence[Delivery[Prompt]]) -> None:
         self.queued.extend(arrived)
         self._set_room(self._room - len(arrived))
@@ -66,8 +64,6 @@ class GeneratorState:
         if is_to_score != self.is_to_score:
             self.is_to_score = is_to_score
             self.news.set()
-
-    # -- prompts that wait ----------------------------------------------------------------------------------
 
     @property
     def waits_for(self) -> str:
@@ -94,8 +90,6 @@ class GeneratorState:
             self.has_room.set()
         else:
             self.has_room.clear()
-
-    # -- samples that run -----------------------------------------------------------------------------------
 
     def begin(self, delivery: Delivery[Prompt], so_far: float = 0.0) -> None:
         """Count a sample as running. A redelivered one continues. `so_far`: seconds spent on other engines."""

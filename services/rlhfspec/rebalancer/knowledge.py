@@ -132,8 +132,6 @@ class FleetKnowledge:
     def num_moves(self) -> int:
         return self._num_moves
 
-    # -- what is heard ----------------------------------------------------------------------------------------
-
     def loaded(self, load: Load, now: float) -> None:
         before = self._generators.get(load.worker)
         earlier = self._earlier.setdefault(load.worker, set())
@@ -188,8 +186,6 @@ class FleetKnowledge:
         curves = self._alone if others and not any(others) else self._among_others
         curve = curves.setdefault(load.worker, LearnedCurve(prior))
         curve.learn(load.num_running, seconds)
-
-    # -- what follows -----------------------------------------------------------------------------------------
 
     def advise(self, now: float) -> Advice | None:
         for move in [id for id, move in self._under_way.items() if move.ends_at <= now]:

@@ -62,8 +62,6 @@ class ProcessRun(JobRun):
         self._processes: Children | None = None
         self._failure: StageError | None = None
 
-    # --- before the first step -----------------------------------------------------------------------------------
-
     def build(self, say: Say) -> None:
         self._say = say
         gpus = deal(self._job, visible(os.environ))
@@ -158,8 +156,6 @@ class ProcessRun(JobRun):
         self.folder.loaded(models)
         self._say = self._view.say
 
-    # --- the run -------------------------------------------------------------------------------------------------
-
     async def stages(self) -> None:
         if self._failure is not None:
             raise self._failure
@@ -194,8 +190,6 @@ class ProcessRun(JobRun):
         finally:
             await watching.close()
         return None
-
-    # --- its end -------------------------------------------------------------------------------------------------
 
     def leave_no_trace(self) -> None:
         if self._processes is not None:

@@ -98,8 +98,6 @@ class MemoryTransport:
             for waiters in waiting:
                 wake(waiters)
 
-    # --- publishing ----------------------------------------------------------------------------------------------
-
     async def _publish_work(self, subject: WorkSubject, data: bytes, id: str, headers: Mapping[str, str]) -> bool:
         end = self._clock.now() + self._publish_timeout_seconds
         while True:
@@ -137,8 +135,6 @@ class MemoryTransport:
         for watcher in subject.watchers:
             watcher.add(key, stored, self._max_pending)
 
-    # --- reading -------------------------------------------------------------------------------------------------
-
     async def pull(self, reading: _Reading, most: int, timeout_seconds: float) -> list[Message]:
         source = reading.source
         end = self._clock.now() + timeout_seconds
@@ -160,8 +156,6 @@ class MemoryTransport:
             self.hold(queue, stored.number)
             taken.append(_MemoryMessage(self, queue, stored))
         return taken
-
-    # --- the end of a delivery -----------------------------------------------------------------------------------
 
     def hold(self, queue: ConsumerQueue, number: int) -> None:
         queue.held[number] = self._clock.now() + queue.consumer.ack_wait_seconds
@@ -208,8 +202,6 @@ class MemoryTransport:
         if isinstance(feed, LatestSubject):
             self._publish_to_watchers(feed, dead_letters.encode(letter), letter.letter_id, letter.letter_id, {})
 
-    # --- time ----------------------------------------------------------------------------------------------------
-
     def _remember_due(self, when: float, number: int, queue: ConsumerQueue) -> None:
         if when < self._next_due():
             wake(self._due_waiters)  # a waiting task would sleep too long
@@ -244,8 +236,6 @@ class MemoryTransport:
         finally:
             waiters.discard(woken)
             self._due_waiters.discard(woken)
-
-    # --- subjects ------------------------------------------------------------------------------------------------
 
     def refuse_if_closed(self, subject: str) -> None:
         if self._closed:

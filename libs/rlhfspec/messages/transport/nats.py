@@ -91,8 +91,6 @@ class NatsTransport:
         """Wait for an absent server only `seconds` from now on, also in calls that already wait."""
         self._connection.hurry(seconds)
 
-    # --- subjects ------------------------------------------------------------------------------------------------
-
     async def declare(self, subject: str, kind: Kind, consumers: Iterable[Consumer] = ()) -> None:
         wanted = Declared(kind, {consumer.name: consumer for consumer in consumers})
         if kind != "work" and wanted.consumers:
@@ -140,8 +138,6 @@ class NatsTransport:
         """Return whether the server answers one request about the subject within the time, without a retry."""
         answer = await self._connection.ask(f"$JS.API.STREAM.INFO.{stream_name(subject)}", seconds=within_seconds)
         return answer is not None and status_of(answer) != "503"
-
-    # --- publishing ----------------------------------------------------------------------------------------------
 
     async def publish(
         self, subject: str, data: bytes, *, id: str, key: str = "", headers: Mapping[str, str] | None = None
@@ -197,8 +193,6 @@ class NatsTransport:
         behind = [each["name"] for each in consumers if each["ack_floor"]["stream_seq"] < state["first_seq"]]
         return TransportFull(subject, state["messages"], behind, seconds)
 
-    # --- reading -------------------------------------------------------------------------------------------------
-
     async def subscribe(self, subject: str, consumer: Consumer) -> Subscription:
         consuming = await self._consumer(subject, consumer.name)
         if consuming.consumer != consumer:
@@ -232,8 +226,6 @@ class NatsTransport:
             reason = f"{letter.reason} ({len(letter.data)} bytes that are left out: {error})"
             short = replace(letter, data=b"", reason=reason)
             await self.publish(subject, dead_letters.encode(short), id=letter.letter_id, key=letter.letter_id)
-
-    # --- deliveries of others ------------------------------------------------------------------------------------
 
     async def release(self, subject: str, name: str) -> None:
         """Nak all unacknowledged deliveries, oldest first, as the server accepts from any client that may

@@ -166,9 +166,6 @@ def _key_usage(*, authority: bool) -> x509.KeyUsage:
     )  # fmt: skip
 
 
-# ---- using them -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTls:
     """Files of a TLS server whose clients must present a certificate of the authority."""

@@ -124,8 +124,6 @@ class Connection:
         """Lower the patience, also for requests that already wait."""
         self.patience_seconds = min(self.patience_seconds, seconds)
 
-    # --- sending -------------------------------------------------------------------------------------------------
-
     async def ask(
         self,
         subject: str,
@@ -195,8 +193,6 @@ class Connection:
         if size > self._nc.max_payload:
             raise MessageTooLarge(subject, id, size, self._nc.max_payload)
 
-    # --- listening -----------------------------------------------------------------------------------------------
-
     async def listen(self, subject: str, arrived: Arrived) -> Subscription:
         """Subscribe. Any answer to a later request implies that the server has accepted or refused it."""
         self.refuse("subscription", subject)
@@ -226,8 +222,6 @@ class Connection:
             client = f"role {self._role}" if self._role else "this user"
             verb = "publish" if use == "publish" else "subscribe"
             raise InvalidRequest("permission denied", subject, f"{client} may not {verb} to {subject}")
-
-    # --- what the connection says --------------------------------------------------------------------------------
 
     async def _on_answer(self, message: Msg) -> None:
         _, answer = self._answers.get(message.subject.rpartition(".")[2], ("", None))
