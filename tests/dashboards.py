@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -109,9 +108,7 @@ class Stream:
         assert self._answer.status == 200, await self._answer.text()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._answer.close()
 
     async def next(self, *names: str) -> Told:
@@ -215,9 +212,7 @@ class LiveRun:
         self._live = LiveState(self._redis.url, UID, credentials=credentials)
         self._sending = asyncio.create_task(self._live.run())
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         (self._place / "connections.json").unlink()
         await ended(self._sending)
         await self._live.close()

@@ -7,9 +7,7 @@ import pytest
 
 
 def by_reason(reports: Iterable[pytest.TestReport]) -> list[str]:
-    reasons = Counter(
-        report.longrepr[2].removeprefix("Skipped: ") for report in reports if isinstance(report.longrepr, tuple)
-    )
+    reasons = Counter(r.longrepr[2].removeprefix("Skipped: ") for r in reports if isinstance(r.longrepr, tuple))
     return [f"{count} skipped: {reason}" for reason, count in sorted(reasons.items(), key=lambda each: -each[1])]
 
 

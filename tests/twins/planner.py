@@ -62,9 +62,7 @@ def plan_slowly(fleet: Fleet, now: float, settings: PlannerSettings = STANDARD) 
     leaving = [generator for generator in generators if generator.is_leaving]
     moves = _hand_over(leaving, generators, settings, lambda one, other: one.version == other.version)
     closing = [generator for generator in generators if generator.is_closing]
-    moves += _hand_over(
-        closing, generators, settings, lambda one, other: (one.version, one.host) == (other.version, other.host)
-    )
+    moves += _hand_over(closing, generators, settings, lambda a, b: (a.version, a.host) == (b.version, b.host))
     for _ in range(settings.num_rounds):
         made = [
             move

@@ -304,9 +304,7 @@ class _Oracle:
         generated = np.array([sequence.generated for sequence in those], dtype=np.int64)
         waits = np.array([not sequence.generated and sequence.place != "running" for sequence in those], dtype=bool)
         prompts = self.work.prompt_tokens[ids]
-        owed = np.array(
-            [max(engine.begins - time, 0) / NANOSECONDS if engine.running else 0 for engine in self.engines]
-        )
+        owed = np.array([max(each.begins - time, 0) / NANOSECONDS if each.running else 0 for each in self.engines])
         generator = np.array([place for place, _ in places], dtype=np.int64)
         np.add.at(owed, generator[waits], prompts[waits] * self.scenario.prefill_seconds)
         busy, alone = learnt_curves(self.scenario, self.work)

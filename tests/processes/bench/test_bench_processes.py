@@ -139,9 +139,7 @@ def test_run_stops_in_time(scripted: Any) -> None:
     )
     assert 4 <= len(log) < 24
     assert {row.scenario for row in results.rows} == {"batch-1", "batch-4"}
-    late, _, _ = scripted(
-        threads=(1,), modes=("plain", "adaptive"), budget_seconds=3.0, clock=lambda: float(next(later))
-    )
+    late = scripted(threads=(1,), modes=("plain", "adaptive"), budget_seconds=3.0, clock=lambda: float(next(later)))[0]
     assert "adaptive in batch-4: no time left" in late.skipped
 
 

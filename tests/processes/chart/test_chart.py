@@ -71,9 +71,7 @@ def _dockerfile() -> str:
 
 
 def test_the_dockerfile_copies_what_exists_and_ends_as_a_user_that_is_not_root() -> None:
-    copied = [
-        words for line in re.findall(r"^COPY (?!--from)(.+)$", _dockerfile(), re.MULTILINE) if (words := line.split())
-    ]
+    copied = [w for line in re.findall(r"^COPY (?!--from)(.+)$", _dockerfile(), re.MULTILINE) if (w := line.split())]
     sources = {source for *froms, _ in copied for source in froms}
     assert all((ROOT / source).exists() for source in sources)
     assert {"libs", "kernels", "services", "operators", "pyproject.toml", "constraints.txt"} <= sources
@@ -128,7 +126,7 @@ def test_only_who_asks_the_api_server_gets_a_token() -> None:
 
 @needs_helm
 @pytest.mark.parametrize("values", [{}, CLUSTER], ids=["namespace", "cluster"])
-def test_nobody_may_touch_secrets_of_the_whole_cluster_and_only_the_install_hook_reads_any(
+def test_nobody_may_touch_secrets_of_the_cluster_and_only_the_install_hook_reads_any(
     values: dict[str, Any],
 ) -> None:
     objects = rendered(values)
@@ -179,9 +177,7 @@ def test_with_a_label_the_operator_makes_what_the_chart_makes_for_named_namespac
     granted = named(objects, "ClusterRole", binding["roleRef"]["name"])["rules"]
     assert granted == named(team, "Role", "rlhfspec-jobs")["rules"]
     everywhere = named(objects, "ClusterRole", "ml-rlhfspec-operator")["rules"]
-    assert not {"pods", "secrets", "configmaps", names.PLURAL} & {
-        one for rule in everywhere for one in rule["resources"]
-    }
+    assert not {"pods", "secrets", "configmaps", names.PLURAL} & {x for rule in everywhere for x in rule["resources"]}
     [bind] = [rule for rule in everywhere if "bind" in rule["verbs"]]
     assert bind["resourceNames"] == [binding["roleRef"]["name"]]
     assert all(rule.get("resourceNames") for rule in everywhere if "patch" in rule["verbs"])
@@ -240,9 +236,7 @@ def test_alerts_and_monitors_are_made_where_their_api_exists() -> None:
     assert {"PodMonitor", "PrometheusRule"} <= kinds
     assert not {"PodMonitor", "PrometheusRule"} & {each["kind"] for each in rendered()}
     never = {"monitoring": {"podMonitor": "never", "prometheusRule": "never"}}
-    assert not {"PodMonitor", "PrometheusRule"} & {
-        each["kind"] for each in rendered(never, "--api-versions", MONITORING)
-    }
+    assert not {"PodMonitor", "PrometheusRule"} & {x["kind"] for x in rendered(never, "--api-versions", MONITORING)}
 
 
 @needs_helm

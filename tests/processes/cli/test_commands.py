@@ -65,9 +65,7 @@ def test_the_wheel_has_no_benchmark_and_works_without(wheel: Path, others: Path,
         """Run rlhfspec with -S: site-packages' .pth files would lead to this checkout."""
         command = [sys.executable, "-S", "-m", "rlhfspec.cli.start", *words]
         environment = os.environ | {"PYTHONPATH": f"{wheel}{os.pathsep}{others}"}
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
 
     for words in (["--help"], ["--version"], ["schema"], ["validate", str(ROOT / "examples" / "grpo.yaml")]):
         done = rlhfspec(*words)

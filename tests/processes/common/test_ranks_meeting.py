@@ -60,9 +60,7 @@ def until_it_listens(port: int) -> None:
             return
 
 
-def test_a_process_that_takes_the_seat_of_rank_1_gets_no_message_and_runs_no_code(
-    tmp_path: Path, started: Start
-) -> None:
+def test_a_process_in_the_seat_of_rank_1_gets_no_message_and_runs_no_code(tmp_path: Path, started: Start) -> None:
     port = free_port()
     first = started("meeting_ranks", str(tmp_path), "-1", **rank_of_two(0, port))
     until_it_listens(port)

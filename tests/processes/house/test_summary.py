@@ -76,9 +76,7 @@ def pytest_says(repository: Path, *options: str) -> str:
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "1")])
-def test_what_did_not_run_is_counted_by_reason_and_a_test_in_the_wrong_tier_fails(
-    repository: Path, options: tuple[str, ...]
-) -> None:
+def test_skips_are_counted_by_reason_and_tests_in_wrong_tiers_fail(repository: Path, options: tuple[str, ...]) -> None:
     said = pytest_says(repository, "-rf", *options)
     lines = said.splitlines()
     title = next(place for place, line in enumerate(lines) if "tests that did not run, by reason" in line)

@@ -31,9 +31,7 @@ def test_kernels_of_the_law_compile_for_a_gpu() -> None:
     """The interpreter accepts what the compiler does not."""
     pytest.importorskip("triton", reason="no triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE_LAW], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", COMPILE_LAW], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "compiled", done.stderr
 
 
@@ -99,9 +97,7 @@ print(*re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups(), len(re.findall(r"\
 @pytest.mark.parametrize(
     ("group", "dim", "most_registers"), [(4, 128, 240), (7, 128, 240), (8, 256, 170)], ids=["8B", "7B", "wide"]
 )
-def test_attention_uses_tensor_cores_and_spills_nothing(
-    capability: int, group: int, dim: int, most_registers: int
-) -> None:
+def test_attention_uses_tensor_cores_without_spills(capability: int, group: int, dim: int, most_registers: int) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     command = [sys.executable, "-c", READ, str(capability), str(group), str(dim)]
     environment = os.environ | {"TRITON_INTERPRET": "0"}

@@ -169,9 +169,7 @@ def test_no_connections_file_is_one_line(place: Place) -> None:
     assert "cannot be read" in place.said()
 
 
-def test_models_and_data_of_this_house_are_made_in_the_cache_of_the_storage(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_and_data_of_this_house_are_made_in_the_storage(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHFSPEC_CACHE", str(place.storage / "cache"))
     place.job["spec"]["dataset"]["path"] = "tiny:sums.jsonl"
     place.prepare()
@@ -181,9 +179,7 @@ def test_models_and_data_of_this_house_are_made_in_the_cache_of_the_storage(
         place.prepare()
 
 
-def test_a_model_of_the_hub_is_fetched_to_the_storage_and_the_pods_read_its_folder(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_the_hub_is_fetched_and_pods_read_its_folder(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     cached = place.storage / "cache" / "huggingface" / "hub" / "models--owner--name"
     monkeypatch.setenv("HF_HOME", str(place.storage / "cache" / "huggingface"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

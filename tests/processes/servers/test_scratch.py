@@ -74,9 +74,7 @@ def test_a_dead_runs_processes_memory_and_keys_go(memory: Path, place: Path, wor
     assert end_dead_runs() == []
 
 
-def test_its_place_has_its_uid_from_the_first_moment(
-    memory: Path, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_place_has_its_uid_from_the_start(memory: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A late guardian of an earlier run would otherwise remove the folder."""
     seen: list[bool] = []
     write = Path.write_text

@@ -356,9 +356,7 @@ AT_WORK += "ActivityFile(Path(note))('scoring sums/1/0/1 with source digits')\n"
         ("os.kill(os.getpid(), 9)", "killed by SIGKILL while scoring sums/1/0/1 with source digits; "),
     ],
 )
-async def test_a_process_that_ends_by_itself_is_a_failure_and_says_what_it_was_at(
-    tmp_path: Path, end: str, reason: str
-) -> None:
+async def test_a_process_that_ends_is_a_failure_and_says_what_it_was_at(tmp_path: Path, end: str, reason: str) -> None:
     run = Run(tmp_path, {("reward", 0): AT_WORK + end, ("reward", 1): LIVES})
     async with opened(run) as children:
         starting = asyncio.create_task(children.start())
@@ -368,9 +366,7 @@ async def test_a_process_that_ends_by_itself_is_a_failure_and_says_what_it_was_a
         starting.cancel()
 
 
-async def test_a_worker_that_the_system_killed_for_memory_is_named_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_killed_for_memory_is_named_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's count of out-of-memory kills rose while the worker lived."""
     counters = tmp_path / "vmstat"
     counters.write_text("drop_slab 0\noom_kill 3\nnuma_hit 71\n")

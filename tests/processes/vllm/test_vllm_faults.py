@@ -78,18 +78,14 @@ def test_a_killed_child_costs_no_token(engine: VllmEngine) -> None:
     done |= drain(engine)
     assert engine.pid != pid
     assert not is_alive(pid)
-    assert {name: bits(each)[0] for name, each in done.items()} == {
-        name: bits(each)[0] for name, each in undisturbed.items()
-    }
+    assert {n: bits(x)[0] for n, x in done.items()} == {n: bits(x)[0] for n, x in undisturbed.items()}
     assert max(each.stats.num_preemptions for each in done.values()) == 1
     stopped = run(engine, request("s", PROMPTS[0], seed=0, max_tokens=24, stop=(word,)))["s"]
     assert (stopped.finish_reason, word in (stopped.text or "")) == ("stop", False)
     assert stopped.token_ids == undisturbed["r0"].token_ids[: len(stopped.token_ids)]
 
 
-def test_the_child_goes_on_for_longer_while_nothing_is_asked_of_it(
-    children: Children, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_child_goes_on_longer_while_nothing_is_asked(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = children.engine("off", reference(), hugging_face_tokenizer(), ahead_seconds=1e-4)
     times, ask = list[int](), engine._child.ask
 

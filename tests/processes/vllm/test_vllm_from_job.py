@@ -51,6 +51,4 @@ def test_tensor_parallel_of_the_job_is_vllms_number_of_ranks(tmp_path: Path) -> 
     finally:
         engine.close()
     ours = run(own_from_job.make(job_of(tmp_path), lambda: None), *asked())
-    assert {name: each.token_ids for name, each in theirs.items()} == {
-        name: each.token_ids for name, each in ours.items()
-    }
+    assert {n: x.token_ids for n, x in theirs.items()} == {n: x.token_ids for n, x in ours.items()}

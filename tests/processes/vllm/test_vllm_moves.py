@@ -71,9 +71,7 @@ def test_moved_at_any_time_tokens_are_those_of_the_unmoved(theirs: VllmEngine) -
             moves += 1
         theirs.check_integrity()
     assert moves > 8
-    assert {name: each.token_ids for name, each in done.items()} == {
-        name: each.token_ids for name, each in wanted.items()
-    }
+    assert {n: x.token_ids for n, x in done.items()} == {n: x.token_ids for n, x in wanted.items()}
     for name, each in done.items():
         np.testing.assert_allclose(each.log_probs, wanted[name].log_probs, atol=1e-5)
         np.testing.assert_allclose(each.tempered_log_probs, wanted[name].tempered_log_probs, atol=1e-5)

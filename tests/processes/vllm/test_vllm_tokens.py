@@ -127,7 +127,5 @@ def test_tokens_of_the_gpus_runner_are_our_engines(mode: str, tmp_path: Path) ->
         done = run(children.engine(mode, reference()), *asked)
     finally:
         children.close()
-    assert {name: each.token_ids for name, each in done.items()} == {
-        name: each.token_ids for name, each in wanted.items()
-    }
+    assert {n: x.token_ids for n, x in done.items()} == {n: x.token_ids for n, x in wanted.items()}
     assert (sum(each.stats.num_accepted for each in done.values()) > 0) == (mode != "off")

@@ -107,9 +107,7 @@ def test_a_generator_that_is_killed_or_stopped_half_way(
         assert all(member.has(4) for member in members)
 
 
-def test_a_generator_that_comes_half_way_is_in_from_the_next_version_on(
-    leaving: ExitStack, half_way: list[Callable[[], None]]
-) -> None:
+def test_who_comes_half_way_is_in_from_the_next_version(leaving: ExitStack, half_way: list[Callable[[], None]]) -> None:
     trainer = trainer_of(leaving)
     sender = trainer.sender
     members = [Member(leaving, f"g.receive({trainer.address!r})"), Member(leaving, "g.receive()")]
@@ -126,7 +124,7 @@ def test_a_generator_that_comes_half_way_is_in_from_the_next_version_on(
     assert [member.has(2) for member in members] == [True, True]
 
 
-def test_a_trainer_that_is_killed_half_way_leaves_nothing_and_its_next_start_brings_the_version(
+def test_a_trainer_killed_half_way_leaves_nothing_and_its_next_start_brings_the_version(
     leaving: ExitStack,
 ) -> None:
     trainer = Member(leaving, "g.send()")

@@ -119,9 +119,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
         (MemoryError(), "memory ran out, or a limit on it: ulimit -v, or the container's"),
     ],
 )
-def test_a_limit_of_the_machine_is_one_line(
-    job_file: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
-) -> None:
+def test_a_limit_is_one_line(job_file: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str) -> None:
     def refuse(self: Guardians) -> NoReturn:
         raise error
 
@@ -135,7 +133,7 @@ def test_a_limit_of_the_machine_is_one_line(
     assert [path.name for path in here.iterdir()] == ["thesis"]
 
 
-def test_an_error_that_names_nothing_is_no_line_but_a_traceback_for_a_report(
+def test_an_error_that_names_nothing_is_a_traceback_for_a_report(
     job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: Guardians) -> NoReturn:

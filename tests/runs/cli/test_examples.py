@@ -70,9 +70,7 @@ def test_there_is_one_for_every_algorithm() -> None:
     assert set(ALGORITHMS) <= {job["spec"]["algorithm"]["name"] for job in jobs}
 
 
-def test_own_data_from_a_checkpoint_beside_the_job(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_data_from_a_checkpoint_beside_a_job(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "my project"
     folder.mkdir()
     for name in ("own_rewards.py", "own-data.yaml"):

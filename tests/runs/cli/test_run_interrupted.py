@@ -58,9 +58,7 @@ def test_ctrl_c_ends_cleanly_and_a_resume_continues_the_curve(job_file: Path, wh
     assert train(job_file, "stopped", STEPS, "checkpoint.everySteps=100", resume=True) == whole
 
 
-def test_kill_at_any_moment_and_a_resume_continues_from_the_last_checkpoint(
-    job_file: Path, whole: list[dict[str, Any]]
-) -> None:
+def test_killed_at_any_moment_it_resumes_from_the_last_checkpoint(job_file: Path, whole: list[dict[str, Any]]) -> None:
     draw = random.Random(7)
     for attempt in range(3):
         run = start(job_file, "killed", STEPS, resume=attempt > 0, fresh=False)

@@ -144,9 +144,7 @@ def test_two_nodes_of_two_ranks_learn_what_one_process_learns_though_one_is_kill
 
 
 @pytest.mark.whole("sets of ranks, each a process that imports torch")
-def test_a_run_of_four_ranks_that_was_stopped_goes_on_with_two_and_then_with_one(
-    job_file: Path, starting: Callable[..., Started]
-) -> None:
+def test_a_stopped_run_of_four_ranks_goes_on_with_two_and_one(job_file: Path, starting: Callable[..., Started]) -> None:
     hold = hold_rewards(job_file, "2 nodes")
     alone = train(job_file, "alone", *LEARNING)
     for num_steps, grid, num_ranks in ((2, NODES, 4), (4, NODES[:1], 2)):

@@ -38,9 +38,7 @@ def shown_once(job: Job, holds: Callable[[set[str]], bool]) -> dict[str, Any]:
         assert time.monotonic() < end, shown
 
 
-def test_control_waits_for_the_run_to_be_opened_and_lives_on_where_nats_lost_all(
-    tmp_path: Path, job_file: Path
-) -> None:
+def test_control_waits_for_the_run_and_lives_on_where_nats_lost_all(tmp_path: Path, job_file: Path) -> None:
     (tmp_path / "pods").mkdir()
     with SharedServers(tmp_path / "release") as servers, Job(tmp_path / "pods", servers, job_file) as job:
         assert job.start("prepare", opened=False).wait(100) == exits.DONE, job.words("prepare").read_text()

@@ -75,9 +75,7 @@ def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_j
     assert not Path(f"/dev/shm/rlhfspec-{uid}").exists()
 
 
-def test_ppo_stopped_by_ctrl_c_and_resumed_has_the_curve_of_one_process(
-    job_file: Path, starting: Callable[..., Started]
-) -> None:
+def test_ppo_stopped_and_resumed_has_the_curve_of_one_process(job_file: Path, starting: Callable[..., Started]) -> None:
     hold = hold_rewards(job_file, "1 many")
     job = yaml.safe_load(job_file.read_text())
     job["spec"]["algorithm"] = {"name": "ppo", "samplesPerPrompt": 2}
@@ -141,18 +139,14 @@ Bus.open = open_without_servers
 """
 
 
-def test_servers_that_die_before_a_stage_is_started_are_started_again(
-    job_file: Path, starting: Callable[..., Started]
-) -> None:
+def test_servers_that_die_before_a_stage_starts_are_restarted(job_file: Path, starting: Callable[..., Started]) -> None:
     code, output = starting("many", "training.steps=2", before=f"exec({DIE!r}, {{'TESTS': {str(TESTS)!r}}})").ended()
     assert code == 0, output
     assert "nats-server: killed by SIGKILL; it is started again" in output
     assert "valkey-server: killed by SIGKILL; it is started again" in output
 
 
-def test_servers_that_die_while_the_stages_start_are_started_again(
-    job_file: Path, starting: Callable[..., Started]
-) -> None:
+def test_servers_that_die_while_stages_start_are_restarted(job_file: Path, starting: Callable[..., Started]) -> None:
     run = starting("many", before=stopping_at("starting 5 processes"))
     run.until("starting 5 processes")
     for name in ("nats", "redis"):

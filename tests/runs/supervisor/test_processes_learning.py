@@ -114,9 +114,7 @@ def test_a_resumed_run_goes_on_from_what_was_learnt_and_is_the_same_without(
 
 
 @pytest.mark.whole("whole runs in which processes are killed, one after the other")
-def test_a_generator_that_is_killed_goes_on_from_what_was_learnt(
-    job_file: Path, deep_models: Path, starting: Callable[..., Started]
-) -> None:
+def test_a_killed_generator_goes_on_learnt(job_file: Path, deep_models: Path, starting: Callable[..., Started]) -> None:
     write_job(job_file.parent, deep_models)
     plain = train(job_file, "plain")
     hold = hold_rewards(job_file)

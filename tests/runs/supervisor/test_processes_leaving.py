@@ -21,9 +21,7 @@ LONG = (
 )
 
 
-def test_what_runs_at_a_generator_that_leaves_goes_on_elsewhere(
-    job_file: Path, starting: Callable[..., Started]
-) -> None:
+def test_what_runs_at_a_leaving_generator_goes_on_elsewhere(job_file: Path, starting: Callable[..., Started]) -> None:
     """The generator leaves in the second step; the first is held until the test is ready."""
     hold = hold_rewards(job_file, "0 many")
     whole = train(job_file, "one", *LONG)

@@ -50,9 +50,7 @@ def trace(*arguments: str) -> str:
 
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("speculation", ["off", "suffix"])
-def test_a_sample_that_moves_has_a_span_for_each_stay_and_each_move(
-    job_file: Path, moved_at_random: None, speculation: str
-) -> None:
+def test_moved_samples_have_spans_for_stays_and_moves(job_file: Path, moved_at_random: None, speculation: str) -> None:
     steps = "training.steps=8"  # a quick machine has few moves a step
     train(job_file, "run", *TWO, *LONG, steps, f"generation.speculation.mode={speculation}")
     run = job_file.parent / "run"

@@ -22,9 +22,7 @@ from rlhfspec.trainer.build import build
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_real_trainer_killed_five_times_draws_the_same_curve(
-    job_file: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_killed_five_times_has_the_curve(job_file: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = ["training.steps=9", "checkpoint.everySteps=3"]
     steps += ["evaluation.everySteps=4", "evaluation.numPrompts=3"] if seed % 2 else []
     whole = train(job_file, "whole", *steps)
@@ -63,9 +61,7 @@ def test_a_real_trainer_killed_five_times_draws_the_same_curve(
             super().close()
             self.inner.close()
 
-    monkeypatch.setattr(
-        "rlhfspec.trainer.build.build", lambda job, context: Immortal(job, context, build(job, context))
-    )
+    monkeypatch.setattr("rlhfspec.trainer.build.build", lambda job, w: Immortal(job, w, build(job, w)))
     monkeypatch.setattr(local.LocalRun, "_trainer", property(lambda run: run._services[-1].inner))
     assert train(job_file, "killed", *steps) == whole
     assert len(deaths) == 5

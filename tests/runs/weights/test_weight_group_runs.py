@@ -47,9 +47,7 @@ def test_the_store_is_the_way_where_the_job_says_so(job_file: Path, starting: Ca
 
 
 @pytest.mark.whole("whole runs in which processes are killed, one after the other")
-def test_two_ranks_send_their_shares_while_a_generator_is_stopped_and_killed(
-    job_file: Path, starting: Callable[..., Started]
-) -> None:
+def test_two_ranks_send_shares_while_a_generator_is_killed(job_file: Path, starting: Callable[..., Started]) -> None:
     hold, steps = hold_rewards(job_file), "training.steps=3"
     ranks = "roles.trainer.ranksPerNode=2"
     stores = starting("one", steps, *TWO, ranks)

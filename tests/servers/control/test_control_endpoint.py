@@ -53,9 +53,7 @@ def test_a_report_arrives_with_the_token_of_now(servers: SharedServers, operator
     assert [report.step for report in operator.reports] == [3, 3]
 
 
-def test_a_server_of_another_release_gets_no_token(
-    servers: SharedServers, operator: Operator, token: Path, tmp_path: Path
-) -> None:
+def test_a_stranger_gets_no_token(servers: SharedServers, operator: Operator, token: Path, tmp_path: Path) -> None:
     stranger = SharedServers(tmp_path / "stranger")
     with pytest.raises(NotTaken, match="CERTIFICATE_VERIFY_FAILED"):
         Endpoint(operator.url, authority(stranger), token).post(BODY)

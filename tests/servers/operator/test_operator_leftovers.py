@@ -214,7 +214,7 @@ async def test_a_redis_that_was_started_anew_has_its_users_again(servers: Shared
 
 
 @needs_redis
-def test_whoever_is_cancelled_at_any_moment_leaves_no_connection(servers: SharedServers) -> None:
+def test_cancelled_anywhere_it_leaves_no_connection(servers: SharedServers) -> None:
     async def cancelled(seconds: float) -> None:
         _, redis = operators(servers)
         assert redis is not None

@@ -132,7 +132,7 @@ async def test_what_was_written_long_ago_is_as_old_as_it_is(tmp_path: Path) -> N
         await state.close()
 
 
-async def test_a_server_that_comes_back_empty_is_full_again_with_the_next_beats(
+async def test_a_server_back_empty_is_full_with_the_next_beats(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "rlhfspec.stage")
@@ -280,9 +280,7 @@ async def _beat(place: Place) -> None:
 
 
 @pytest.mark.parametrize("look", [_read, _beat])
-def test_whoever_is_cancelled_at_any_moment_leaves_no_connection(
-    tmp_path: Path, look: Callable[[Place], Awaitable[None]]
-) -> None:
+def test_cancelled_anywhere_it_leaves_no_connection(tmp_path: Path, look: Callable[[Place], Awaitable[None]]) -> None:
     async def cancelled(place: Place, moment: int) -> None:
         task = asyncio.ensure_future(look(place))
         for _ in range(moment):

@@ -184,9 +184,7 @@ def test_only_the_processes_of_this_run_are_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("whose", "is_left"), [("r1", False), ("r2", True), (None, False)])
-def test_a_folder_that_another_run_has_made_by_now_is_left_alone(
-    whose: str | None, is_left: bool, tmp_path: Path
-) -> None:
+def test_a_folder_that_another_run_made_is_left_alone(whose: str | None, is_left: bool, tmp_path: Path) -> None:
     """The supervisor was killed while starting this guardian, and the run was resumed at once."""
     place = tmp_path / "processes"
     place.mkdir()

@@ -143,9 +143,7 @@ def test_what_stops_a_server_is_said_in_its_words(tmp_path: Path) -> None:
     )
 
 
-async def test_a_server_that_never_answers_is_killed_at_the_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_never_answers_is_killed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mute = tmp_path / "mute"
     mute.write_text(f"#!{sys.executable}\nimport signal\nprint('thinking', flush=True)\nsignal.pause()\n")
     mute.chmod(0o700)
@@ -198,9 +196,7 @@ async def test_redis_wants_its_password_and_keeps_nothing(tmp_path: Path) -> Non
         assert await client.get("key") is None
 
 
-def test_programs_are_looked_for_beside_the_interpreter_then_in_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_are_beside_the_interpreter_or_in_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find.nats_server() == Path(sys.executable).with_name("nats-server")
     assert find.redis_server().parent.parent.name == "_binaries"
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))

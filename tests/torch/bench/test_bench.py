@@ -241,9 +241,7 @@ def test_explain_shows_predicted_and_real(untrained_pair: tiny_models.TinyModels
         assert part in outcome.output
 
 
-def test_trees_command_compares_chains_and_budgets(
-    untrained_pair: tiny_models.TinyModels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trees_compares_with_chains(untrained_pair: tiny_models.TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trees, "NODES", (4,))
     arguments = [
         "bench", "trees", "--model", str(untrained_pair.wide), "--draft", str(untrained_pair.draft),

@@ -190,9 +190,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_one_is_passed_over_with_a_warning(
-    folder: Path, damage: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_one_is_passed_over_with_warning(folder: Path, damage: Any, caplog: pytest.LogCaptureFixture) -> None:
     with CheckpointStore(folder, keep=3) as store:
         for step in (1, 2, 3):
             store.save(step, state(step))

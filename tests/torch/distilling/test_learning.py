@@ -357,9 +357,7 @@ def test_where_nothing_pays_a_short_step_is_only_noted(model: Any) -> None:
     assert counted.total() < 6 * num_steps, counted
 
 
-def test_looking_at_steps_now_and_then_tells_what_looking_at_each_does(
-    monkeypatch: pytest.MonkeyPatch, model: Any
-) -> None:
+def test_looking_at_steps_now_and_then_tells_what_each_tells(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     rng = np.random.default_rng(1)
     told = []
     steps = [(rng.integers(1, 6, 4).astype(np.int32), bool(rng.random() < 0.8)) for _ in range(3000)]

@@ -113,9 +113,7 @@ class DeviceClock:
         return self.now
 
 
-def test_a_forward_is_timed_to_its_end_and_without_its_first_sight(
-    second: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_is_timed_to_its_end_without_its_first_sight(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"max_sequences": 4, "max_context": 64, "profile": False, "speculation": "off"}
     engine = make_engine(random_model("llama", seed=0), EngineConfig(device="second:0", **settings))
     clock = DeviceClock(second)
@@ -234,9 +232,7 @@ def test_a_step_is_one_copy_up_and_one_down(played: Any, speculation: Any, exact
     assert (num_drafted > 0) is (speculation != "off")
 
 
-def test_chunks_by_flash_attention_are_neither_a_copy_nor_a_wait_more(
-    played: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_by_flash_attention_are_no_copy_and_no_wait_more(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     have_flash(monkeypatch, played_there(played), least_rows=8)
     engine = submitted(engine_of(speculation="off", prefill_chunk=24))
     params = SamplingParams(max_tokens=4)

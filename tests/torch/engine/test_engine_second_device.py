@@ -50,9 +50,7 @@ def test_what_torch_does_not_know_is_no_device() -> None:
         EngineConfig(device="gpu")
 
 
-def test_another_cpu_is_no_reason_to_refuse_a_move_between_devices(
-    second: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_cpu_is_no_reason_to_refuse_moves_between_devices(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     here = engine_on("second:0", arithmetic="auto").state.target.runner
     assert here.config.arithmetic == "torch"
     monkeypatch.setattr(linear, "available_arithmetics", lambda dtype: ("amx", "fma", "torch"))

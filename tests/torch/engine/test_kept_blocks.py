@@ -23,9 +23,7 @@ def tokens(*, seed: int, count: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(0, 250, count).tolist())
 
 
-PROMPTS = [
-    tokens(seed=i, count=16 * whole + tail) for i, (whole, tail) in enumerate(zip(WHOLE_BLOCKS, TAILS, strict=True))
-]
+PROMPTS = [tokens(seed=i, count=16 * w + t) for i, (w, t) in enumerate(zip(WHOLE_BLOCKS, TAILS, strict=True))]
 DISTINCT = sum(map(len, PROMPTS))
 assert DISTINCT == 2634
 
@@ -121,9 +119,7 @@ def test_what_is_kept_is_not_run_again(case: Case) -> None:
     ours = [outcome(case, keeps=True, tails=False), outcome(case, keeps=True, tails=True)]
     print(case.__name__, expected[0], *(num_run for num_run, _ in ours))
     assert [each for _, each in ours] == [expected[1]] * 2, "the same tokens and log-probs"
-    for num_run, figure in zip(
-        (expected[0], *(each for each, _ in ours)), (forgotten, without_tails, kept), strict=True
-    ):
+    for num_run, figure in zip((expected[0], *(x for x, _ in ours)), (forgotten, without_tails, kept), strict=True):
         assert abs(num_run - figure) <= figure / 10
 
 

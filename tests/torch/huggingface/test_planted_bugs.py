@@ -53,9 +53,7 @@ def shorter_chunk(patch: pytest.MonkeyPatch) -> None:
 def other_scale(patch: pytest.MonkeyPatch) -> None:
     attend = runner.tree_attention
     in_specs(patch, lambda spec: replace(spec, scale=spec.scale * 1.01))  # for the one-call decoder
-    patch.setattr(
-        runner, "tree_attention", lambda *given, **named: attend(*given, **(named | {"scale": named["scale"] * 1.01}))
-    )
+    patch.setattr(runner, "tree_attention", lambda *a, **k: attend(*a, **(k | {"scale": k["scale"] * 1.01})))
 
 
 def lost_bias(patch: pytest.MonkeyPatch) -> None:
@@ -163,9 +161,7 @@ def test_the_judge_finds_it_without_the_proof(bug: Bug, monkeypatch: pytest.Monk
     assert "the oracle" in verdict.detail
 
 
-def test_a_one_call_decoder_with_other_windows_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_call_decoders_need_the_windows(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     make = BUGS["window off by one"].make()
     assert load(make).reports["model"].path == "native"
     genuine = native.DecoderParts

@@ -53,9 +53,7 @@ def every_isa(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 @needs_native
 @settings(max_examples=40)
 @given(forest=long_forests, shape=shapes, options=st.sampled_from(LONG_OPTIONS), seed=st.integers(0, 1000))
-def test_splits_are_the_softmax_over_all_positions(
-    forest: list[Sequence], shape: Shape, options: Options, seed: int
-) -> None:
+def test_splits_are_the_softmax_over_all(forest: list[Sequence], shape: Shape, options: Options, seed: int) -> None:
     case = make_case(forest, shape, data_seed=seed)
     exact = case.doubled()
     expected = exact.run(tree_attention_reference, split=UNSPLIT, **options)
@@ -107,9 +105,7 @@ def holding(case: Case, splits: tuple[int, int], split: int) -> Case:
 
 def parts_of(case: Case, cuts: tuple[int, ...], split: int, kernel: Callable[..., Any], options: Options) -> list[Any]:
     options = {name: value for name, value in options.items() if name != "sinks"}  # they come in at the end
-    return [
-        holding(case, splits, split).run(kernel, splits=splits, split=split, **options) for splits in pairwise(cuts)
-    ]
+    return [holding(case, pair, split).run(kernel, splits=pair, split=split, **options) for pair in pairwise(cuts)]
 
 
 def merged(case: Case, cuts: tuple[int, ...], split: int, **options: Any) -> torch.Tensor:
@@ -122,9 +118,7 @@ def merged(case: Case, cuts: tuple[int, ...], split: int, **options: Any) -> tor
     forest=long_forests, shape=shapes, options=st.sampled_from(LONG_OPTIONS),
     cuts=st.sets(st.integers(1, 4), max_size=3),
 )  # fmt: skip
-def test_parts_of_any_placement_merge_to_the_bits_of_one_call(
-    forest: list[Sequence], shape: Shape, options: Options, cuts: set[int]
-) -> None:
+def test_parts_merge_to_one_calls_bits(forest: list[Sequence], shape: Shape, options: Options, cuts: set[int]) -> None:
     expected = make_case(forest, shape).run(split=64, **options)
     assert_same_bits(merged(make_case(forest, shape), (0, *sorted(cuts), 5), 64, **options), expected)
 

@@ -85,9 +85,7 @@ def test_the_kernel_copies_what_torch_copies(data: st.DataObject, shape: tuple[i
 
 @settings(max_examples=60)
 @given(data=st.data(), shape=kv_shapes, dtype=dtypes, skew=st.integers(0, 3))
-def test_memory_of_others_takes_and_gives_the_same_bits(
-    data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype, skew: int
-) -> None:
+def test_others_memory_keeps_bits(data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype, skew: int) -> None:
     """The memory may begin anywhere, and a source may be read-only."""
     slots = data.draw(some_of(shape[0] * shape[3]))
     source, target = random_kv(shape, dtype, 1), random_kv(shape, dtype, 2)
@@ -149,9 +147,7 @@ def test_triton_copies_the_same_bits(shape: tuple[int, ...], dtype: torch.dtype)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"  # the CPU runs Triton's interpreter
     num_slots = shape[0] * shape[3]
-    slots = (
-        torch.tensor([num_slots - 1, 0, num_slots // 2], dtype=torch.int32)[:num_slots].unique().flip(0).to(torch.int32)
-    )
+    slots = torch.tensor([num_slots - 1, 0, num_slots // 2], dtype=torch.int32)[:num_slots].unique().flip(0)
     source, target = random_kv(shape, dtype, 1).to(device), random_kv(shape, dtype, 2).to(device)
 
     packed = kv_pack_triton.pack_slots(source, slots.to(device))

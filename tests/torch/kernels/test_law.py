@@ -131,9 +131,7 @@ def make_vectors() -> dict[str, Any]:
 
 
 def _dump(vectors: dict[str, Any]) -> str:
-    sections = (
-        f'"{name}": [\n  ' + ",\n  ".join(json.dumps(case) for case in cases) + "\n]" for name, cases in vectors.items()
-    )
+    sections = (f'"{n}": [\n  ' + ",\n  ".join(json.dumps(x) for x in cases) + "\n]" for n, cases in vectors.items())
     return "{\n" + ",\n".join(sections) + "\n}\n"
 
 

@@ -51,9 +51,7 @@ def test_native_agrees_with_float64(forest: list[Sequence], shape: Shape, option
 @needs_native
 @settings(max_examples=70)
 @given(drawn=short_or_long, shape=shapes, place_seed=st.integers(1, 1000))
-def test_row_has_the_same_bits_alone_and_anywhere(
-    drawn: tuple[list[Sequence], Options], shape: Shape, place_seed: int
-) -> None:
+def test_a_row_has_its_bits_anywhere(drawn: tuple[list[Sequence], Options], shape: Shape, place_seed: int) -> None:
     forest, options = drawn
     case = make_case(forest, shape)
     together = case.run(**options)

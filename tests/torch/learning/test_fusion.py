@@ -103,9 +103,7 @@ def test_the_bits_are_those_of_one_after_the_other(epochs: int, mini_batches: in
         ("ppo", "auto", 3, ("policy", "critic")),
     ],
 )
-def test_a_model_has_a_rank_of_its_own_where_there_are_two(
-    name: str, fuse: str, num_ranks: int, models: tuple[str, ...]
-) -> None:
+def test_of_two_ranks_each_model_has_one(name: str, fuse: str, num_ranks: int, models: tuple[str, ...]) -> None:
     ranks = Ranks(rank=num_ranks - 1, num_ranks=num_ranks)
     assert share_of(spec(name, fuse=fuse), ranks) == (models, Ranks() if models == ("critic",) else ranks)
 

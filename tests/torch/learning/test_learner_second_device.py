@@ -14,9 +14,7 @@ from rlhfspec.training.modeling import lora
 DEVICE = "second:1"
 
 
-def test_dropout_leaves_the_random_state_of_every_other_device_alone(
-    second: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropout_leaves_other_devices_random_state_alone(second: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = torch.get_device_module("second")
     asked = []
     state_of = module.get_rng_state
@@ -62,9 +60,7 @@ def test_what_is_said_stays_and_the_rest_is_the_devices(
     given: dict[str, str], on_a_gpu: tuple[str, ...], on_a_cpu: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     content = spec(autocast=given.get("autocast", "auto")).model_dump(by_alias=True)
-    content["model"]["dtype"], content["generation"]["dtype"] = (
-        given.get(of, "auto") for of in ("model", "generation")
-    )
+    content["model"]["dtype"], content["generation"]["dtype"] = (given.get(x, "auto") for x in ("model", "generation"))
     for device, wanted in (("cuda:0", on_a_gpu), ("cpu", on_a_cpu)):
         caplog.clear()
         found = settled(type(spec()).model_validate(content), device)

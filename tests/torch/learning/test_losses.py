@@ -170,9 +170,7 @@ def test_entropy_equals_verl(case: Case) -> None:
     ("ratio", "advantage", "gradient"),
     [(1.3, 1.0, 0.0), (0.7, -1.0, 0.0), (1.3, -1.0, 1.0), (0.7, 1.0, -1.0), (1.1, 1.0, -1.0), (0.9, -1.0, 1.0)],
 )
-def test_the_clip_stops_the_gradient_only_where_the_policy_went_too_far(
-    ratio: float, advantage: float, gradient: float
-) -> None:
+def test_the_clip_stops_gradients_only_of_a_policy_too_far(ratio: float, advantage: float, gradient: float) -> None:
     ratios = torch.tensor([ratio], requires_grad=True)
     clipped_policy_loss(ratios, torch.tensor([advantage]), clip_low=0.2, clip_high=0.2).sum().backward()
     assert ratios.grad is not None
@@ -339,9 +337,7 @@ def test_with_lambda_one_gae_is_reward_to_go_less_value(data: tuple[Tensor, list
 @given(ragged(1), fractions)
 def test_samples_never_reach_into_each_other(data: tuple[Tensor, list[Tensor]], discount: float) -> None:
     lengths, (numbers,) = data
-    alone = [
-        discounted_sums(part, torch.tensor([len(part)]), discount) for part in torch.split(numbers, lengths.tolist())
-    ]
+    alone = [discounted_sums(p, torch.tensor([len(p)]), discount) for p in torch.split(numbers, lengths.tolist())]
     assert torch.equal(discounted_sums(numbers, lengths, discount), torch.cat(alone))
 
 

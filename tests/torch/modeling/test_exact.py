@@ -269,9 +269,7 @@ def keep_keys_as(forward: ExactForward, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("window", "softcap", "with_sinks"), [(None, 0.0, False), (5, 0.0, False), (4, 3.0, True)])
-def test_attention_has_the_gradient_of_its_twin(
-    dtype: torch.dtype, window: int | None, softcap: float, with_sinks: bool
-) -> None:
+def test_attention_backward_is_right(dtype: torch.dtype, window: int | None, softcap: float, with_sinks: bool) -> None:
     forward, parts = (
         make_forward(random_model("qwen3", seed=0)),
         (RowPart(9), RowPart(1, 0), RowPart(20, 0), RowPart(7)),

@@ -92,9 +92,7 @@ def test_a_reward_model_scores_each_sample_as_if_alone(judge: Path) -> None:
         ({"path": "one", "chatTemplate": True}, "chatTemplate", "the reward model's tokenizer has no template"),
     ],
 )
-def test_a_model_that_cannot_judge_is_refused_at_the_start(
-    judge: Path, source: dict[str, Any], field: str, problem: str
-) -> None:
+def test_a_model_that_cannot_judge_is_refused(judge: Path, source: dict[str, Any], field: str, problem: str) -> None:
     with pytest.raises(InvalidRequest) as error:
         RewardSources(Rewards.model_validate({"sources": [{"type": "model", **source}]}), judge)
     assert error.value.field == f"spec.rewards.sources[0].{field}"

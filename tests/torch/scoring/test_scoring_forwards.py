@@ -68,9 +68,7 @@ def scored_once(kind: str, dtype: str) -> tuple[LogProbScorer, list[list[float]]
     num_threads=st.sampled_from([1, 2]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )
-def test_a_score_is_a_pure_function_of_the_sample(
-    kind: str, order: list[int], chunk: int, num_threads: int, dtype: str
-) -> None:
+def test_a_score_is_the_samples_own(kind: str, order: list[int], chunk: int, num_threads: int, dtype: str) -> None:
     """History, chunk sizes and thread counts do not matter."""
     scorer, expected = scored_once(kind, dtype)
     whole = scorer._rows._chunk_tokens

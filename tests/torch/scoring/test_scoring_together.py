@@ -25,9 +25,7 @@ from rlhfspec.training.scoring.values import ValueScorer
 DEVICE = "second:1"
 _DRAW = np.random.default_rng(0)
 PROMPTS = [_DRAW.integers(3, 90, size).tolist() for size in (80, 3, 80, 66)]  # three are kept
-PAIRS: list[Pair] = [
-    (prompt, _DRAW.integers(3, 90, 1 + 5 * number).tolist()) for number in range(3) for prompt in PROMPTS
-]
+PAIRS: list[Pair] = [(prompt, _DRAW.integers(3, 90, 1 + 5 * n).tolist()) for n in range(3) for prompt in PROMPTS]
 
 
 @pytest.fixture(autouse=True)
@@ -110,9 +108,7 @@ def test_a_mixture_of_experts_runs_each_alone(second: ModuleType) -> None:
         np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
-def test_forwards_of_as_many_rows_as_there_are_give_other_bits(
-    second: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forwards_of_all_rows_there_are_give_other_bits(second: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device sums few rows in another order, hence the fixed shape."""
     scorer = make_scorer(device=DEVICE)
     monkeypatch.setattr(constant_shape, "_filled", lambda numbers, value, num_rows: np.asarray(numbers))

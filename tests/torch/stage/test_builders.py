@@ -29,7 +29,7 @@ def test_every_stage_has_a_builder() -> None:
         ({"device": "cuda:1"}, True, "cuda:1"),
     ],
 )
-def test_a_job_that_sees_a_gpu_uses_it(
+def test_a_gpu_in_sight_is_used(
     spec: dict[str, Any], has_gpu: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
@@ -48,9 +48,7 @@ def test_a_job_that_sees_a_gpu_uses_it(
         ("auto", 2, 3, "there are 2 GPUs for more ranks"),
     ],
 )
-def test_every_rank_has_a_gpu_of_its_own(
-    device: str, count: int, rank: int, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_has_its_gpu(device: str, count: int, rank: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}

@@ -188,9 +188,7 @@ def test_what_cannot_be_fetched_or_put_costs_no_generator(tmp_path: Path, caplog
 
 
 @pytest.mark.parametrize("at", ["put", "write", "publish"])
-def test_killed_while_it_hands_out_nothing_is_lost_but_the_last(
-    tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_in_handing_out_only_the_last_is_lost(tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_learnt(tmp_path / LEARNT, 300, {"w": torch.tensor([300.0])}, by="generator-0")
 
     async def act(place: Place) -> None:

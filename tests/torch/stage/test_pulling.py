@@ -178,9 +178,7 @@ def _critic_of(stages: Stages, absent: Any) -> Any:
 
 @pytest.mark.parametrize(("role", "make"), [("policy", _generator_of), ("critic", _critic_of)])
 @pytest.mark.parametrize("comes", [True, False])
-async def test_weights_that_cannot_be_had_yet_are_asked_for_again(
-    role: Any, make: Callable[..., Any], comes: bool
-) -> None:
+async def test_weights_not_there_yet_are_asked_for_again(role: Any, make: Callable[..., Any], comes: bool) -> None:
     import torch
 
     clock = FakeClock()

@@ -128,9 +128,7 @@ async def test_a_stage_that_waits_stops_at_once(name: str) -> None:
 
 @settings(FEW, max_examples=6)
 @given(seed=st.integers(0, 999), workers=st.integers(1, 2), again=st.booleans())
-def test_every_prompt_becomes_one_sample_under_weights_that_are_new_enough(
-    seed: int, workers: int, again: bool
-) -> None:
+def test_every_prompt_becomes_one_sample_under_new_enough_weights(seed: int, workers: int, again: bool) -> None:
     job = a_job()
     prompts = [prompt for step in (1, 2) for prompt in prompts_of(job, prompts_for(job), step, 0, None)]
     random.Random(seed).shuffle(prompts)
@@ -304,9 +302,7 @@ async def test_what_a_step_was_trained_on_is_acknowledged_once_a_checkpoint_cove
     seed=st.integers(0, 99),
     max_demands=st.integers(0, 3),
 )
-def test_what_is_chosen_is_a_function_of_the_rewards_alone(
-    rewards: list[float | None], seed: int, max_demands: int
-) -> None:
+def test_choices_are_a_function_of_the_rewards_alone(rewards: list[float | None], seed: int, max_demands: int) -> None:
     """Demands are answered with the next prompts; None is a failed reward, which is dropped."""
 
     def chosen(order: random.Random | None) -> Any:

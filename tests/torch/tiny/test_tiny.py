@@ -157,9 +157,7 @@ def test_perturbed_model_agrees_partly() -> None:
     tokens = torch.randint(97, (4, 50))
     with torch.no_grad():
         choice = model(tokens).logits.argmax(-1)
-        agreement = [
-            (perturbed(model, scale)(tokens).logits.argmax(-1) == choice).float().mean() for scale in (0, 0.1, 3)
-        ]
+        agreement = [(perturbed(model, s)(tokens).logits.argmax(-1) == choice).float().mean() for s in (0, 0.1, 3)]
     assert agreement[0] == 1
     assert 0.5 < agreement[1] < 1
     assert agreement[2] < 0.3

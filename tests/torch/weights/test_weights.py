@@ -124,9 +124,7 @@ def test_a_file_is_hashed_once_by_each_process(tmp_path: Path, monkeypatch: pyte
     path = Path(record.uri.removeprefix("file:"))
     write_tensors(path, state(1))  # says nothing of its digest
     store, hashed = FileWeightStore(tmp_path, keep=2), []
-    monkeypatch.setattr(
-        "rlhfspec.training.weights.file.digest", lambda tensors: hashed.append(tensors) or digest(tensors)
-    )
+    monkeypatch.setattr("rlhfspec.training.weights.file.digest", lambda t: hashed.append(t) or digest(t))
     for _ in range(3):
         store.get(record)
     assert len(hashed) == 1
@@ -135,14 +133,10 @@ def test_a_file_is_hashed_once_by_each_process(tmp_path: Path, monkeypatch: pyte
         store.get(record)
 
 
-def test_a_file_that_says_its_digest_is_checked_once_by_each_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_says_its_digest_is_checked_once_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = FileWeightStore(tmp_path, keep=2).put("sums", "policy", 1, state(1))
     store, checked, hashed = FileWeightStore(tmp_path, keep=2), [], []
-    monkeypatch.setattr(
-        "rlhfspec.training.weights.file.checksum", lambda tensors: checked.append(1) or checksum(tensors)
-    )
+    monkeypatch.setattr("rlhfspec.training.weights.file.checksum", lambda t: checked.append(1) or checksum(t))
     monkeypatch.setattr("rlhfspec.training.weights.file.digest", lambda tensors: hashed.append(1) or digest(tensors))
     for _ in range(3):
         assert digest(store.get(record)) == record.digest
@@ -230,9 +224,7 @@ def test_a_put_hashes_in_threads_what_one_thread_would(
 
 
 @pytest.mark.parametrize("make", [lambda folder: FileWeightStore(folder, keep=2), lambda _: GrpcWeightStore(keep=2)])
-def test_a_devices_weights_come_down_once(
-    tmp_path: Path, second: ModuleType, make: Callable[[Path], WeightStore]
-) -> None:
+def test_a_devices_weights_come_once(tmp_path: Path, second: ModuleType, make: Callable[[Path], WeightStore]) -> None:
     weights = {name: tensor.to("second:0") for name, tensor in state(1).items() if name != "head"}
     store = make(tmp_path)
     with second.counted() as seen:
@@ -410,7 +402,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_a_member_that_hangs_holds_up_for_no_longer_than_told_and_the_next_group_is_whole(
+def test_a_member_that_hangs_holds_up_no_longer_than_told_and_the_next_group_is_whole(
     hanging: threading.Event,
 ) -> None:
     state = weights(1)

@@ -343,9 +343,7 @@ def test_a_hostile_header_is_refused_with_a_reason(name: str) -> None:
     WeightsHeader.parse(header(), max_bytes=1000)
 
 
-def test_a_hostile_trainer_is_refused_before_anything_is_allocated(
-    nodes: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hostile_trainer_is_refused_before_any_allocation(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = pack("sums", "policy", 1, state(1), Buffers())
     record = weights_record("sums", "policy", 1, uri="grpc:policy/1", digest=packed.header.digest)
     other = packed.header.model_copy(update={"version": 2}).model_dump_json().encode()

@@ -246,9 +246,7 @@ def test_a_trial_drafts_for_a_part_of_the_batch() -> None:
             tokens, seconds = tokens + run.num_tokens, seconds + run.seconds
         trials = [decision for decision in selector.explain().decisions if decision.is_trial]
         assert len(trials) > 1
-        assert all(4 <= decision.num_verified <= decision.num_proposed <= 8 * 4 for decision in trials), (
-            "of 8 sequences"
-        )
+        assert all(4 <= one.num_verified <= one.num_proposed <= 8 * 4 for one in trials), "of 8 sequences"
     assert tokens / seconds >= 0.97 * static_speed(TRIALS_ARE_DEAR, {"model": -9.0}, PLAIN, 64)
 
 

@@ -22,9 +22,7 @@ def test_a_micro_batch_is_within_the_budget_or_a_single_sequence(lengths: list[i
 
 
 @given(lengths_lists, st.integers(1, 100), st.integers(1, 4))
-def test_empty_ones_are_last_and_only_where_ranks_outnumber_sequences(
-    lengths: list[int], budget: int, ranks: int
-) -> None:
+def test_empty_ones_are_last_and_only_if_ranks_outnumber_sequences(lengths: list[int], budget: int, ranks: int) -> None:
     packed = pack(lengths, budget, multiple_of=ranks)
     num_empty = sum(not members for members in packed)
     assert num_empty < ranks

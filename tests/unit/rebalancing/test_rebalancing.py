@@ -196,9 +196,7 @@ def test_a_leaving_generators_sequences_go_first_and_all_of_them() -> None:
     left = planned.source == 1
     assert left[:30].all()
     assert sorted(planned.sequence[left].tolist()) == list(range(2, 32))
-    assert planned.why_move(0, lambda index: f"generator {index}") == (
-        "generator 1 is leaving; generator 2 ends in 0.00 s"
-    )
+    assert planned.why_move(0, lambda i: f"generator {i}") == "generator 1 is leaving; generator 2 ends in 0.00 s"
 
 
 def test_who_leaves_is_told_when_nobody_has_room() -> None:

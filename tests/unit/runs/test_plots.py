@@ -180,9 +180,7 @@ SAID = "rewards were equal in every group of the last 3 steps: nothing is learnt
 
 
 def steps(*equal_groups: int | None) -> list[StepMetrics]:
-    return [
-        replace(example_step(step=number), equal_reward_groups=equal) for number, equal in enumerate(equal_groups, 1)
-    ]
+    return [replace(example_step(step=n), equal_reward_groups=equal) for n, equal in enumerate(equal_groups, 1)]
 
 
 @pytest.mark.parametrize(

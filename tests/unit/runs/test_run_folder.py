@@ -38,9 +38,7 @@ floats = st.floats(allow_nan=False, allow_infinity=False, width=64)
     st.dictionaries(st.text(max_size=5), floats, max_size=3),
 )
 @examples(15, whole=60)
-def test_a_line_keeps_every_bit(
-    rewards: list[float], loss: float, kl: dict[str, float] | None, parts: dict[str, float]
-) -> None:
+def test_bits_are_kept(rewards: list[float], loss: float, kl: dict[str, float] | None, parts: dict[str, float]) -> None:
     spread = Spread(mean=rewards[0], std=abs(rewards[0]), min=min(rewards), max=max(rewards))
     metrics = replace(example_step(), reward=spread, policy_loss=loss, kl=kl, reward_components=parts)
     line = metrics.to_line()
@@ -259,9 +257,7 @@ def test_one_damaged_line_costs_no_other(tmp_path: Path, damage: Any, resume_at:
         opening = begin(again, example_job(), resume=True, resume_at=resume_at)
         assert (opening.missing_steps, opening.num_dropped_steps) == ((3,), 6 - resume_at)
         assert (opening.num_damaged_samples, opening.num_dropped_samples) == (1, 4 * (6 - resume_at))
-        assert again.steps_file.read_bytes().splitlines() == [
-            whole[step - 1] for step in range(1, resume_at + 1) if step != 3
-        ]
+        assert again.steps_file.read_bytes().splitlines() == [whole[n - 1] for n in range(1, resume_at + 1) if n != 3]
         assert sum(1 for _ in again.samples()) == 4 * resume_at - 1
         write_steps(again, range(resume_at + 1, 8))
         assert [metrics.step for metrics in again.steps()] == [1, 2, 4, 5, 6, 7]
@@ -461,12 +457,8 @@ def test_the_job_is_read_back_as_it_was(tmp_path_factory: pytest.TempPathFactory
 
 def test_the_document_lists_every_field_and_its_kind() -> None:
     text = (ROOT / "docs" / "run-folder.md").read_text()
-    listed = [
-        tuple(row.split(" | ")[:2]) for row in text.splitlines() if row.count(" | ") == 2 and row.startswith("| `")
-    ]
-    kinds = [
-        (f"| `{field.name}`", "measurement" if field.name in MEASUREMENTS else "curve") for field in fields(StepMetrics)
-    ]
+    listed = [tuple(r.split(" | ")[:2]) for r in text.splitlines() if r.count(" | ") == 2 and r.startswith("| `")]
+    kinds = [(f"| `{x.name}`", "measurement" if x.name in MEASUREMENTS else "curve") for x in fields(StepMetrics)]
     assert listed == kinds
     sample = json.loads(sample_line(example_sample(), None))
     for file, keys in (("samples", list(sample)), ("evaluations", [field.name for field in fields(Evaluation)])):

@@ -139,9 +139,7 @@ def test_a_state_is_never_changed_in_place(told: list[Told]) -> None:
 
 
 @given(TELLINGS, st.integers(0, 60).map(float), st.integers(1, 40).map(float))
-def test_what_is_old_is_gone_and_what_comes_again_is_there_again(
-    told: list[Told], now: float, after_seconds: float
-) -> None:
+def test_what_is_old_is_gone_and_what_comes_again_is_there(told: list[Told], now: float, after_seconds: float) -> None:
     run = without_gone(reduced(told), now=now, after_seconds=after_seconds)
     whole = reduced(told).workers
     for key, worker in run.workers.items():

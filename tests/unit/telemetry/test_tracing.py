@@ -265,9 +265,7 @@ def test_lines_that_are_no_spans_are_left_out(tmp_path: Path, line: str) -> None
     assert list(read_spans(tmp_path)) == [span()]
 
 
-def test_a_folder_that_cannot_be_written_ends_traces_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_is_not_writable_ends_traces_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "traces").write_text("a file")
     with SpanFiles(tmp_path) as files:
         files.keep(span())
@@ -338,9 +336,7 @@ def test_a_collector_gets_one_connected_trace_from_several_processes(tmp_path: P
     assert by_name["training"]["rlhfspec.sample"].string_value == SAMPLE.id
 
 
-def test_a_collector_that_is_away_costs_spans_and_no_run(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lost_collector_costs_spans_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(otlp, "CLOSE_SECONDS", 0.2)
     with otlp.OtlpSpans("http://127.0.0.1:1", {}) as away:
         for _ in range(3):

@@ -118,9 +118,7 @@ def test_what_a_change_makes_due_of_a_suite(
     assert set(due.values()) <= {Path(changed)}
 
 
-def test_a_suite_that_is_not_known_to_have_passed_is_due(
-    repository: Repository, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_suite_not_known_to_have_passed_is_due(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **how: subprocess.CompletedProcess([], 128, ""))
     monkeypatch.setitem(suites.SUITES, "it", SUITE)
     for passed in ("", "0123abcd"):
