@@ -47,6 +47,4 @@ def send() -> None:
     print(trainer.address, flush=True)
     while not sender.members:
         time.sleep(0.01)
-    sending = sender.begin("policy", 1, state(1))
-    assert sending is not None
-    sending.end(record_of(1, state(1)).digest)
+    sender.begin("policy", 1, state(1)).end(record_of(1, state(1)).digest)

@@ -55,19 +55,16 @@ class Other:
         )
 
     def say(self, line: str) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
     def hear(self) -> str:
-        assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
             pipe.close()
 
 

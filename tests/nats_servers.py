@@ -63,11 +63,9 @@ class NatsServer:
             self._process = None
 
     def stop(self) -> None:
-        assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
 

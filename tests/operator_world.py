@@ -221,20 +221,17 @@ class World:
             self._workload_status(**write.body["status"])
 
     def _workload_status(self, **changes: Any) -> None:
-        assert self.workload is not None
         status = self.workload.get("status", {}) | changes
         self.workload["status"] = {name: value for name, value in status.items() if value is not None}
         self.workload["metadata"]["resourceVersion"] += "1"
 
     def kueue_says(self, type_: str, is_true: bool, reason: str = "", message: str = "") -> None:
-        assert self.workload is not None
         conditions = {each["type"]: each for each in self.workload.get("status", {}).get("conditions", ())}
         conditions[type_] = self.condition(type_, is_true, reason or type_, message)
         self._workload_status(conditions=list(conditions.values()))
 
     def admit(self, **flavors: str) -> None:
         """Admit the Workload. `flavors`: by role; others get `spot`."""
-        assert self.workload is not None
         assigned = [
             {"name": each["name"], "count": each["count"], "flavors": {"cpu": flavors.get(each["name"], "spot")}}
             for each in self.workload["spec"]["podSets"]

@@ -59,7 +59,6 @@ class Started:
         self.lines: list[str] = []
 
     def until(self, said: str) -> str:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
             if said in line:

@@ -90,9 +90,7 @@ class Watched:
         headers = self._tracers[worker].publishing(place(worker), sample)
         self._tracers[worker].published(place(worker), sample, self.now, is_new)
         self._tracers[worker].ended(place(worker), Prompt, PROMPT.id, "ack")
-        found = parse(headers["traceparent"])
-        assert found is not None
-        return found[1]
+        return parse(headers["traceparent"])[1]
 
     def scored(self) -> None:
         """Score a sample that waited for half a second."""

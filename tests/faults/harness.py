@@ -85,7 +85,6 @@ class FaultyRun:
             )  # fmt: skip
 
     def _ended(self) -> int | None:
-        assert self._supervisor is not None
         return self._supervisor.poll()
 
     @property
@@ -168,7 +167,6 @@ class FaultyRun:
         self.until(lambda: self._uid() is not None, "it has begun")
         # Without any guardian the next start cleans up: faults/lives.py kills them together.
         self.until(lambda: processes.named(self._uid() or "", "guardian"), "there is a guardian")
-        assert self._supervisor is not None
         self._supervisor.kill()
         self._supervisor.wait()
         self._tell(fault, "and everything with it")

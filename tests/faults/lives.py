@@ -136,7 +136,6 @@ class StruckRun(FaultyRun):
         uid = self._uid()
         found = [pid for target in strike.targets if uid and target != SUPERVISOR for pid in self._pids(uid, target)]
         if SUPERVISOR in strike.targets:
-            assert self._supervisor is not None
             self._supervisor.send_signal(signal.SIGKILL)
             self._unguarded = "guardians" in strike.targets
         for pid in found:

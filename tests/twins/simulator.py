@@ -141,7 +141,6 @@ class _Oracle:
         stall = 0
         for number in engine.leaving:
             sequence = self.sequences[number]
-            assert sequence.trip is not None
             _, _, destination, life = sequence.trip
             if sequence.place == "done" or destination.life != life:
                 self.cancel(sequence, time)
@@ -166,7 +165,6 @@ class _Oracle:
         return nanoseconds(self.scenario.move_seconds + self.scenario.move_token_seconds * self.held(sequence))
 
     def cancel(self, sequence: _SimulatedSequence, time: int) -> None:
-        assert sequence.trip is not None
         _, _, destination, life = sequence.trip
         sequence.trip = None
         self.outcome.num_refused += 1
@@ -213,7 +211,6 @@ class _Oracle:
         return self.scenario.rows - len(engine.running) - engine.leased
 
     def land(self, sequence: _SimulatedSequence, time: int) -> None:
-        assert sequence.trip is not None
         source, source_life, destination, life = sequence.trip
         sequence.trip = None
         here = destination if destination.life == life else source if source.life == source_life else None

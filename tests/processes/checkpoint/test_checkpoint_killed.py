@@ -90,7 +90,6 @@ def test_a_kill_at_any_moment_loses_nothing(folder: Path) -> None:
 def test_a_kill_while_it_is_written_leaves_what_was_learnt_whole(folder: Path) -> None:
     for announced in killed_at_some_moments(random.Random(8), write_learnt_for_ever, folder):
         found = read_learnt(folder)
-        assert found is not None
         assert found[0] in (announced, announced + 1)
         assert torch.equal(found[1]["weight"], torch.full((64, 64), float(found[0])))
 

@@ -201,7 +201,6 @@ def test_ctrl_c_ends_it_and_its_processes() -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # in the background it would be ignored
     )  # fmt: skip
-    assert process.stdout is not None
     process.stdout.readline()  # the first verdict
     children = _children(process.pid)
     assert len(children) >= 2

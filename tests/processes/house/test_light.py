@@ -96,7 +96,6 @@ asyncio.run(supervisor.run([Slow("trainer", 0, vitals)], asyncio.Event()))
 def test_a_process_that_was_stopped_has_not_stalled(activity: str) -> None:
     code = STOPPED_RUN.format(activity=activity)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
     process.send_signal(signal.SIGSTOP)
     time.sleep(3.0)  # longer than the deadline, in the only clock that a stopped process has

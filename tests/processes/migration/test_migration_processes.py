@@ -50,8 +50,6 @@ asyncio.run(main())
 def test_between_two_processes(kind: str) -> None:
     code = THERE.format(tests=str(TESTS), kind=kind, options=LONG)
     process = warmed.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
     with process, process.stdin as stdin, process.stdout as stdout:
         try:
             address, incarnation = json.loads(stdout.readline())

@@ -204,7 +204,6 @@ def test_a_model_that_a_job_before_had_made_is_fetched_unless_it_was_not_sent_to
     monkeypatch.setattr("rlhfspec.tiny.models.ensure_recipe", lambda recipe, report: made.append(recipe.name))
     monkeypatch.setenv("RLHFSPEC_CACHE", str(place.storage / "cache"))
     folder = model_folder("tiny:sums")
-    assert folder is not None
     folder.mkdir(parents=True)
     hugging_face_tokenizer().save_pretrained(folder)
     shutil.copy(models / "policy" / "config.json", folder)

@@ -59,7 +59,6 @@ def dead(memory: Path, uid: str, place: Path, *, guarded: bool = False) -> Path:
 def worker() -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-S", "-c", "import time; print(1, flush=True); time.sleep(120)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={MARK: "d1"}) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         yield process
         process.kill()

@@ -76,9 +76,7 @@ def trainer_of(leaving: ExitStack) -> GroupTrainer:
 def sent(sender: GroupSender, version: int) -> str:
     """Return the error of a send, which must come in time."""
     began = time.monotonic()
-    sending = sender.begin("policy", version, state(version))
-    assert sending is not None
-    problem = sending.end(record_of(version, state(version)).digest)
+    problem = sender.begin("policy", version, state(version)).end(record_of(version, state(version)).digest)
     assert time.monotonic() - began < hold_up_seconds(NUM_BYTES)
     return problem
 

@@ -88,7 +88,6 @@ def test_a_run_is_told_of_from_beginning_to_end(job: Job, job_file: Path) -> Non
         shown = shown_once(job, lambda names: names >= {f"{stage}-0" for stage in STAGES})
         assert shown["steps"][0]["step"] == 1
     viewing = job.show("--view")
-    assert viewing.stdout is not None
     assert b"12 steps of" in viewing.stdout.readline()
     control.kill()
     control.wait()
@@ -106,7 +105,6 @@ def test_a_run_is_told_of_from_beginning_to_end(job: Job, job_file: Path) -> Non
     assert any(b"step " in line for line in viewing.stdout), "it shows steps as they come"
     assert stopped(viewing) == exits.DONE
     last = operator.until(lambda report: report.checkpoint_step == 12, "the last checkpoint")
-    assert stages.stdout is not None
     assert stages.stdout.readline() == b"trainer 0\n"
     assert not last.troubles
     assert last.step == 12

@@ -87,7 +87,6 @@ def supervisor(folder: Path, uid: str, shared: Path) -> Iterator[tuple[subproces
     command = [sys.executable, "-c", SUPERVISOR, uid, str(folder), str(shared)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
-            assert process.stdout is not None
             yield process, json.loads(process.stdout.readline())
         finally:
             process.kill()
@@ -207,7 +206,6 @@ def test_it_is_there_at_once() -> None:
 def child_of(uid: str) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-S", "-c", "import time; print(1, flush=True); time.sleep(120)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={MARK: uid}) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         try:
             yield process

@@ -45,7 +45,6 @@ def test_what_can_never_run_there_is_refused_before_anything_is_sent() -> None:
 
 
 def with_kv(state: SequenceState, change: Callable[[Any], Any]) -> SequenceState:
-    assert state.rest is not None
     return replace(state, rest=replace(state.rest, kv=(change(state.rest.kv[0]), state.rest.kv[1])))
 
 

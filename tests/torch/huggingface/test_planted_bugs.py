@@ -71,7 +71,6 @@ def forgotten_rope(patch: pytest.MonkeyPatch) -> None:
 
     def make(self: RotaryTable, x: torch.Tensor, args: Any, kwargs: Any) -> Any:
         tables = scaled(self, x, args, kwargs)
-        assert tables is not None
         dim = tables[0].shape[1]
         turns = 10000.0 ** -(torch.arange(0, dim, 2) / dim)
         angles = torch.outer(torch.arange(len(tables[0])), turns).repeat(1, 2)

@@ -46,7 +46,6 @@ def space_for(vocab_size: int, dtype: str) -> Space:
     model = random_model(kind, seed=3, vocab_size=vocab_size)
     config = EngineConfig(max_sequences=NUM_ROWS, max_context=MAX_CONTEXT, profile=False, num_threads=1, dtype=dtype)
     made = make_state(copy.deepcopy(model), config, draft=perturbed(model, 0.3)).draft
-    assert made is not None
     blocks_per_row = MAX_CONTEXT // made.table.block_size
     for row in range(NUM_ROWS):
         made.table.append(row, list(range(row * blocks_per_row, (row + 1) * blocks_per_row)))
@@ -229,7 +228,6 @@ def test_a_draft_gone_nan_proposes_nothing_and_numbers_out_of_range_are_named() 
         return space.grow(batch, plan, Roots(**chosen), curves, None)
 
     nothing = grown(tokens=np.full((size, 2), -1, np.int32), scores=np.full((size, 2), -np.inf, np.float32))
-    assert nothing is not None
     assert nothing.forest.size == 0
     with pytest.raises(ValueError, match="scores: must be"):
         grown(scores=np.zeros((size, 2)))

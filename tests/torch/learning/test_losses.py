@@ -173,7 +173,6 @@ def test_entropy_equals_verl(case: Case) -> None:
 def test_the_clip_stops_gradients_only_of_a_policy_too_far(ratio: float, advantage: float, gradient: float) -> None:
     ratios = torch.tensor([ratio], requires_grad=True)
     clipped_policy_loss(ratios, torch.tensor([advantage]), clip_low=0.2, clip_high=0.2).sum().backward()
-    assert ratios.grad is not None
     assert ratios.grad.tolist() == [gradient]
 
 
@@ -183,7 +182,6 @@ def test_a_runaway_ratio_with_no_advantage_costs_nothing() -> None:
     loss = clipped_policy_loss(ratio, torch.tensor([0.0]), clip_low=0.2, clip_high=0.2)
     loss.sum().backward()
     assert loss.item() == 0.0
-    assert log_probs.grad is not None
     assert log_probs.grad.item() == 0.0
 
 

@@ -113,7 +113,6 @@ def test_versions_that_were_replaced_while_nobody_looked_are_skipped() -> None:
     assert newest_kept(store, []) is None
     assert newest_kept(store, records[:3]) is None, "a newer record is on its way"
     found = newest_kept(store, records)
-    assert found is not None
     assert (found[0].version, float(found[1]["w"][0])) == (5, 5.0)
     with pytest.raises(WeightsVersionError):
         newest_kept(MemoryWeightStore(keep=2), records[:3])
@@ -257,7 +256,6 @@ def test_version_after_version_comes_to_all_bit_for_bit() -> None:
                 assert node.has(version, state)
                 assert not node.has(version - 1, state), "the one before has gone"
                 found = node.receiver.take(record_of(version, state))
-                assert found is not None
                 assert found["tied"].data_ptr() == found["layers.2"].data_ptr(), "sent once, and tied again"
             epochs.add(group.sender._epoch)
         assert len(epochs) == 1, "one group for as long as the same are in"

@@ -131,7 +131,6 @@ def test_overrides(file: Path) -> None:
     ]  # fmt: skip
     spec = read_job(file, given).spec
     assert (spec.training.steps, spec.training.seed, spec.training.optimizer.learning_rate) == (5, 7, 1e-4)
-    assert spec.model.lora is not None
     assert spec.model.lora.rank == 4
     assert (spec.rewards.sources[0].weight, spec.generation.stop) == (2.0, ["\n"])
     assert spec.generation.speculation.mode == "off"

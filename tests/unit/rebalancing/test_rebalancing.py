@@ -1,5 +1,7 @@
 """Plans keep their laws, equal the slow planner's, are fast, and learn costs and lengths."""
 
+from __future__ import annotations
+
 import math
 import time
 from dataclasses import replace
@@ -177,7 +179,8 @@ def test_lengths_that_work_against_it_cannot_make_it_swing(seed: int) -> None:
     fleet = replace(fleet, moved_at=np.full(fleet.num_sequences, -np.inf))
     for _ in range(40):
         planned = plan(fleet, now, PROMPT)
-        assert (now - fleet.moved_at[planned.sequence] >= PROMPT.rest_seconds).all()
+        last = fleet.moved_at[planned.sequence]
+        assert (now - last >= PROMPT.rest_seconds).all()
         num_moves += planned.num_moves
         fleet = replace(after(fleet, planned))
         fleet = replace(fleet, moved_at=np.where(fleet.moved_at == NOW, now, fleet.moved_at))

@@ -441,7 +441,6 @@ def test_a_process_serves_its_metrics_where_prometheus_asks() -> None:
     with watching("sums", UID, run=None, metrics=True) as looking:
         assert looking.watcher is looking.meters
         with Health("reward", 0, Vitals(), metrics=looking.metrics_text) as health:
-            assert looking.meters is not None
             looking.meters.reconnects("redis", lambda: 1)
             with urllib.request.urlopen(f"http://{health.http_address}/metrics", timeout=30) as answer:
                 assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
