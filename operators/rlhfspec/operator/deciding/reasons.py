@@ -1,9 +1,4 @@
-"""Reasons why a job is unhealthy, with evidence (docs/conditions.md). Causes come before their consequences.
-
-Example:
-    >>> [cause.reason for cause in CAUSES][:3]
-    ['BadConfig', 'Queued', 'MissingSecret']
-"""
+"""Reasons why a job is unhealthy, with evidence (docs/conditions.md). Causes come before their consequences."""
 
 from __future__ import annotations
 

@@ -6,10 +6,6 @@ nothing.
     a job's life     prepare -> control and all stages -> the trainer's last step -> Succeeded
     a run            opened; closed for suspension, or to restart under the next number
     a worker         its pod is created; when it ends, the end is counted and it is created again after a delay
-
-Example:
-    >>> reconcile.__annotations__["return"]
-    'ReconcilePlan'
 """
 
 from __future__ import annotations
@@ -163,7 +159,8 @@ def _forget_in_time(known: Situation) -> Actions:
 
 
 def _keep_workers(known: Situation) -> Actions:
-    missing = {key: _seconds_before_made(known, key) for key in known.wanted if key not in known.by_key}
+    taken = {pod.key for pod in known.observed.pods}  # also by forged pods, until they are removed
+    missing = {key: _seconds_before_made(known, key) for key in known.wanted if key not in taken}
     due, ends = keep_together(known, [key for key, seconds in missing.items() if not seconds])
     waits = [seconds for seconds in missing.values() if seconds]
     # Mounted objects come before pods.

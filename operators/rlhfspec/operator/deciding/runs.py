@@ -85,7 +85,7 @@ def is_stale(known: Situation, new_seconds: float) -> bool:
     """Return whether this copy of the job is stale: another replica just created pods of a later run."""
     number = known.memory.number
     next_runs = {names.run_uid(known.job.uid, later) for later in (number + 1, number + 2)}
-    return any(pod.run in next_runs and known.seconds_since(pod.created) < new_seconds for pod in known.pods)
+    return any(pod.run in next_runs and known.seconds_since(pod.created) < new_seconds for pod in known.observed.pods)
 
 
 def settle_generators(known: Situation) -> Situation:

@@ -1,10 +1,5 @@
 """Objects that jobs need in each namespace, created by the leader with scope `cluster` (else by the chart). They stay
 when the label goes, since pods may use them.
-
-Example:
-    >>> kind_of = {"ServiceAccount": 1, "PersistentVolumeClaim": 2}
-    >>> [kind for kind in kind_of if kind in MADE_ONCE]
-    ['PersistentVolumeClaim']
 """
 
 from __future__ import annotations
