@@ -1,6 +1,7 @@
 """A small job for tests of whole runs, and ways to run it."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,17 @@ def write_job(folder: Path, models: Path, **algorithm: Any) -> Path:
     return folder / "job.yaml"
 
 
-def invoke(job_file: Path, out: str, *overrides: str, resume: bool = False) -> Result:
+def command(words: Sequence[str], code: int | None = None) -> Result:
+    """Run a command, which must end with this exit code."""
+    result = CliRunner().invoke(app, words)
+    assert code is None or result.exit_code == code, result.output + repr(result.exception)
+    return result
+
+
+def invoke(job_file: Path, out: str, *overrides: str, resume: bool = False, code: int | None = None) -> Result:
     sets = [argument for override in overrides for argument in ("--set", override)]
     resuming = ["--resume"] if resume else []
-    return CliRunner().invoke(app, ["run", str(job_file), "--out", str(job_file.parent / out), *sets, *resuming])
+    return command(["run", str(job_file), "--out", str(job_file.parent / out), *sets, *resuming], code)
 
 
 def lines_of(job_file: Path, out: str) -> list[str]:
@@ -65,8 +73,7 @@ def lines_of(job_file: Path, out: str) -> list[str]:
 
 def train(job_file: Path, out: str, *overrides: str, resume: bool = False) -> list[dict[str, Any]]:
     given = overrides if any("speculation" in o for o in overrides) else ("generation.speculation.mode=off", *overrides)
-    result = invoke(job_file, out, *given, resume=resume)
-    assert result.exit_code == 0, result.output
+    invoke(job_file, out, *given, resume=resume, code=0)
     return curve_of(job_file, out)
 
 

@@ -80,6 +80,12 @@ class Started:
         assert "Traceback" not in text, text
         return self.process.returncode, text
 
+    def ends(self, code: int = 0) -> str:
+        """Return the output once the run has ended with this exit code."""
+        found, output = self.ended()
+        assert found == code, output
+        return output
+
     @property
     def connections(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.folder / "processes" / "connections.json").read_text())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from bench_models import untrained_pair_in
 from rich.console import Console
-from typer.testing import CliRunner
+from runs import command
 
 from rlhfspec.bench.generating import report, run
 from rlhfspec.bench.generating.plot import plot
@@ -27,7 +27,6 @@ from rlhfspec.bench.moving.rebalancing.workloads import stages
 from rlhfspec.bench.stepping import step as bench_step
 from rlhfspec.bench.stepping.step import StepSettings
 from rlhfspec.bench.worker import RIVALS, Worker, WorkerFailed
-from rlhfspec.cli import main as cli
 from rlhfspec.messages.records import Move
 from rlhfspec.tiny import models as tiny_models, random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
@@ -176,8 +175,7 @@ def test_benchmark_of_engine_and_hugging_face(untrained_pair: tiny_models.TinyMo
         "--repeats", "2", "--tokens", "12",
         "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"),
     ]  # fmt: skip
-    outcome = CliRunner().invoke(cli.app, arguments)
-    assert outcome.exit_code == 0, outcome.output
+    command(arguments, 0)
     results = json.loads((tmp_path / "out.json").read_text())["english"]
     assert [row["mode"] for row in results["rows"]] == ["plain", "adaptive", "static:model-d4", "hf"]
     assert all(row["tokens_per_second"] > 0 for row in results["rows"])

@@ -46,15 +46,11 @@ def test_stages_are_one_list_in_map_chart_and_images() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert roles == set(values["jobs"]["resources"]) == set(values["networkPolicy"]["egress"]) - {"all"}
     skaffold = yaml.safe_load((ROOT / "skaffold.yaml").read_text())
-    started = {test["image"]: _roles_started(test) for test in skaffold["test"]}
+    started = {test["image"]: set(test["custom"][0]["command"].rpartition('"')[2].split()) for test in skaffold["test"]}
     assert set().union(*started.values()) == roles | {"operator", "dashboard"} > stages
     assert started["rlhfspec/cpu"] == set(names.TORCH_ROLES)
     folders = {path.name for path in (ROOT / "services" / "rlhfspec").iterdir() if (path / "__init__.py").exists()}
     assert folders - NO_PODS == set().union(*started.values()) - {"operator"}
-
-
-def _roles_started(test: dict[str, Any]) -> set[str]:
-    return set(test["custom"][0]["command"].rpartition('"')[2].split())
 
 
 def test_skaffold_builds_what_the_dockerfile_has_and_the_chart_runs() -> None:

@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 from faults.processes import is_alive
 from places import ROOT
+from runs import command
 from typer.testing import CliRunner
 
 from rlhfspec.cli.beside import BENCH
@@ -92,8 +93,7 @@ def test_help_imports_none_of_them() -> None:
 
 
 def test_an_unknown_command_is_none() -> None:
-    done = CliRunner().invoke(app, ["nowhere"])
-    assert done.exit_code == 2
+    done = command(["nowhere"], 2)
     assert "No such command 'nowhere'" in done.output
 
 
@@ -186,8 +186,7 @@ def test_types_are_judged_with_their_variants_and_written_into_a_document(tmp_pa
 
 
 def test_help_says_what_the_exit_codes_mean() -> None:
-    result = CliRunner().invoke(app, ["models", "check", "--help"])
-    assert result.exit_code == 0
+    result = command(["models", "check", "--help"], 0)
     assert "right in every bit (exit code 0), wrong (1)" in " ".join(result.output.split())
 
 

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 from places import ROOT
-from runs import curve_of
+from runs import command, curve_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from rlhfspec.cli.main import app
 from rlhfspec.engine.scheduling.text import cut_at_stop
 from rlhfspec.job.choices.algorithms import ALGORITHMS
 from rlhfspec.job.file import read_job
@@ -44,8 +42,7 @@ def small(job: Path) -> list[str]:
 def test_an_example_trains(name: str, models: Path, tmp_path: Path) -> None:
     model = ["--set", f"model.path={models / 'policy'}"]
     out = tmp_path / "out"
-    result = CliRunner().invoke(app, ["run", str(EXAMPLES / name), "--out", str(out), *small(EXAMPLES / name), *model])
-    assert result.exit_code == 0, result.output
+    command(["run", str(EXAMPLES / name), "--out", str(out), *small(EXAMPLES / name), *model], 0)
     steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
     assert steps[0]["log_prob_difference"]["max"] < 1e-5
@@ -83,8 +80,7 @@ def test_own_data_from_a_checkpoint_beside_a_job(models: Path, tmp_path: Path, m
     (folder / "own-data.yaml").write_text(yaml.safe_dump(job))
     monkeypatch.chdir(tmp_path)
     arguments = ["run", "my project/own-data.yaml", "--out", "trained", *small(folder / "own-data.yaml")]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
+    command(arguments, 0)
     assert len(curve_of(tmp_path / "job.yaml", "trained")) == 2
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "trained" / "export")
     assert any(

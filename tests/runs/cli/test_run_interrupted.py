@@ -48,8 +48,7 @@ def test_ctrl_c_ends_cleanly_and_a_resume_continues_the_curve(job_file: Path, wh
     run.process.send_signal(signal.SIGINT)
     run.until("stopping")
     hold.unlink()
-    code, output = run.ended()
-    assert code == 130
+    output = run.ends(130)
     assert "--resume" in output, "says how to go on"
     done = len(lines_of(job_file, "stopped"))
     assert 1 <= done < 5
@@ -75,8 +74,7 @@ def test_ctrl_c_before_the_first_step_is_quiet(job_file: Path) -> None:
     run = start(job_file, "early")
     run.until("importing torch")
     run.process.send_signal(signal.SIGINT)
-    code, output = run.ended()
-    assert code == 130
+    output = run.ends(130)
     assert "stopped" in output
     assert not (job_file.parent / "early").exists()
 
@@ -123,8 +121,7 @@ def test_a_signal_during_the_summary_ends_it(job_file: Path, number: signal.Sign
     manifest = folder / "manifest.json"
     eventually(lambda: manifest.exists() and '"completed"' in manifest.read_text(), "it is done")
     run.process.send_signal(number)
-    code, output = run.ended()
-    assert code == 130
+    output = run.ends(130)
     assert output.endswith("\nstopped\n")
     assert "Aborted" not in output
 
@@ -140,8 +137,7 @@ def test_a_signal_during_the_summary_ends_it(job_file: Path, number: signal.Sign
 )
 def test_a_failing_reward_ends_the_run_with_its_name(job_file: Path, function: str, said: str) -> None:
     with_reward(job_file, f"def reward(completion):\n{function}\n", timeoutSeconds=0.2)
-    result = invoke(job_file, "failing", OFF)
-    assert result.exit_code == 1
+    result = invoke(job_file, "failing", OFF, code=1)
     assert isinstance(result.exception, SystemExit)
     assert "failed" in result.output
     assert "reward" in result.output
@@ -155,16 +151,14 @@ def test_a_failing_reward_ends_the_run_with_its_name(job_file: Path, function: s
 def test_a_dropped_sample_is_counted_and_never_a_zero(job_file: Path) -> None:
     code = "def reward(prompt, completion):\n    return len(completion) if '1+' not in prompt else None\n"
     with_reward(job_file, code, onError="drop")
-    result = invoke(job_file, "picky", OFF, "dataset.shuffle=false", "training.promptsPerStep=5", "training.steps=1")
-    assert result.exit_code == 0, result.output
+    invoke(job_file, "picky", OFF, "dataset.shuffle=false", "training.promptsPerStep=5", "training.steps=1", code=0)
     [line] = map(json.loads, lines_of(job_file, "picky"))
     assert line["num_dropped"] == 3, "the one prompt with 1+, three samples of it"
     assert line["reward"]["min"] > 0
 
 
 def test_data_that_ends_ends_the_run_well(job_file: Path) -> None:
-    result = invoke(job_file, "ends", OFF, "dataset.epochs=1", "training.steps=50", "training.promptsPerStep=12")
-    assert result.exit_code == 0, result.output
+    result = invoke(job_file, "ends", OFF, "dataset.epochs=1", "training.steps=9", "training.promptsPerStep=12", code=0)
     assert "the data ended after step 2" in result.output
     assert len(lines_of(job_file, "ends")) == 2
 
@@ -183,8 +177,7 @@ def test_a_full_disk_loses_nothing(
         write(folder, step, state)
 
     monkeypatch.setattr("rlhfspec.training.checkpoint.store.write_checkpoint", full)
-    result = invoke(job_file, "full", OFF, STEPS)
-    assert result.exit_code == 1
+    result = invoke(job_file, "full", OFF, STEPS, code=1)
     assert "No space left on device" in result.output
     assert "earlier ones are untouched" in result.output
     monkeypatch.undo()
@@ -206,8 +199,7 @@ def test_a_disk_that_is_really_full_is_one_line(job_file: Path, whole: list[dict
         "    return letters(completion)\n"
     )
     options = (STEPS, "checkpoint.everySteps=100", "rewards.sources=[{type: function, function: 'rewards:full'}]")
-    code, output = start(job_file, "disk/out", *options).ended()
-    assert code == 1
+    output = start(job_file, "disk/out", *options).ends(1)
     [line] = [line for line in output.splitlines() if "out: failed" in line]
     assert "samples.jsonl: cannot be written: No space left on device" in line
     assert "failure.txt" in line
@@ -218,18 +210,15 @@ def test_a_disk_that_is_really_full_is_one_line(job_file: Path, whole: list[dict
 
 def test_one_folder_holds_one_run(job_file: Path) -> None:
     train(job_file, "run", "training.steps=1")
-    again = invoke(job_file, "run", OFF, "training.steps=1")
-    assert again.exit_code == 2
+    again = invoke(job_file, "run", OFF, "training.steps=1", code=2)
     assert "--resume" in again.output
     assert "loading the policy" not in again.output, "found before anything takes long"
-    other = invoke(job_file, "run", OFF, "training.seed=8", resume=True)
-    assert other.exit_code == 2
+    other = invoke(job_file, "run", OFF, "training.seed=8", resume=True, code=2)
     assert "spec.training.seed was 0 and is 8 now" in other.output
     assert [line["step"] for line in curve_of(job_file, "run")] == [1]
 
 
 def test_bad_jobs_are_refused_before_anything_is_written(job_file: Path) -> None:
-    result = invoke(job_file, "never", "training.stpes=3")
-    assert result.exit_code == 2
+    result = invoke(job_file, "never", "training.stpes=3", code=2)
     assert "did you mean steps" in result.output
     assert not (job_file.parent / "never").exists()

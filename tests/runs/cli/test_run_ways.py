@@ -28,8 +28,7 @@ PATIENCE_SECONDS = 120.0
 
 
 def steps_of(job_file: Path, out: str, *overrides: str) -> list[dict[str, Any]]:
-    result = invoke(job_file, out, OFF, *overrides)
-    assert result.exit_code == 0, result.output
+    invoke(job_file, out, OFF, *overrides, code=0)
     return [json.loads(line) for line in lines_of(job_file, out)]
 
 
@@ -149,21 +148,18 @@ def test_a_model_of_nan_is_named(job_file: Path, models: Path) -> None:
         model.model.layers[0].mlp.up_proj.weight.fill_(float("nan"))
     model.save_pretrained(job_file.parent / "nan")
     AutoTokenizer.from_pretrained(models / "policy").save_pretrained(job_file.parent / "nan")
-    result = invoke(with_spec(job_file, model={"path": "nan"}), "out", OFF)
-    assert result.exit_code == 1
+    result = invoke(with_spec(job_file, model={"path": "nan"}), "out", OFF, code=1)
     assert "letters/1/0/0 was not generated" in result.output
     assert "NaN" in result.output
 
 
 def test_rewards_of_any_size_are_shown_in_few_digits(job_file: Path) -> None:
-    result = invoke(with_reward(job_file, "return 1e30 * len(completion)"), "huge", OFF, "training.steps=1")
-    assert result.exit_code == 0, result.output
+    result = invoke(with_reward(job_file, "return 1e30 * len(completion)"), "huge", OFF, "training.steps=1", code=0)
     assert max(len(line) for line in result.output.splitlines() if line.startswith("step ")) < 200
 
 
 def test_when_all_rewards_failed_the_first_is_told(job_file: Path) -> None:
-    result = invoke(with_reward(job_file, "raise ValueError('no digits')", onError="drop"), "dropped", OFF)
-    assert result.exit_code == 1
+    result = invoke(with_reward(job_file, "raise ValueError('no digits')", onError="drop"), "dropped", OFF, code=1)
     assert "all were dropped; the first, letters/1/0/0: reward 'reward': it raised ValueError: no digits" in " ".join(
         result.output.split()
     )
@@ -174,8 +170,7 @@ def test_a_run_tells_no_secret(job_file: Path) -> None:
     secret = "s3cr3t"
     http = {"type": "http", "url": f"http://me:{secret}@127.0.0.1:9/?key={secret}", "retries": 0}
     header = f"rewards.sources[0].headers.key={secret}"
-    result = invoke(with_spec(job_file, rewards={"sources": [http]}), "out", OFF, header)
-    assert result.exit_code == 1
+    result = invoke(with_spec(job_file, rewards={"sources": [http]}), "out", OFF, header, code=1)
     assert "the connection failed" in result.output
     assert "--set 'rewards.sources[0].headers.key=...'" in result.output
     files = [path for path in (job_file.parent / "out").rglob("*") if path.is_file()]
@@ -197,16 +192,14 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
     job_file: Path, overrides: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlhfspec.runs.folder.trackers.find_spec", lambda name: None)
-    result = invoke(job_file, "never", OFF, *overrides)
-    assert result.exit_code == 2
+    result = invoke(job_file, "never", OFF, *overrides, code=2)
     assert said in result.output
     assert not (job_file.parent / "never").exists()
 
 
 def test_a_long_prompt_leaves_no_room(job_file: Path) -> None:
     (job_file.parent / "data.jsonl").write_text('{"prompt": "' + "1+" * 300 + '"}\n')
-    result = invoke(job_file, "never", OFF, "dataset.maxPromptTokens=1000")
-    assert result.exit_code == 2
+    result = invoke(job_file, "never", OFF, "dataset.maxPromptTokens=1000", code=2)
     assert (
         "spec.dataset.maxPromptTokens: the longest prompt has 601 tokens, and the model 512 positions" in result.output
     )
@@ -288,8 +281,7 @@ def test_generator_and_trainer_agree(job_file: Path) -> None:
     train(job_file, "run")
     differences = [json.loads(line)["log_prob_difference"]["max"] for line in lines_of(job_file, "run")]
     assert 0 < max(differences) < 1e-5
-    result = invoke(job_file, "exact", "training.exactOnPolicy=true")
-    assert result.exit_code == 0, result.output
+    result = invoke(job_file, "exact", "training.exactOnPolicy=true", code=0)
     assert [json.loads(line)["log_prob_difference"]["max"] for line in lines_of(job_file, "exact")] == [0.0] * 3
     assert "log-prob difference max 0" in result.output
 
@@ -339,8 +331,7 @@ def test_steps_tell_each_experts_load(experts_job: Path) -> None:
 
 
 def test_the_manifest_says_how_every_model_was_found_right(experts_job: Path) -> None:
-    result = invoke(experts_job, "run", "training.exactOnPolicy=true", "training.steps=1")
-    assert result.exit_code == 0, result.output
+    invoke(experts_job, "run", "training.exactOnPolicy=true", "training.steps=1", code=0)
     models = RunFolder(experts_job.parent / "run").manifest().models
     assert {role: report["path"] for role, report in models.items()} == {
         "generator": "layers", "drafter": "layers", "reference": "layers", "critic": "layers", "trainer": "exact",

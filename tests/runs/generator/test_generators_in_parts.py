@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 from faults.processes import is_alive, named, of_run
-from runs import invoke, train
+from runs import command, invoke, train
 from started import Started, eventually, hold_rewards
-from typer.testing import CliRunner
 
-from rlhfspec.cli.main import app
 from rlhfspec.tiny import random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 
@@ -42,8 +40,7 @@ def test_two_generators_of_two_processes_have_the_curve_of_one_process_though_a_
     eventually(lambda: len(named(uid, "generator-0")) == 2, "the group is there again")
     assert all(is_alive(pid) for pid in others), "the other group is none of its business"
     hold.unlink()
-    code, output = run.ended()
-    assert code == 0, output
+    run.ends()
     assert run.curve() == whole, "the tokens are the same, and the trainer computes log-probs of its own"
     assert tokens_of(run.folder) == tokens_of(job_file.parent / "one")
     assert not of_run(uid), "nobody is left"
@@ -57,8 +54,7 @@ def test_ctrl_c_leaves_no_part_behind(job_file: Path, starting: Callable[..., St
     run.process.send_signal(signal.SIGINT)
     run.until("stopping: ")
     hold.unlink()
-    code, output = run.ended()
-    assert code == 130, output
+    run.ends(130)
     assert not of_run(uid), "nobody is left"
 
 
@@ -73,8 +69,7 @@ def test_a_supervisor_that_is_killed_leaves_no_part_behind(job_file: Path, start
 
 
 def test_heads_that_cannot_be_shared_out_are_refused_before_anything_starts(job_file: Path) -> None:
-    result = CliRunner().invoke(app, ["validate", str(job_file), "--set", "roles.generator.tensorParallel=4"])
-    assert result.exit_code == 2
+    result = command(["validate", str(job_file), "--set", "roles.generator.tensorParallel=4"], 2)
     assert (
         "spec.roles.generator.tensorParallel: must divide the model's num_key_value_heads (2) (got 4)" in result.output
     )
@@ -85,13 +80,11 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(job_file: Path, starting:
     random_model("phi3", seed=0, vocab_size=VOCAB_SIZE).save_pretrained(folder)
     hugging_face_tokenizer().save_pretrained(folder)
     run = starting("many", PARTS, f"model.path={folder}")
-    code, output = run.ended()
-    assert code == 2, output
+    output = run.ends(2)
     assert "spec.model.path: cannot be cut over 2 processes: Phi3ForCausalLM wants rowwise_split_input" in output
 
 
 def test_in_one_process_there_are_no_parts(job_file: Path) -> None:
-    result = invoke(job_file, "one", PARTS)
-    assert result.exit_code == 2
+    result = invoke(job_file, "one", PARTS, code=2)
     assert "spec.roles.generator.tensorParallel: needs --processes (got 2)" in result.output
     assert not (job_file.parent / "one").exists()

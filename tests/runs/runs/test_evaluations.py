@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import curve_of, invoke, train
-from typer.testing import CliRunner
+from runs import command, curve_of, invoke, train
 
-from rlhfspec.cli.main import app
 from rlhfspec.messages.records.evaluations import best
 from rlhfspec.runs.folder.run_folder import RunFolder
 
@@ -61,8 +59,7 @@ def test_the_best_checkpoint_is_kept(job_file: Path) -> None:
 
 
 def test_more_held_out_prompts_than_the_data_has_are_refused(job_file: Path) -> None:
-    result = invoke(job_file, "run", "evaluation.numPrompts=24")
-    assert result.exit_code == 2
+    result = invoke(job_file, "run", "evaluation.numPrompts=24", code=2)
     assert "spec.evaluation.numPrompts: must be < 24, the rows of the dataset" in result.output
 
 
@@ -75,8 +72,7 @@ def test_groups_are_whole_where_the_reward_wants_them_whole(job_file: Path) -> N
 def test_what_a_run_would_refuse_of_it_validate_refuses(job_file: Path) -> None:
     def said(*overrides: str) -> str:
         sets = [argument for override in overrides for argument in ("--set", override)]
-        result = CliRunner().invoke(app, ["validate", str(job_file), *sets])
-        assert result.exit_code == 2
+        result = command(["validate", str(job_file), *sets], 2)
         return result.output
 
     assert "spec.evaluation.path: " in said("evaluation.path=held.jsonl")

@@ -11,9 +11,7 @@ import torch
 from runs import train, write_job, write_models
 from scraping import OF_LEARNING, Scraper, names_of
 from started import Started, eventually, hold_rewards
-from typer.testing import CliRunner
 
-from rlhfspec.cli.main import app
 from rlhfspec.engine.distilling.learning import DraftLearning
 from rlhfspec.engine.distilling.student import Student
 from rlhfspec.huggingface.loading import load_model
@@ -66,8 +64,7 @@ def test_learning_changes_nothing(
     scraper.look()
     eventually(lambda: names_of([scraper.ask()]) >= OF_LEARNING, "what learning costs and brings is served")
     hold.unlink()
-    code, output = run.ended()
-    assert code == 0, output
+    run.ends()
     assert run.curve() == plain
     assert samples_of(job_file, "processes") == samples_of(job_file, "plain")
 
@@ -106,8 +103,7 @@ def test_a_resumed_run_goes_on_from_what_was_learnt_and_is_the_same_without(
     assert took[:1] == ([version] if found in ("whole", "another's") else [])
     if found == "whole":
         for command in (["report"], ["export", "--out", str(job_file.parent / "exported")]):
-            result = CliRunner().invoke(app, ["drafter", command[0], str(job_file.parent / "run"), *command[1:]])
-            assert result.exit_code == 0, result.output
+            command(["drafter", command[0], str(job_file.parent / "run"), *command[1:]], 0)
         assert load_model(job_file.parent / "exported").config.num_hidden_layers == 2
     said = [r.getMessage() for r in caplog.records if "drafter" in r.getMessage() and r.levelname == "WARNING"]
     assert len(said) == (found in ("damaged", "another's")), said
@@ -126,7 +122,6 @@ def test_a_killed_generator_goes_on_learnt(job_file: Path, deep_models: Path, st
     said = "goes on from what was learnt"
     eventually(lambda: any(said in file.read_text() for file in logs.glob("*generator*")), "the next one takes it")
     hold.unlink()
-    code, output = run.ended()
-    assert code == 0, output
+    run.ends()
     assert run.curve() == plain
     assert samples_of(job_file, "killed") == samples_of(job_file, "plain")

@@ -28,8 +28,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_its_cause_in_the_last_line(
     run = starting("disk/out", "training.steps=3000", "observability.traces=false")
     run.until(" 1/3000 ")
     fill(disk)
-    code, output = run.ended()
-    assert code == 1
+    output = run.ends(1)
     assert "No space left on device" in output
     assert "started again" not in output
     assert "cannot be written down" in output.splitlines()[-1], "nor the manifest"

@@ -50,6 +50,5 @@ def test_an_endpoint_is_a_url_and_needs_its_package(job_file: Path, monkeypatch:
     refused = invoke(job_file, "out", "observability.otlpEndpoint=localhost:4317")
     assert (refused.exit_code, "spec.observability.otlpEndpoint" in refused.output) == (2, True)
     monkeypatch.setattr("rlhfspec.runs.folder.trackers.find_spec", lambda name: None)
-    refused = invoke(job_file, "out", "observability.otlpEndpoint=http://localhost:4317")
-    assert refused.exit_code == 2
+    refused = invoke(job_file, "out", "observability.otlpEndpoint=http://localhost:4317", code=2)
     assert "pip install 'rlhfspec[processes]'" in refused.output

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 from advice import Adviser
-from runs import train
+from runs import command, train
 from traced_moves import check_traces, told_by_trace
-from typer.testing import CliRunner
 
-from rlhfspec.cli.main import app
 from rlhfspec.messages.records import Moved
 from rlhfspec.rebalancer.knowledge import FleetKnowledge
 from rlhfspec.rebalancer.service import RebalancerService
@@ -43,8 +41,7 @@ def moved_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trace(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["trace", *arguments])
-    assert result.exit_code == 0, result.output
+    result = command(["trace", *arguments], 0)
     return result.output
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from places import ROOT
-from typer.testing import CliRunner
+from runs import command
 
-from rlhfspec.cli.main import app
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.tiny import random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
@@ -39,6 +38,5 @@ def test_an_example_runs(name: str, untrained: Path, tmp_path: Path) -> None:
         "observability.view": "off",
     }
     options = [part for path, value in smaller.items() for part in ("--set", f"{path}={value}")]
-    answer = CliRunner().invoke(app, ["run", str(EXAMPLES / name), "--out", str(tmp_path / "out"), *options])
-    assert answer.exit_code == 0, answer.output
+    command(["run", str(EXAMPLES / name), "--out", str(tmp_path / "out"), *options], 0)
     assert [metrics.step for metrics in RunFolder(tmp_path / "out").steps()] == [1, 2]

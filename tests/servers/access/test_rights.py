@@ -69,10 +69,6 @@ async def everybody(place: Place) -> AsyncIterator[dict[str, NatsTransport]]:
         await asyncio.gather(*(transport.close() for transport in transports.values()))
 
 
-def produced_by(stage: loop.Stage) -> tuple[type, ...]:
-    return (*stage.produces, *loop.OF_A_PROCESS)
-
-
 async def read(reading: Subscription, ids: set[str]) -> dict[str, Message]:
     found: dict[str, Message] = {}
     while not ids <= found.keys():
@@ -93,7 +89,7 @@ async def test_all_that_a_role_does_works(place: Place) -> None:
                 watched[role, record] = await transports[role].watch(subject(record))
         published: dict[type, set[str]] = {}
         for name, stage in STAGES.items():
-            for record in produced_by(stage):
+            for record in (*stage.produces, *loop.OF_A_PROCESS):
                 id = f"{name}/{record.__name__}"
                 assert await transports[name].publish(subject(record), b"!", id=id, key=f"{name}-0")
                 published.setdefault(record, set()).add(id)

@@ -48,10 +48,6 @@ def train(folder: Path, checkpoints: CheckpointStore, step: int) -> None:
     checkpoints.save(step, {"learner": {"step": step, "weights": [step] * 50}})
 
 
-def last_line(folder: Path, name: str) -> int:
-    return int(json.loads((folder / name).read_text().splitlines()[-1])["step"])
-
-
 @settings(max_examples=12, deadline=None)
 @given(steps=st.integers(2, 4), dies_after=st.integers(0, 14))
 def test_a_trainer_that_dies_while_it_sends_is_followed_by_one_that_goes_on(steps: int, dies_after: int) -> None:
@@ -75,7 +71,7 @@ def test_a_trainer_that_dies_while_it_sends_is_followed_by_one_that_goes_on(step
             assert latest >= acknowledged
             assert checkpoints.load(latest)["learner"]["weights"] == [latest] * 50
             for name in ("samples.jsonl", "steps.jsonl"):
-                assert last_line(second / RUN, name) >= latest
+                assert int(json.loads(((second / RUN) / name).read_text().splitlines()[-1])["step"]) >= latest
             train(second / RUN, checkpoints, steps + 1)
         after.send()
         there = {path.removeprefix(f"{RUN}/checkpoints/").split("/")[0]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from bench_models import untrained_pair_in
 from rich.console import Console
+from runs import command
 from typer.testing import CliRunner
 
 from rlhfspec.bench import trees
@@ -230,8 +231,7 @@ def test_explain_shows_predicted_and_real(untrained_pair: tiny_models.TinyModels
         "bench", "explain", "--model", str(untrained_pair.wide), "--draft", str(untrained_pair.draft),
         "--batch", "4", "--tokens", "16", "--threads", "1", "--decisions", "3",
     ]  # fmt: skip
-    outcome = CliRunner().invoke(cli.app, arguments)
-    assert outcome.exit_code == 0, outcome.output
+    outcome = command(arguments, 0)
     for part in (
         "decisions: predicted → real",
         "the plans as they looked last",
@@ -247,8 +247,7 @@ def test_trees_compares_with_chains(untrained_pair: tiny_models.TinyModels, monk
         "bench", "trees", "--model", str(untrained_pair.wide), "--draft", str(untrained_pair.draft),
         "--batch", "4", "--tokens", "16",
     ]  # fmt: skip
-    outcome = CliRunner().invoke(cli.app, arguments)
-    assert outcome.exit_code == 0, outcome.output
+    outcome = command(arguments, 0)
     assert "-n4" in outcome.output
     gain = trees.TreeGain(num_nodes=32, chain_tokens=10.0, tree_tokens=10.9, tree="x")
     assert (gain.holds, replace(gain, tree_tokens=11.0).holds, replace(gain, num_nodes=8).holds) == (False, True, True)
@@ -260,8 +259,7 @@ def test_demo_draws_its_picture(
     monkeypatch.setattr(tiny_models, "ensure", lambda *_, **__: untrained_pair)
     picture = tmp_path / "pictures" / "demo.png"
     arguments = ["bench", "drain", "--output", str(picture), "--tokens", "8", "--threads", "1", "--dtype", "float32"]
-    outcome = CliRunner().invoke(cli.app, arguments)
-    assert outcome.exit_code == 0, outcome.output
+    outcome = command(arguments, 0)
     assert "64 of 64 sequences" in outcome.output
     assert "the strategy as the batch drained" in outcome.output
     assert picture.exists()

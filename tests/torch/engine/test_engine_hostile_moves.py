@@ -12,7 +12,7 @@ from hostile_states import exported, target_of_fuzzing
 from hypothesis import given, settings, strategies as st
 from moving import PROMPT, VOCAB, alone, bits, drain, make, model, request
 
-from rlhfspec.engine import Completion, Engine
+from rlhfspec.engine import Engine
 from rlhfspec.engine.base import SequenceState
 from rlhfspec.engine.kv.state_bytes import checksum_of, from_bytes, to_bytes
 from rlhfspec.errors import InvalidRequest, MalformedRecord, SequenceStateError, WeightsVersionError
@@ -353,7 +353,7 @@ def test_a_header_that_lies_is_refused_by_name_or_harmless(data: st.DataObject) 
         assert not there.has_work
         assert there.cancel("x") == is_reserved
     for done in drain(there).values():
-        assert len(done.token_ids) == len(done.log_probs) <= done_limit(done)
+        assert len(done.token_ids) == len(done.log_probs) <= (128 - len(done.prompt_token_ids))
     for name in list(there.scheduler.arriving):
         assert there.cancel(name)
     assert there.stats().num_free_blocks == there.stats().num_blocks
@@ -379,7 +379,3 @@ def test_a_reservation_is_for_one_request_and_never_longer_than_what_comes() -> 
     there.check_integrity()
     there.import_sequence(x)
     assert bits(drain(there)["x"]) == alone(max_tokens=60)
-
-
-def done_limit(done: Completion) -> int:
-    return 128 - len(done.prompt_token_ids)

@@ -19,7 +19,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from on_device import BY_COMPANY
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
-from rlhfspec.engine.base import SequenceState
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.forward.runner import ModelRunner
@@ -215,7 +214,7 @@ class Memory(RuleBasedStateMachine):
             there.cancel(name)
             here.cancel(name) if end == "give up" else here.reattach(name)
         else:
-            there.import_sequence(state if end == "land" else _tokens_only(state))
+            there.import_sequence(state if end == "land" else replace(state, rest=None))
             assert here.cancel(name)
         Memory.seen[end] += 1
 
@@ -283,10 +282,6 @@ class Memory(RuleBasedStateMachine):
             fresh_forward(judge, tokens, np.zeros(1))
             expected = kv_at(judge, np.arange(len(tokens) - len(slots), len(tokens)))
             assert torch.equal(kv_at(runner, slots), expected)
-
-
-def _tokens_only(state: SequenceState) -> SequenceState:
-    return replace(state, rest=None)
 
 
 @pytest.mark.on_the_cpu(BY_COMPANY)

@@ -48,16 +48,12 @@ def loaded_by_hugging_face(model: Any) -> Any:
     return type(model).from_pretrained(None, config=model.config, state_dict=weights, dtype=BF16)
 
 
-def buffers_of(model: nn.Module) -> dict[str, tuple[torch.dtype, Tensor]]:
-    return {name: (buffer.dtype, buffer.clone()) for name, buffer in model.named_buffers()}
-
-
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("model_type", AS_HUGGING_FACE)
 def test_parameters_are_what_hugging_face_makes_of_them(model_type: str) -> None:
     model = tiny_model(tiny_config(model_type))
     wanted = dict(loaded_by_hugging_face(model).named_parameters())
-    before = buffers_of(model)
+    before = {name: (buffer.dtype, buffer.clone()) for name, buffer in model.named_buffers()}
     cast(model, precision_of(model, BF16))
     found = dict(model.named_parameters())
     assert found.keys() == wanted.keys()

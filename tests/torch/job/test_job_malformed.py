@@ -17,6 +17,7 @@ import yaml
 from hypothesis import given, strategies as st
 from invalid_jobs import HTTP, JOB, REMOVED, SOURCE, Wrong, all_wrong, edited
 from pydantic import ValidationError
+from runs import command
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
@@ -236,8 +237,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_refused(file: Path, field: str, fix: str, *options: str) -> None:
-    result = CliRunner().invoke(app, ["validate", str(file), *options])
-    assert result.exit_code == 2, result.output + repr(result.exception)
+    result = command(["validate", str(file), *options], 2)
     assert isinstance(result.exception, SystemExit)
     said = next((line for line in result.output.splitlines() if f"{field}: " in line), result.output)
     assert f"{field}: " in said, result.output
@@ -248,8 +248,7 @@ def assert_refused(file: Path, field: str, fix: str, *options: str) -> None:
 def test_the_unspoiled_job_is_valid(folder: Path) -> None:
     file = folder / "good.yaml"
     file.write_text(yaml.safe_dump(LAPTOP_JOB))
-    result = CliRunner().invoke(app, ["validate", str(file), "--prompts"])
-    assert result.exit_code == 0, result.output
+    result = command(["validate", str(file), "--prompts"], 0)
     assert "3 of 5 to 5 tokens, 0 too long" in result.output
 
 
@@ -372,8 +371,7 @@ def test_no_refusal_repeats_a_secret(folder: Path, edits: dict[str, Any], overri
     file = folder / "secret.yaml"
     file.write_text(laptop(edits))
     sets = [word for override in overrides for word in ("--set", override)]
-    result = CliRunner().invoke(app, ["validate", str(file), *sets])
-    assert result.exit_code == 2, result.output
+    result = command(["validate", str(file), *sets], 2)
     assert SECRET not in result.output
 
 
@@ -490,8 +488,7 @@ def test_a_laptop_says_what_it_leaves_aside(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["validate", str(file), "--set", "dataset.path=tiny:sums.jsonl"])
     assert f"remark: {line}" in said.output
     # What the run needs is missing, and only then refused: the line comes first.
-    said = CliRunner().invoke(app, ["run", str(file), "--resume", "--out", str(tmp_path / "none")])
-    assert said.exit_code == 2
+    said = command(["run", str(file), "--resume", "--out", str(tmp_path / "none")], 2)
     assert line in said.output.replace("\n", "")
 
 
