@@ -11,50 +11,6 @@ from rlhfspec.job.block import Block, Mark, Natural, Positive, Seconds
 BUILT_IN_FUNCTIONS = {"reasoning-gym": "rlhfspec.tiny.reasoning:score"}  # by the name that a job may write
 
 
-class FunctionReward(Block):
-    """A reward computed by a Python function."""
-
-    type: Literal["function"] = Field(description="Kind of source.")
-    function: str = Field(
-        description="Function as module:function, or reasoning-gym; modules beside the job file are found first."
-    )
-    batched: bool = Field(
-        False, description="Call the function once per prompt, with lists of prompts, completions and columns."
-    )
-
-
-class ModelReward(Block):
-    """A reward computed by a reward model."""
-
-    type: Literal["model"] = Field(description="Kind of source.")
-    path: str = Field(
-        min_length=1,
-        description="Folder or hub id of a sequence classification model; with several outputs, set label.",
-    )
-    label: Natural | None = Field(
-        None, description="Index of the output that is the reward; null: the model has one output."
-    )
-    chat_template: bool = Field(
-        False, description="Format prompt and response with the model's chat template; false: concatenate them."
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Precision of the model; auto: bfloat16 on a GPU, float32 on a CPU."
-    )
-
-
-class HttpReward(Block):
-    """A reward computed by an HTTP endpoint."""
-
-    type: Literal["http"] = Field(description="Kind of source.")
-    url: str = Field(
-        pattern=r"^(https?://|\$\{)",
-        description="URL that receives a JSON POST; ${NAME} is taken from the environment.",
-    )
-    headers: Annotated[dict[str, str], Mark.RESUMABLE] = Field(
-        {}, description="HTTP headers; ${NAME} is taken from the environment: use it for keys."
-    )
-
-
 class _Common(Block):
     name: Annotated[str | None, Mark.RESUMABLE] = Field(
         None, description="Name in metrics and messages; null: derived from the source."
@@ -72,16 +28,42 @@ class _Common(Block):
     )
 
 
-class FunctionSource(FunctionReward, _Common):
-    pass
+class FunctionSource(_Common):
+    type: Literal["function"] = Field(description="Kind of source.")
+    function: str = Field(
+        description="Function as module:function, or reasoning-gym; modules beside the job file are found first."
+    )
+    batched: bool = Field(
+        False, description="Call the function once per prompt, with lists of prompts, completions and columns."
+    )
 
 
-class ModelSource(ModelReward, _Common):
-    pass
+class ModelSource(_Common):
+    type: Literal["model"] = Field(description="Kind of source.")
+    path: str = Field(
+        min_length=1,
+        description="Folder or hub id of a sequence classification model; with several outputs, set label.",
+    )
+    label: Natural | None = Field(
+        None, description="Index of the output that is the reward; null: the model has one output."
+    )
+    chat_template: bool = Field(
+        False, description="Format prompt and response with the model's chat template; false: concatenate them."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Precision of the model; auto: bfloat16 on a GPU, float32 on a CPU."
+    )
 
 
-class HttpSource(HttpReward, _Common):
-    pass
+class HttpSource(_Common):
+    type: Literal["http"] = Field(description="Kind of source.")
+    url: str = Field(
+        pattern=r"^(https?://|\$\{)",
+        description="URL that receives a JSON POST; ${NAME} is taken from the environment.",
+    )
+    headers: Annotated[dict[str, str], Mark.RESUMABLE] = Field(
+        {}, description="HTTP headers; ${NAME} is taken from the environment: use it for keys."
+    )
 
 
 RewardSource = Annotated[FunctionSource | ModelSource | HttpSource, Field(discriminator="type")]

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.job.rewards import ModelReward
+from rlhfspec.job.rewards import ModelSource
 from rlhfspec.stage.context import Context
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def build(job: RLHFJob, context: Context) -> RewardService:
 
 def _device(job: RLHFJob) -> str:
     """Return the device. Without a reward model it is the CPU, and torch is not imported."""
-    if not any(isinstance(source, ModelReward) for source in job.spec.rewards.sources):
+    if not any(isinstance(source, ModelSource) for source in job.spec.rewards.sources):
         return "cpu"
     from rlhfspec.huggingface.devices import device_of
 

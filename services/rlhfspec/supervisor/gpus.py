@@ -6,7 +6,7 @@ from itertools import cycle
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
-from rlhfspec.job.rewards import ModelReward
+from rlhfspec.job.rewards import ModelSource
 from rlhfspec.messages.loop import workers_of
 
 Dealt = dict[tuple[str, int], list[str]]  # (stage, worker) -> the GPUs of its processes, one each
@@ -33,7 +33,7 @@ def deal(job: RLHFJob, gpus: Sequence[str]) -> Dealt:
 def _wanting(job: RLHFJob) -> Iterator[tuple[str, int]]:
     workers, spec = workers_of(job), job.spec
     yield from [("trainer", 0)] * spec.num_processes("trainer")
-    has_reward_model = any(isinstance(source, ModelReward) for source in spec.rewards.sources)
+    has_reward_model = any(isinstance(source, ModelSource) for source in spec.rewards.sources)
     for stage in ("generator", "reference", "critic", *(["reward"] if has_reward_model else [])):
         for worker in range(workers.get(stage, 0)):
             yield from [(stage, worker)] * spec.num_processes(stage)
