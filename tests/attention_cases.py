@@ -199,7 +199,6 @@ def triton_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, k
     on_device = [x.to(device) for x in (query, key, value, kv)]
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     options = {"split": SPLIT} | options
-    kernel = tree_attention_triton.attend_partial if "splits" in options else tree_attention_triton.tree_attention
-    out = kernel(*on_device, layer, meta.tensors(on_device[0].device), **options)
+    out = tree_attention_triton.tree_attention(*on_device, layer, meta.tensors(on_device[0].device), **options)
     kv.copy_(on_device[3])
     return out.cpu()

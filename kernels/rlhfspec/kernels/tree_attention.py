@@ -27,10 +27,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rlhfspec.kernels.attention_indices import AttentionIndices
-from rlhfspec.kernels.attention_splits import SPLIT, Partials, check_split
+from rlhfspec.kernels.attention_splits import SPLIT, check_split
 from rlhfspec.kernels.cpu import build
-from rlhfspec.kernels.tree_attention_twin import attend_partial_reference, tree_attention_reference
+from rlhfspec.kernels.tree_attention_twin import AttentionIndices, tree_attention_reference
 
 IndexArray = npt.NDArray[np.int32] | torch.Tensor
 
@@ -113,34 +112,6 @@ def tree_attention(
     )  # fmt: skip
 
 
-def attend_partial(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, meta: AttentionMeta,
-    *, splits: tuple[int, int], scale: float, sliding_window: int | None = None, chunk: int | None = None,
-    softcap: float = 0.0, split: int = SPLIT,
-) -> Partials:  # fmt: skip
-    """Attend only the splits [first, stop), for a caller with a part of the KV; `attention_splits.merge` combines all
-    parts. Rows with slot -1 are stored elsewhere. Slots of other splits are checked but never read, so 0 will do."""
-    _check_call(query, key, value, kv, layer, meta, scale, sliding_window, chunk, softcap, None, split)
-    if not 0 <= splits[0] < splits[1]:
-        raise ValueError(f"splits: must be [first, stop) with at least one split (got {splits})")
-    if query.is_cuda:
-        from rlhfspec.kernels import tree_attention_triton
-
-        numbers = tree_attention_triton.attend_partial(
-            query, key, value, kv, layer, meta.tensors(query.device), splits=splits,
-            scale=scale, sliding_window=sliding_window, chunk=chunk, softcap=softcap, split=split,
-        )  # fmt: skip
-    elif _has_native(query, kv):
-        options = (scale, sliding_window, chunk, softcap, None, split)
-        numbers = _native(query, key, value, kv, layer, meta, *options, splits=splits)
-    else:
-        numbers = attend_partial_reference(
-            query, key, value, kv, layer, meta, splits=splits,
-            scale=scale, sliding_window=sliding_window, chunk=chunk, softcap=softcap, split=split,
-        )  # fmt: skip
-    return Partials(numbers, splits[0], split)
-
-
 def _check_call(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, meta: AttentionMeta,
     scale: float, sliding_window: int | None, chunk: int | None, softcap: float, sinks: torch.Tensor | None, split: int,
@@ -182,7 +153,7 @@ PROBLEMS = (
 )
 
 
-CALL = struct.Struct("@27q2f")  # mirrors struct AttentionCall of csrc/attention.h; packing is cheaper than 25 arguments
+CALL = struct.Struct("@24q2f")  # mirrors struct AttentionCall of csrc/attention.h; packing is cheaper than 22 arguments
 
 
 class _BatchStruct(ctypes.Structure):
@@ -251,7 +222,6 @@ def _has_native(query: torch.Tensor, kv: torch.Tensor) -> bool:
 def _native(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, meta: AttentionMeta,
     scale: float, sliding_window: int | None, chunk: int | None, softcap: float, sinks: torch.Tensor | None, split: int,
-    *, splits: tuple[int, int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     batch = meta.native()
     num_rows, num_heads, dim = query.shape
@@ -260,8 +230,7 @@ def _native(
         raise ValueError(f"meta: slot {batch.highest_slot} is outside the cache's {num_blocks * block_size}")
     query, key, value = _readable(query), _readable(key), _readable(value)
     sinks = None if sinks is None else sinks.float().contiguous()
-    first, stop = splits or (0, 0)
-    out = torch.empty((num_rows, num_heads, stop - first, 2 + dim) if splits else (num_rows, num_heads, dim))
+    out = torch.empty((num_rows, num_heads, dim))
     plane = block_size * num_kv_heads * dim
     call = CALL.pack(
         batch.address,
@@ -269,7 +238,7 @@ def _native(
         kv.data_ptr() + layer * 2 * plane * kv.element_size(), kv.dtype == torch.bfloat16,
         num_layers * 2 * plane, plane, block_size, num_heads, num_kv_heads, dim,
         sliding_window or 0, chunk or 0, split, 0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
-        splits is not None, first, stop, build.num_threads(), scale, softcap,
+        build.num_threads(), scale, softcap,
     )  # fmt: skip
     _kernels().attend(call)
     return out

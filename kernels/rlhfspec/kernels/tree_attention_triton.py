@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlhfspec.kernels.attention_indices import AttentionIndices
+from rlhfspec.kernels.tree_attention_twin import AttentionIndices
 
 WARPS = 8
 MOST_PARTIAL_BYTES = 1 << 26  # of unmerged splits; limits the rows per pass
@@ -35,26 +35,17 @@ def tree_attention(
     num_splits = triton.cdiv(room, split)
     if num_splits <= 1:
         out = torch.empty((num_rows, num_heads, dim), dtype=query.dtype, device=query.device)
-        _attend(query, kv, layer, indices, out, None, 0, scale, sliding_window, chunk, softcap, sinks, split)
+        _attend(query, kv, layer, indices, out, None, scale, sliding_window, chunk, softcap, sinks, split)
         return out
     rows = max(1, MOST_PARTIAL_BYTES // (num_heads * num_splits * (2 + dim) * 4))
     merged = []
     for start in range(0, max(num_rows, 1), rows):
         numbers = _partials(
-            query[start : start + rows], kv, layer, _rows_of(indices, start, start + rows), (0, num_splits), scale,
+            query[start : start + rows], kv, layer, _rows_of(indices, start, start + rows), num_splits, scale,
             sliding_window, chunk, softcap, split,
         )  # fmt: skip
         merged.append(merge(numbers, sinks, query.dtype))
     return merged[0] if len(merged) == 1 else torch.cat(merged)
-
-
-def attend_partial(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int,
-    indices: AttentionIndices, *, splits: tuple[int, int], scale: float, sliding_window: int | None = None,
-    chunk: int | None = None, softcap: float = 0.0, split: int,
-) -> torch.Tensor:  # fmt: skip
-    _write_kv(key, value, kv, layer, indices.slots)
-    return _partials(query, kv, layer, indices, splits, scale, sliding_window, chunk, softcap, split)
 
 
 def merge(numbers: torch.Tensor, sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -89,19 +80,19 @@ def _write_kv(key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: i
 
 
 def _partials(
-    query: torch.Tensor, kv: torch.Tensor, layer: int, indices: AttentionIndices, splits: tuple[int, int],
+    query: torch.Tensor, kv: torch.Tensor, layer: int, indices: AttentionIndices, num_splits: int,
     scale: float, sliding_window: int | None, chunk: int | None, softcap: float, split: int,
 ) -> torch.Tensor:  # fmt: skip
     num_rows, num_heads, dim = query.shape
-    shape = (num_rows, num_heads, splits[1] - splits[0], 2 + dim)
+    shape = (num_rows, num_heads, num_splits, 2 + dim)
     numbers = torch.empty(shape, dtype=torch.float32, device=query.device)
-    _attend(query, kv, layer, indices, None, numbers, splits[0], scale, sliding_window, chunk, softcap, None, split)
+    _attend(query, kv, layer, indices, None, numbers, scale, sliding_window, chunk, softcap, None, split)
     return numbers
 
 
 def _attend(
     query: torch.Tensor, kv: torch.Tensor, layer: int, indices: AttentionIndices, out: torch.Tensor | None,
-    numbers: torch.Tensor | None, first_split: int, scale: float, sliding_window: int | None, chunk: int | None,
+    numbers: torch.Tensor | None, scale: float, sliding_window: int | None, chunk: int | None,
     softcap: float, sinks: torch.Tensor | None, split: int,
 ) -> None:  # fmt: skip
     num_rows, num_heads, dim = query.shape
@@ -118,7 +109,7 @@ def _attend(
     _attention_kernel[(num_rows, num_kv_heads, num_splits)](
         query, kv, out, numbers, sinks, indices.table_rows, indices.context_lens, extra, slot_table, num_rows,
         *query.stride()[:2], slot_table.stride(0), extra.shape[1], block_stride, plane, first, num_heads, num_kv_heads,
-        scale, softcap, sliding_window or 0, chunk or 0, split, first_split, num_splits,
+        scale, softcap, sliding_window or 0, chunk or 0, split, num_splits,
         PADDED_EXTRA=triton.next_power_of_2(max(extra.shape[1], 1)), BLOCK_SIZE=block_size,
         HAS_SOFTCAP=softcap > 0.0, HAS_SINKS=sinks is not None, PARTIAL=numbers is not None,
         **tiles(group, dim), num_warps=WARPS,
@@ -162,7 +153,7 @@ def _write_kv_kernel(  # type: ignore[no-untyped-def]
 def _attention_kernel(  # type: ignore[no-untyped-def]
     query, kv, out, numbers, sinks, table_rows, context_lens, extra, slot_table, num_rows,
     query_row, query_head, table_stride, extra_width, block_stride, plane, first, num_heads, num_kv_heads,
-    scale, softcap, window, chunk, split, first_split, num_splits,
+    scale, softcap, window, chunk, split, num_splits,
     GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PADDED_EXTRA: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PARTIAL: tl.constexpr,
@@ -186,7 +177,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         extra + row[:, None] * extra_width + e[None, :], mask=there[:, None] & (e < extra_width)[None, :], other=-1
     )
     num_extras = tl.sum((extras >= 0).to(tl.int32), axis=1)
-    begin, end = _visible(context + num_extras, window, chunk, (first_split + part) * split, split)
+    begin, end = _visible(context + num_extras, window, chunk, part * split, split)
     shared_end = tl.where(num_extras > 0, tl.minimum(end, context // TILE * TILE), end)
     seen_by_any = there & (begin < shared_end)
     highest = tl.max(tl.where(seen_by_any, shared_end, 0), axis=0)
@@ -211,7 +202,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         is_served = (leader + place < stop) & (tl.load(table_rows + own) == sequence)
         largest, weight_sum, sums = _add_node(
             q, kv, table, tl.load(context_lens + own), extra + own.to(tl.int64) * extra_width, is_served, place,
-            largest, weight_sum, sums, extra_width, scale, softcap, window, chunk, (first_split + part) * split, split,
+            largest, weight_sum, sums, extra_width, scale, softcap, window, chunk, part * split, split,
             block_stride, plane, num_kv_heads,
             PADDED_GROUP, ROWS, DIM, PADDED_DIM, BLOCK_SIZE, PADDED_EXTRA, TILE, HAS_SOFTCAP,
         )  # fmt: skip

@@ -7,8 +7,18 @@ from typing import Protocol
 
 import torch
 
-from rlhfspec.kernels.attention_indices import AttentionIndices
 from rlhfspec.kernels.attention_splits import SPLIT, merge_reference
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionIndices:
+    """Indices of an `AttentionMeta` as int32 tensors on the device of the query."""
+
+    slots: torch.Tensor  # [N]
+    table_rows: torch.Tensor  # [N]
+    context_lens: torch.Tensor  # [N]
+    extra: torch.Tensor  # [N, E]
+    slot_table: torch.Tensor  # [R, L]
 
 
 class Meta(Protocol):
@@ -39,21 +49,6 @@ def tree_attention_reference(
             result = merge_reference(twin.partials(row, begin, slots, splits, split), sinks)
         out[row] = result.to(query.dtype)
     return out
-
-
-def attend_partial_reference(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, layer: int, meta: Meta,
-    *, splits: tuple[int, int], scale: float, sliding_window: int | None = None, chunk: int | None = None,
-    softcap: float = 0.0, split: int = SPLIT,
-) -> torch.Tensor:  # fmt: skip
-    indices = meta.tensors(query.device)
-    write_kv_reference(key, value, kv, layer, indices.slots)
-    twin = _Twin(query, kv, layer, scale, softcap)
-    rows = [
-        twin.partials(row, *visible_slots(indices, row, sliding_window, chunk), range(*splits), split)
-        for row in range(len(query))
-    ]
-    return torch.stack(rows)
 
 
 @dataclass(frozen=True, slots=True)

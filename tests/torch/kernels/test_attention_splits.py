@@ -3,8 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise, product
-from typing import Any
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import torch
 from attention_cases import (
     LONG,
     LONG_OPTIONS,
-    NEVER,
     Case,
     Options,
     Sequence,
@@ -27,10 +25,10 @@ from attention_cases import (
 )
 from hypothesis import given, settings, strategies as st
 
-from rlhfspec.kernels import attention_splits, tree_attention as module
-from rlhfspec.kernels.attention_splits import SPLIT, Partials, merge
+from rlhfspec.kernels import tree_attention as module
+from rlhfspec.kernels.attention_splits import SPLIT
 from rlhfspec.kernels.cpu import build
-from rlhfspec.kernels.tree_attention import AttentionMeta, attend_partial
+from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.kernels.tree_attention_twin import tree_attention_reference
 
 UNSPLIT = 1 << 20  # longer than any context here
@@ -39,13 +37,12 @@ ISAS = [isa for isa in build.GENERAL_ISAS if build.supports(isa)]
 
 @pytest.fixture
 def every_isa(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return a function that selects the instruction set of attention and merging."""
-    kernels, merge_kernel = module._kernels, attention_splits._kernel
+    """Return a function that selects the instruction set of attention."""
+    kernels = module._kernels
 
     def choose(isa: str) -> None:
-        attention, merging = kernels(isa), merge_kernel(isa)
+        attention = kernels(isa)
         monkeypatch.setattr(module, "_kernels", lambda: attention)
-        monkeypatch.setattr(attention_splits, "_kernel", lambda: merging)
 
     return choose
 
@@ -87,42 +84,6 @@ def test_splits_matter_only_beyond_the_first() -> None:
     assert not torch.equal(split, unsplit)
 
 
-def holding(case: Case, splits: tuple[int, int], split: int) -> Case:
-    first, stop = splits[0] * split, splits[1] * split
-    meta, kv = case.meta, torch.full_like(case.kv, torch.nan)
-    table, extra, slots = meta.slot_table.copy(), meta.extra.copy(), meta.slots.copy()
-    held = np.unique(table[:, first:stop])
-    held = held[held != NEVER]
-    table[:, :first] = table[:, stop:] = 0
-    positions = np.arange(extra.shape[1]) + meta.context_lens[:, None]
-    extra[(extra >= 0) & ((positions < first) | (positions >= stop))] = 0
-    own = meta.context_lens + (extra >= 0).sum(1) - 1
-    slots[(own < first) | (own >= stop)] = -1
-    block, offset = np.divmod(held, case.kv.shape[3])
-    kv[block, :, :, offset] = case.kv[block, :, :, offset]
-    return replace(case, kv=kv, meta=AttentionMeta(slots, meta.table_rows, meta.context_lens, extra, table))
-
-
-def parts_of(case: Case, cuts: tuple[int, ...], split: int, kernel: Callable[..., Any], options: Options) -> list[Any]:
-    options = {name: value for name, value in options.items() if name != "sinks"}  # they come in at the end
-    return [holding(case, pair, split).run(kernel, splits=pair, split=split, **options) for pair in pairwise(cuts)]
-
-
-def merged(case: Case, cuts: tuple[int, ...], split: int, **options: Any) -> torch.Tensor:
-    return merge(parts_of(case, cuts, split, attend_partial, options), sinks=options.get("sinks"))
-
-
-@needs_native
-@settings(max_examples=40)
-@given(
-    forest=long_forests, shape=shapes, options=st.sampled_from(LONG_OPTIONS),
-    cuts=st.sets(st.integers(1, 4), max_size=3),
-)  # fmt: skip
-def test_parts_merge_to_one_calls_bits(forest: list[Sequence], shape: Shape, options: Options, cuts: set[int]) -> None:
-    expected = make_case(forest, shape).run(split=64, **options)
-    assert_same_bits(merged(make_case(forest, shape), (0, *sorted(cuts), 5), 64, **options), expected)
-
-
 COMPARED = list(product((64, 256, 1024, SPLIT), (700, 4200, 9000), (1, 7, 33), (torch.float32, torch.bfloat16)))
 
 
@@ -133,48 +94,28 @@ def test_no_bit_of_a_long_context_depends_on_where_it_is_computed(
     split: int, committed: int, rows: int, dtype: torch.dtype, every_isa: Callable[[str], None],
     threads: Callable[[int], None],
 ) -> None:  # fmt: skip
-    """72 contexts vary rows, placements, slots, threads and instruction sets in over 600 comparisons."""
+    """72 contexts vary rows, slots, threads and instruction sets in hundreds of comparisons."""
     forest = [Sequence(committed, chain(rows), as_tree=bool(rows % 2)), Sequence(200, chain(20), as_tree=False)]
 
     def case(place_seed: int = 0) -> Case:
         return make_case(forest, Shape(dtype=dtype, num_heads=4), place_seed=place_seed)
 
-    whole, num_splits = case(), -(-(committed + rows) // split)
+    whole = case()
     expected = whole.run(split=split)
     for row in {0, rows - 1, rows}:
         assert_same_bits(whole.row(row).run(split=split), expected[row : row + 1])
-    for cut in {num_splits // 3, num_splits - 1} - {0}:
-        assert_same_bits(merged(case(), (0, cut, num_splits), split), expected)
     threads(3)
     assert_same_bits(case(place_seed=5).run(split=split), expected)
     for isa in ISAS:
         every_isa(isa)
         assert_same_bits(case().run(split=split), expected)
-        assert_same_bits(merged(case(), (0, num_splits), split), expected)
-
-
-def test_the_twins_parts_merge_too() -> None:
-    case = make_case(LONG, Shape()).doubled()
-    for options in LONG_OPTIONS:
-        expected = make_case(LONG, Shape()).doubled().run(tree_attention_reference, split=64, **options)
-        parts = parts_of(case, (0, 1, 3, 4), 64, attend_partial, options)  # float64 always goes to the twin
-        assert (merge(parts, sinks=options.get("sinks"), dtype=torch.float64) - expected).abs().max() < 1e-12
 
 
 @needs_native
-def test_parts_that_do_not_follow_each_other_are_refused() -> None:
-    first, third = Partials(torch.zeros(1, 1, 1, 3), 0, 64), Partials(torch.zeros(1, 1, 1, 3), 2, 64)
-    with pytest.raises(ValueError, match=r"^parts: split 1 must follow \(got 2\)"):
-        merge([first, third])
-    with pytest.raises(ValueError, match=r"^parts: must begin with split 0"):
-        merge([third])
-    with pytest.raises(ValueError, match=r"^parts: must have splits of one length \(got 64 and 128\)"):
-        merge([first, replace(first, first=1, split=128)])
+def test_a_split_of_another_length_is_refused() -> None:
     for split in (0, 32, 100):
         with pytest.raises(ValueError, match=r"^split: must be a multiple of 64"):
             make_case(LONG, Shape()).run(split=split)
-    with pytest.raises(ValueError, match=r"^splits: must be \[first, stop\)"):
-        make_case(LONG, Shape()).run(attend_partial, splits=(1, 1))
 
 
 RECORDED = {
@@ -258,17 +199,12 @@ def test_triton_agrees_with_the_other_kernels(options: Options, dtype: torch.dty
 
 @pytest.mark.sweep(parts=4)
 @pytest.mark.parametrize("options", TRITON_OPTIONS)
-def test_triton_gives_a_row_the_same_bits_alone_in_parts_and_wherever(options: Options) -> None:
+def test_triton_gives_a_row_the_same_bits_alone_and_wherever(options: Options) -> None:
     together = make_case(TRITON, Shape()).run(triton_kernel, split=64, **options)
-    from rlhfspec.kernels import tree_attention_triton
-
     case = make_case(TRITON, Shape(), place_seed=3)
     assert_same_bits(case.run(triton_kernel, split=64, **options), together)
     alone = torch.cat([case.row(i).run(triton_kernel, split=64, **options) for i in range(len(together))])
     assert_same_bits(alone, together)
-    for cuts in ((0, 3), (0, 1, 2, 3), (0, 2, 5)):
-        numbers = torch.cat(parts_of(case, cuts, 64, triton_kernel, options), dim=2)
-        assert_same_bits(tree_attention_triton.merge(numbers, options.get("sinks"), torch.float32), together)
 
 
 def test_triton_merges_as_many_rows_at_a_time_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,7 @@
 // else: not on other rows, the slots' places, threads, the instruction set, or whether a key came from the table or
 // from `extra`. attention_math.h says how. Query rows of one sequence, and query heads of one kv head, share each key.
 //
-// Positions come in splits of a fixed length, each with a softmax of its own: what one process makes of some splits and
-// another of the rest merges to the same bits.
+// Positions come in splits of a fixed length, each with a softmax of its own.
 #include <stdlib.h>
 
 #include "attention.h"
@@ -241,18 +240,9 @@ struct Pass {
         weigh_shared();
         for (int l = 0; l < count; l++) {
             weigh_rest(l);
-            if (layer.partials) write_partial(l, split, weights[l]);
-            else if (is_only) finish(l, weights[l], sums(l));
+            if (is_only) finish(l, weights[l], sums(l));
             else merge(merged[l], merged_sums(l), weights[l], sums(l), layer.dim);
         }
-    }
-
-    void write_partial(int l, int64_t split, const Weights& weights) {
-        const int64_t splits = layer.stop_split - layer.first_split, row_and_head = place(l);
-        float* out = layer.out + (row_and_head * splits + split - layer.first_split) * (2 + layer.dim);
-        out[0] = weights.largest;
-        out[1] = weights.sum;
-        memcpy(out + 2, sums(l), layer.dim * sizeof(float));
     }
 
     int64_t place(int l) const { return whole[l].row * layer.num_heads + whole[l].head; }
@@ -266,7 +256,7 @@ struct Pass {
         const bool is_only = stop_split - first_split == 1;
         begin();
         for (int64_t split = first_split; split < stop_split; split++) attend_split(split, is_only);
-        for (int l = 0; !layer.partials && !is_only && l < count; l++) finish(l, merged[l], merged_sums(l));
+        for (int l = 0; !is_only && l < count; l++) finish(l, merged[l], merged_sums(l));
     }
 };
 
@@ -285,11 +275,7 @@ void attend_group(const Batch& batch, const Layer& layer, int64_t group, int64_t
         begin = min64(begin, lane.begin);
         end = max64(end, lane.total);
     }
-    int64_t first_split = begin / layer.split, stop_split = (end + layer.split - 1) / layer.split;
-    if (layer.partials) {
-        first_split = layer.first_split, stop_split = layer.stop_split;
-        low = max64(low, first_split * layer.split), high = min64(high, stop_split * layer.split);
-    }
+    const int64_t first_split = begin / layer.split, stop_split = (end + layer.split - 1) / layer.split;
     locate(layer, batch.slot_table + batch.table_rows[first_row] * batch.table_stride, low, high, s.context);
     Pass<T> pass = {batch, layer, s, keys, keys + layer.plane_stride};
     for (int64_t done = 0; done < num_lanes; done += pass.count) {

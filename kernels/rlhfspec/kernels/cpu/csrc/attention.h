@@ -38,9 +38,7 @@ struct AttentionCall {
     int64_t chunk;       // 0: none
     int64_t split;       // positions [i split, (i + 1) split) are a softmax of their own
     const float* sinks;  // null: none
-    float* out;          // [rows, heads, dim], or with `partials`: [rows, heads, stop_split - first_split, 2 + dim]
-    int64_t partials;    // leave the splits [first_split, stop_split) unmerged; what the others hold is not read
-    int64_t first_split, stop_split;
+    float* out;          // [rows, heads, dim]
     int64_t threads;
     float scale, softcap;  // softcap 0: none
 };

@@ -107,7 +107,7 @@ void attend(const Decoder& d, const Layer& layer, long number, const Batch* batc
     char* kv = d.kv + number * 2 * plane * (d.kv_is_bf16 ? 2 : 4);
     AttentionCall call{batch, {a.query, query_width, dim}, {a.key, key_width, dim}, {a.value, key_width, dim}, kv,
                        d.kv_is_bf16, d.num_layers * 2 * plane, plane, d.block_size, d.num_heads, d.num_kv_heads, dim,
-                       layer.sliding_window, 0, d.split, nullptr, a.attended, 0, 0, 0, threads, d.scale, 0.0f};
+                       layer.sliding_window, 0, d.split, nullptr, a.attended, threads, d.scale, 0.0f};
     RS_NAME(tree_attention)(&call);
     apply(d, layer.output, a.attended, a.update, rows, threads);
 }
