@@ -24,7 +24,7 @@ from rlhfspec.bench.ratios import paired
 from rlhfspec.bench.worker import Worker, vllm_command
 from rlhfspec.engine.base import EngineProtocol, Request
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.loading import make_engine
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.engine.vllm.finding import INSTALL_VLLM, find_python
 from rlhfspec.huggingface.loading import load_model

@@ -21,8 +21,8 @@ import torch
 from rlhfspec.bench.ratios import paired
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.tiny import perturbed, random_model
 
 VOCAB = 1024

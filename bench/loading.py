@@ -12,7 +12,7 @@ import time
 import torch
 
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.loading import make_engine
+from rlhfspec.engine.core import make_engine
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.tiny.models import ensure
 

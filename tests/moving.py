@@ -9,8 +9,8 @@ from on_device import DEVICE
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.tiny import perturbed, random_model
 
 VOCAB = 260  # the byte tokenizer's

@@ -22,9 +22,9 @@ from rlhfspec.common.ranks.meeting import joined
 from rlhfspec.engine import Engine
 from rlhfspec.engine.base import Watermark
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.forward.models import follow_engine
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import SequenceStateError
 from rlhfspec.huggingface.cutting import load_part
 

@@ -11,9 +11,9 @@ import numpy as np
 from rlhfspec.common.ranks.meeting import joined
 from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.forward.models import follow_engine
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.cutting import load_part
 from rlhfspec.huggingface.loading import load_model

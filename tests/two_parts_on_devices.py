@@ -13,9 +13,9 @@ from second_device import group
 from two_devices import only_the_device
 
 from rlhfspec.common.ranks.meeting import joined
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.forward.led import follow
 from rlhfspec.engine.forward.models import make_runners
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.huggingface.cutting import load_part
 
 ROOM_OF_ONE = 18 << 20  # bytes

@@ -18,7 +18,7 @@ import torch
 
 from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.loading import make_engine
+from rlhfspec.engine.core import make_engine
 
 COMPARE = {"<=": operator.le, ">=": operator.ge, "=": operator.eq}
 BLOCK = 1 << 22  # weights that are drawn; the others repeat them

@@ -206,12 +206,6 @@ class RowInvariantActivation(nn.Module):
         return row_invariant_activation(x, self.name)
 
 
-def gated_mlp_twin(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str, arithmetic: str) -> Tensor:
-    """Compute x [..., H] with gate, up [I, H] and down [N, I] (fp32 holding stored values) -> [..., N]; no biases."""
-    hidden = activation_twin(linear_twin(x, gate, None, arithmetic), activation) * linear_twin(x, up, None, arithmetic)
-    return linear_twin(hidden, down, None, arithmetic)
-
-
 class PackedGatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)) in one call, with the bits of three PackedLinear and a
     RowInvariantActivation."""
@@ -289,15 +283,6 @@ class PackedGatedMLP(nn.Module):
             return
         pack(gate, self.gate_up, self.arithmetic, every=2, offset=0)
         pack(up, self.gate_up, self.arithmetic, every=2, offset=1)
-
-    def unpacked_weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        down = self.down.unpacked_weight()
-        if self.arithmetic == "torch":
-            return self.gate_up[0].to(self.dtype), self.gate_up[1].to(self.dtype), down
-        both = unpack(self.gate_up, self.hidden_features, self.arithmetic)
-        groups = both.reshape(-1, 2, 16, self.hidden_features)
-        gate, up = (groups[:, i].reshape(-1, self.hidden_features)[: self.intermediate_features] for i in (0, 1))
-        return gate.contiguous(), up.contiguous(), down
 
     def forward(self, x: Tensor) -> Tensor:
         x = checked(x, self.hidden_features)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.engine.base import (
     Abilities,
     Completion,
@@ -20,10 +21,11 @@ from rlhfspec.engine.base import (
     MovableWithKV,
     Request,
 )
+from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.distilling.learning import drafter_learning
 from rlhfspec.engine.drafting.base import PLAIN, DraftPlan
 from rlhfspec.engine.drafting.tree import accept, index_in_sequence
-from rlhfspec.engine.forward.models import load_state
+from rlhfspec.engine.forward.models import load_state, make_state
 from rlhfspec.engine.forward.profile import record
 from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.engine.kv.transfer import Moves
@@ -175,23 +177,13 @@ class Engine(Moves):
     def weights_version(self) -> int:
         return self.state.weights_version
 
-    def load_weights(
-        self,
-        state_dict: Mapping[str, torch.Tensor],
-        *,
-        version: int,
-        draft_state_dict: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
+    def load_weights(self, state_dict: Mapping[str, torch.Tensor], *, version: int) -> None:
         state = self.state
         if version <= state.weights_version:
             raise WeightsVersionError(version, state.weights_version, "must grow with every swap")
-        if draft_state_dict is not None:  # first: if it is refused, the target is unchanged
-            if state.draft is None:
-                raise InvalidRequest("draft_state_dict", "given", "this engine has no draft model")
-            state.draft.runner.load_weights(dict(draft_state_dict))
         state.target.runner.load_weights(dict(state_dict))
         if self.learning is not None:
-            self.learning.follow(state_dict, draft_state_dict)
+            self.learning.follow(state_dict)
         self.scheduler.drop_kv()
         state.weights_version = version
         self.speculation.reset()
@@ -309,3 +301,11 @@ class Engine(Moves):
 
 
 _: type[MovableWithKV] = Engine  # mypy holds it to the contract
+
+
+def make_engine(
+    model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None, group: Ranks | None = None
+) -> Engine:
+    """Build an engine of Hugging Face models, which are modified in place, so pass copies. `group`: the processes that
+    share the model, of which this is rank 0; the others call `engine.forward.models.follow_engine`."""
+    return Engine(make_state(model, config, draft=draft, tokenizer=tokenizer, group=group))

@@ -7,9 +7,8 @@ from typing import Any
 
 from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.core import Engine
+from rlhfspec.engine.core import Engine, make_engine
 from rlhfspec.engine.forward.models import follow_engine
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.huggingface.cutting import load_part
 from rlhfspec.huggingface.devices import device_of, settled
 from rlhfspec.huggingface.loading import load_stored

@@ -60,11 +60,9 @@ class Service(ABC):
             for task in (waiting, *ends):
                 task.cancel()
 
-    async def arrivals(
-        self, inbox: Inbox[_Received], *, most_at_once: int = 1024
-    ) -> AsyncIterator[list[Delivery[_Received]]]:
+    async def arrivals(self, inbox: Inbox[_Received]) -> AsyncIterator[list[Delivery[_Received]]]:
         while not self.stopping.is_set():
-            pulling = inbox.pull(max_records=most_at_once, timeout_seconds=PULL_SECONDS)
+            pulling = inbox.pull(max_records=1024, timeout_seconds=PULL_SECONDS)
             if arrived := await self.unless_stopped(pulling):
                 yield arrived
 

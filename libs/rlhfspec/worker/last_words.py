@@ -1,4 +1,4 @@
-"""End of a process in a cluster: its exit code, a last log line, and the same line in the pod's status.
+"""End of a process: its exit code, a last log line, the same line in a pod's status, and what it was at.
 
 Example:
     >>> with Ending() as ending:
@@ -27,6 +27,7 @@ TERMINATION_LOG = "TERMINATION_LOG"  # environment variable: path for the line
 IN_A_POD = "RLHFSPEC_HOST"  # environment variable set in every pod
 OF_KUBERNETES = Path("/dev/termination-log")
 _MOST_BYTES = 4096  # limit of Kubernetes
+_ACTIVITY_BYTES = 1024  # longer texts are cut
 log = logging.getLogger("rlhfspec.stage")
 
 
@@ -102,3 +103,27 @@ def write_last_words(text: str) -> None:
         Path(given or OF_KUBERNETES).write_bytes(line)
     except OSError as error:
         log.warning("the termination message cannot be written: %s", error)
+
+
+class ActivityFile:
+    """File with a process's current activity. It outlives the process, so that a sudden death can name the sample."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+
+    def __call__(self, what: str) -> None:
+        """Replace the activity with a single system call, so that a reader sees the old or the new text."""
+        with suppress(OSError):  # a full disk must not fail the work
+            os.pwrite(self._file, what.encode()[:_ACTIVITY_BYTES].ljust(_ACTIVITY_BYTES), 0)
+
+
+def end_file(path: Path) -> Path:
+    """Return the file beside an `ActivityFile` in which the process records how it ended (`Ending`)."""
+    return path.with_suffix(".end")
+
+
+def last_activity(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_bytes().decode(errors="replace").strip()
+    return ""

@@ -119,8 +119,7 @@ def _run(stage: str, worker: int, connections_file: Path) -> int:
     from rlhfspec.common.ranks import rank_told
     from rlhfspec.messages.access.connections import Connections
     from rlhfspec.stage.logs import configure
-    from rlhfspec.worker.activity import end_file
-    from rlhfspec.worker.last_words import Ending, leaves_at_once
+    from rlhfspec.worker.last_words import Ending, end_file, leaves_at_once
     from rlhfspec.worker.mirror import mirrored
     from rlhfspec.worker.worker import StageWorker
 

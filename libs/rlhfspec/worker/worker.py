@@ -36,9 +36,8 @@ from rlhfspec.stage.vitals import Vitals, WorkerVitals
 from rlhfspec.telemetry.base import Watcher
 from rlhfspec.telemetry.opening import Observation, watching
 from rlhfspec.worker import exits
-from rlhfspec.worker.activity import ActivityFile
 from rlhfspec.worker.health import BEAT_SECONDS, LOOPBACK, Health
-from rlhfspec.worker.last_words import leaves_at_once
+from rlhfspec.worker.last_words import ActivityFile, leaves_at_once
 from rlhfspec.worker.mirror import Mirror, Mirroring
 from rlhfspec.worker.worker_weights import WorkerWeights
 

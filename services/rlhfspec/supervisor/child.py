@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from rlhfspec.messages.servers.guardian import MARK, kill, marked_with, state_and_parent
 from rlhfspec.worker import exits
-from rlhfspec.worker.activity import end_file, last_activity
+from rlhfspec.worker.last_words import end_file, last_activity
 from rlhfspec.worker.process import STARTED
 
 _MOST_BYTES = 1 << 20  # of a log read at a time; of more, the end

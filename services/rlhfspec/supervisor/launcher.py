@@ -32,7 +32,7 @@ _START_SECONDS = 120.0  # the first one waits for all imports
 _ROOM = "launcher".ljust(60, ".")  # a worker's name is written over it
 STAGES_NEED = (
     "rlhfspec.training.data",
-    "rlhfspec.engine.loading",
+    "rlhfspec.engine.core",
     "rlhfspec.training.modeling.loading",
     "rlhfspec.training.modeling.critic",
     "rlhfspec.training.learning.learner",

@@ -11,7 +11,7 @@ import two_parts
 from rank_sets import run_ranks
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from rlhfspec.engine.loading import make_engine
+from rlhfspec.engine.core import make_engine
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.tiny import random_model
 from rlhfspec.tiny.random_models import SHAPE

@@ -20,7 +20,7 @@ from link_checks import DESTINATION, NIXL, SOURCE, nothing_left, other, shared_n
 
 from rlhfspec.errors import LinkError
 from rlhfspec.messages.servers.credentials.certificates import client_tls, create_credentials, server_tls
-from rlhfspec.moves.migration.links import frames
+from rlhfspec.moves.migration.links import frames, inbox
 from rlhfspec.moves.migration.links.inbox import Landing
 from rlhfspec.moves.migration.links.opening import make_landing, open_sending
 from rlhfspec.moves.migration.links.torch_link import TorchSending
@@ -239,8 +239,12 @@ def test_a_key_twice_ends_the_connection_and_the_first_stays() -> None:
 
 @pytest.mark.parametrize("kind", BY_SOCKET)
 @pytest.mark.parametrize("what", ["foreign/0", "unwanted/0"])
-def test_what_nobody_takes_is_forgotten_and_what_nobody_wants_any_more_never_kept(kind: str, what: str) -> None:
-    landing = make_landing(kind, kept_seconds=0.0 if what == "foreign/0" else 60.0)
+def test_what_nobody_takes_is_forgotten_and_what_nobody_wants_any_more_never_kept(
+    kind: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if what == "foreign/0":
+        monkeypatch.setattr(inbox, "KEPT_SECONDS", 0.0)
+    landing = make_landing(kind)
     sending = open_sending(landing.offer)
     if what == "unwanted/0":
         landing.done(what)  # given up before it came

@@ -341,7 +341,7 @@ async def test_a_full_disk_ends_the_run_at_the_first(tmp_path: Path, begun: bool
 
 
 STARTING = 'print(\'{"level": "info", "message": "starting"}\', flush=True)\n'
-AT_WORK = "from rlhfspec.worker.activity import ActivityFile\nfrom pathlib import Path\nimport os\n" + STARTING
+AT_WORK = "from rlhfspec.worker.last_words import ActivityFile\nfrom pathlib import Path\nimport os\n" + STARTING
 AT_WORK += "note = os.environ['NOTES'] + '/' + os.environ['RLHFSPEC_WORKER']\n"
 AT_WORK += "ActivityFile(Path(note))('scoring sums/1/0/1 with source digits')\n"
 

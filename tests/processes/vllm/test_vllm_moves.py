@@ -14,8 +14,8 @@ from vllm_children import Children
 
 from rlhfspec.engine.base import Completion, MovableByTokens, SequenceState
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.kv.state_bytes import from_bytes, to_bytes
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.vllm.client import VllmEngine
 from rlhfspec.errors import InvalidRequest, SequenceStateError
 from rlhfspec.moves.migration.control import DirectControl

@@ -13,7 +13,7 @@ from vllm_children import Children
 from rlhfspec.engine import oracle
 from rlhfspec.engine.base import Completion, Request
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.loading import make_engine
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.vllm.from_job import drafts_right
 from rlhfspec.testing.engine import NEAR_TIE, PROMPTS, reference, request, run
 from rlhfspec.tiny import perturbed, random_model

@@ -15,13 +15,13 @@ from worst_drafter import noisy
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.base import Learnt
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.distilling import learning as distilling
 from rlhfspec.engine.distilling.lessons import Lesson, LessonRecorder, LessonRing
 from rlhfspec.engine.distilling.muon import Muon
 from rlhfspec.engine.distilling.pays import LearningBudget
 from rlhfspec.engine.distilling.student import Student
 from rlhfspec.engine.drafting.base import DraftPlan
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.tiny import MODEL_KINDS, perturbed, random_model
 
@@ -223,14 +223,6 @@ def test_a_drafter_made_of_the_policy_follows_it(model: Any, learning: str | flo
     own = [name for name in held if ".layers.1." not in name and name != "model.norm.weight"]
     assert len(own) > 8
     assert all(torch.equal(held[name], new[name]) for name in own)
-
-
-def test_a_drafter_that_is_given_new_weights_goes_on_from_them(model: Any) -> None:
-    engine = make(model, perturbed(model, 0.1))
-    new = dict(perturbed(model, 0.3, seed=4).state_dict())
-    engine.load_weights(dict(model.state_dict()), version=1, draft_state_dict=new)
-    assert engine.state.student is not None
-    assert all(torch.equal(tensor, new[name]) for name, tensor in engine.state.student.state_dict().items())
 
 
 def test_it_drafts_as_at_the_start_until_what_it_learnt_is_better(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,16 @@ import pytest
 import torch
 from flash_played import have_flash, played
 from hypothesis import given, strategies as st
+from on_device import call_again
 from sweeps import examples
 
 from rlhfspec.engine import Completion, Engine, SamplingParams
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.forward import chunks, graphs, runner
 from rlhfspec.engine.forward.chunks import ChunkedMeta, Chunks, chunk_attention
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.kernels import flash
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention_reference
 from rlhfspec.tiny import perturbed, random_model
@@ -145,7 +146,7 @@ def test_a_turn_goes_on_behind_accepted_branches(taken: list[int]) -> None:
 def test_graphs_are_for_what_has_no_chunks(taken: list[int]) -> None:
     engine = engine_on()
     there = engine.state.target.runner
-    there._graphs = graphs.GraphedForward(there._run_layers, torch.device("second:0"), graphs.call_again)
+    there._graphs = graphs.GraphedForward(there._run_layers, torch.device("second:0"), call_again)
     taken.clear()
     same(engine.generate(PROMPTS, PARAMS, seeds=range(len(PROMPTS))), wanted())
     assert taken

@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 import torch
 from flash_played import have_flash, played_there
+from on_device import call_again
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.forward import chunks, graphs, profile, runner
 from rlhfspec.engine.forward.staging import Staging
 from rlhfspec.engine.kv.cache import SlotTable
 from rlhfspec.engine.kv.state import KVSpace
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.tiny import perturbed, random_model
@@ -129,7 +130,7 @@ def test_what_is_timed_is_what_steps_replay(second: Any) -> None:
     settings = {"max_sequences": 4, "max_context": 64, "profile": False, "speculation": "off"}
     engine = make_engine(random_model("llama", seed=0), EngineConfig(device="second:0", **settings))
     target = engine.state.target.runner
-    target._graphs = graphs.GraphedForward(target._run_layers, torch.device("second:0"), graphs.call_again)
+    target._graphs = graphs.GraphedForward(target._run_layers, torch.device("second:0"), call_again)
     profile.profile(engine.state)
     shapes = set(target._graphs._captured)
     assert {shape[2] for shape in shapes} == {engine.state.target.table.slots.shape}
@@ -281,7 +282,7 @@ def test_a_drafting_model_reads_there_what_it_keeps_here(played: Any, monkeypatc
 def test_what_graphs_are_replayed_with_stays_on_the_device(played: Any) -> None:
     engine = engine_of(speculation="off")
     there = engine.state.target.runner
-    there._graphs = graphs.GraphedForward(there._run_layers, torch.device("second:0"), graphs.call_again)
+    there._graphs = graphs.GraphedForward(there._run_layers, torch.device("second:0"), call_again)
     submitted(engine)
     for _ in range(4):
         seen = counts(played, engine)

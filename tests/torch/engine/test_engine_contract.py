@@ -9,9 +9,9 @@ from worst_drafter import noisy
 
 from rlhfspec.engine import Engine
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.distilling import learning as distilling
 from rlhfspec.engine.drafting.base import DraftPlan
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.testing.engine import EngineContract
 from rlhfspec.testing.movable import MovableWithKVContract
 from rlhfspec.tiny import perturbed

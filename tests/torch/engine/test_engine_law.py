@@ -12,9 +12,9 @@ from hypothesis import given, settings, strategies as st
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams, oracle
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.distilling import learning as distilling
 from rlhfspec.engine.drafting.base import DraftPlan
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.tiny import perturbed, random_model
 
 VOCAB = 61

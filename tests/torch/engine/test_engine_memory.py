@@ -20,10 +20,10 @@ from on_device import BY_COMPANY
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.engine.kv.cache import Prefix
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest, SequenceStateError
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.kv_pack import pack_slots

@@ -15,8 +15,8 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from rlhfspec.engine import Engine, Request, SamplingParams, oracle
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.sweep.classes import CLASSES_VOCAB_SIZE, tiny_config, tiny_model
 from rlhfspec.sweep.ways import check_same, moving, one_by_one, together

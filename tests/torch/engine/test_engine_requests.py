@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams, oracle
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.loading import make_engine
+from rlhfspec.engine.core import make_engine
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
 from rlhfspec.tiny import perturbed, random_model
 

@@ -5,13 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from on_device import call_again
 
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.forward import constant_shape, graphs
 from rlhfspec.engine.forward.runner import ModelRunner
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import InvalidRequest, SequenceStateError, UnsupportedModel
 from rlhfspec.huggingface.proof.check import BITS_BY_COMPANY, OWN_BITS
 from rlhfspec.sweep.flips import check_device, count_flips
@@ -64,7 +65,7 @@ def test_what_is_not_so_is_refused_at_load(second: Any, monkeypatch: pytest.Monk
 def test_graphs_are_of_one_shape(second: Any) -> None:
     engine = engine_on("second:0", exact="on", speculation="suffix")
     runner = engine.state.target.runner
-    runner._graphs = graphs.GraphedForward(runner._run_layers, torch.device("second:0"), graphs.call_again)
+    runner._graphs = graphs.GraphedForward(runner._run_layers, torch.device("second:0"), call_again)
     assert generated(engine, together=True) == generated(engine_on("second:0", exact="on"), together=False)
     assert {rows for rows, *_ in runner._graphs._captured} == {constant_shape.ROWS}
 

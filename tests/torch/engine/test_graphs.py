@@ -5,14 +5,14 @@ import copy
 import numpy as np
 import pytest
 import torch
-from on_device import LOG_PROB_TOLERANCE
+from on_device import LOG_PROB_TOLERANCE, call_again
 
 from rlhfspec.engine import SamplingParams
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
-from rlhfspec.engine.forward.graphs import EXTRA_BUCKETS, ROW_BUCKETS, Forward, GraphedForward, call_again
+from rlhfspec.engine.forward.graphs import EXTRA_BUCKETS, ROW_BUCKETS, Forward, GraphedForward
 from rlhfspec.engine.forward.runner import ModelRunner
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.tiny import perturbed, random_model
 

@@ -10,9 +10,9 @@ from on_device import BY_COMPANY, DEVICE, LOG_PROB_TOLERANCE
 
 from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.forward.runner import ModelRunner
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.kernels.kv_pack import pack_slots
 from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.tiny import perturbed, random_model

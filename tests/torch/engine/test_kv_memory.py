@@ -10,8 +10,8 @@ from moving import bits, drain, request
 
 from rlhfspec.engine import Engine
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.kv.cache import give_back, new_kv, resident_bytes
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.tiny.random_models import large_kv_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is looked at as Linux has it")

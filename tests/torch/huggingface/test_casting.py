@@ -13,8 +13,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from rlhfspec import job
 from rlhfspec.engine import SamplingParams
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.forward import runner
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.fused.casting import Precision, cast, precision_of
 from rlhfspec.huggingface.fused.fuse import fuse

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rlhfspec import job
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.loading import make_engine
+from rlhfspec.engine.core import make_engine
 from rlhfspec.errors import InvalidRequest, SequenceStateError, UnsupportedModel
 from rlhfspec.huggingface.loading import load_model
 from rlhfspec.huggingface.proof.probes import Probe, choose

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.forward import runner
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.fused import native
 from rlhfspec.huggingface.fused.experts import PackedExperts

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhfspec.engine import SamplingParams
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.loading import make_engine
+from rlhfspec.engine.core import make_engine
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.fused import widened
 from rlhfspec.huggingface.fused.casting import Precision, cast, precision_of

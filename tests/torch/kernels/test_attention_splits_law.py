@@ -13,9 +13,8 @@ from hypothesis import given, settings, strategies as st
 from rlhfspec.engine import oracle
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.core import Engine
+from rlhfspec.engine.core import Engine, make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest, SequenceStateError
 from rlhfspec.huggingface.proof.check import report_of

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
+from twins.gated_mlp import gated_mlp_twin, unpacked_weights
 
 from rlhfspec.kernels import linear as kernels
 from rlhfspec.kernels.cpu import build
@@ -222,8 +223,8 @@ def test_gated_mlp_values_against_float64(dtype: torch.dtype, arithmetic: str, a
 def test_parity_with_the_torch_twin(dtype: torch.dtype, arithmetic: str) -> None:
     parts = make_mlp_parts(96, 256, 64)
     mlp, x = pack_mlp(parts, dtype, arithmetic), torch.randn(33, 96)
-    gate, up, down = (weight.float() for weight in mlp.unpacked_weights())
-    twin = kernels.gated_mlp_twin(x, gate, up, down, "silu", arithmetic)
+    gate, up, down = (weight.float() for weight in unpacked_weights(mlp))
+    twin = gated_mlp_twin(x, gate, up, down, "silu", arithmetic)
     torch.testing.assert_close(mlp(x), twin, rtol=1e-3, atol=1e-3 if arithmetic != "fma" else 1e-6)
     plain = pack_mlp(parts, dtype, "torch")(x)
     torch.testing.assert_close(mlp(x), plain, rtol=1e-2, atol=5e-3 if arithmetic != "fma" else 1e-6)
@@ -241,7 +242,7 @@ def test_weights_come_back_as_stored_and_can_be_replaced(dtype: torch.dtype, ari
     assert not torch.equal(layer(x), old)
     assert torch.equal(before(x), old)  # a copy has its own weights
     parts = make_mlp_parts(70, 100, 33)
-    for unpacked, part in zip(pack_mlp(parts, dtype, arithmetic).unpacked_weights(), parts, strict=True):
+    for unpacked, part in zip(unpacked_weights(pack_mlp(parts, dtype, arithmetic)), parts, strict=True):
         assert torch.equal(unpacked, part.weight.to(dtype))
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
+from twins.gated_mlp import gated_mlp_twin
 
 from rlhfspec import job
 from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.loading import make_engine
+from rlhfspec.engine.core import make_engine
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.cpu import build
@@ -298,7 +299,7 @@ def test_attention_backward_is_right(dtype: torch.dtype, window: int | None, sof
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_have_the_gradients_of_their_twins(dtype: torch.dtype, bias: bool) -> None:
-    from rlhfspec.kernels.linear import PackedGatedMLP, PackedLinear, gated_mlp_twin, linear_twin
+    from rlhfspec.kernels.linear import PackedGatedMLP, PackedLinear, linear_twin
 
     torch.manual_seed(0)
     layers = [torch.nn.Linear(a, b, bias=bias) for a, b in ((9, 21), (9, 21), (21, 7))]

@@ -14,7 +14,7 @@ from rlhfspec import job
 from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.engine import SamplingParams
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.loading import make_engine
+from rlhfspec.engine.core import make_engine
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.huggingface.structure.attention import AttentionSpec, visible
 from rlhfspec.tiny import MODEL_KINDS, random_model

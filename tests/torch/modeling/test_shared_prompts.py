@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhfspec.engine import SamplingParams
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.loading import make_engine
+from rlhfspec.engine.core import make_engine
 from rlhfspec.huggingface.structure.attention import AttentionSpec
 from rlhfspec.kernels.cpu import build
 from rlhfspec.sweep import verdict

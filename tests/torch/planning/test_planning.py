@@ -10,7 +10,7 @@ from places import ROOT, TESTS
 from transformers import AutoConfig
 
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.loading import make_engine
+from rlhfspec.engine.core import make_engine
 from rlhfspec.huggingface.devices import settled
 from rlhfspec.job import Lora
 from rlhfspec.tiny import MODEL_KINDS, random_model

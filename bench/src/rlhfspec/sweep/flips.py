@@ -18,8 +18,7 @@ import torch
 from rlhfspec.engine import oracle
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.core import Engine
-from rlhfspec.engine.loading import make_engine
+from rlhfspec.engine.core import Engine, make_engine
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.fused.casting import precision_of, round_parameters

@@ -32,9 +32,8 @@ from rlhfspec import job
 from rlhfspec.engine import oracle
 from rlhfspec.engine.base import Request
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.core import Engine
+from rlhfspec.engine.core import Engine, make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
-from rlhfspec.engine.loading import make_engine
 from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest, UnsupportedModel, first_line
 from rlhfspec.huggingface.fused.casting import Precision, cast

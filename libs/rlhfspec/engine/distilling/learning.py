@@ -176,8 +176,8 @@ class DraftLearning:
         self._idle_since = time.perf_counter()
         self.budget.watched(seconds=noting + self._idle_since - began)
 
-    def follow(self, policy: Mapping[str, torch.Tensor], drafter: Mapping[str, torch.Tensor] | None) -> None:
-        if self._student.follow(policy, drafter):
+    def follow(self, policy: Mapping[str, torch.Tensor]) -> None:
+        if self._student.follow(policy):
             self._hand_over()
 
     def learnt(self) -> Learnt:

@@ -92,15 +92,12 @@ class Student:
             self._average[name].copy_(learnt[name])
 
     @torch.no_grad()
-    def follow(self, policy: Mapping[str, torch.Tensor], drafter: Mapping[str, torch.Tensor] | None) -> bool:
-        """Copy the policy's new weights that this model shares, and given ones; return whether there were any."""
-        given = {name: policy[name] for name in self._followed if name in policy} | dict(drafter or {})
+    def follow(self, policy: Mapping[str, torch.Tensor]) -> bool:
+        """Copy the policy's new weights that this model shares; return whether there were any."""
+        given = {name: policy[name] for name in self._followed if name in policy}
         for name, tensor in self.model.state_dict().items():
             if name in given:
                 tensor.copy_(given[name])
-        for name in self._held_as.keys() & given.keys():  # given weights are its new start
-            self._at_first[self._held_as[name]].copy_(given[name])
-            self._average[self._held_as[name]].copy_(given[name])
         return bool(given)
 
     def _drafts_with(self, at_first: bool) -> dict[str, torch.Tensor]:

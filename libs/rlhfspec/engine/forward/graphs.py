@@ -104,10 +104,6 @@ def can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def call_again(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    return run
-
-
 class CudaCapture:
     """Capture of one CUDA graph per call, all in one memory pool. Other threads may call CUDA meanwhile."""
 

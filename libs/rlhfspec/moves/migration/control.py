@@ -8,11 +8,10 @@ import logging
 import socket
 import ssl
 import struct
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from itertools import count
 
-from rlhfspec.errors import MalformedRecord, RLHFSpecError
+from rlhfspec.errors import RLHFSpecError
 from rlhfspec.moves.migration.base import TELL_SECONDS, NoReply, Peer
 from rlhfspec.moves.migration.links.tcp import keep_alive
 
@@ -193,7 +192,6 @@ class StreamControlServer:
         tls: ssl.SSLContext | None = None,
         askers: Collection[str] | None = None,
         frame_seconds: float = FRAME_SECONDS,
-        idle_seconds: float = _IDLE_SECONDS,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -201,8 +199,7 @@ class StreamControlServer:
         self._listening.setblocking(False)
         self.address = f"{host}:{self._listening.getsockname()[1]}"
         self.askers = askers
-        self.frame_seconds, self.idle_seconds = frame_seconds, idle_seconds
-        self.refused: Counter[str] = Counter()  # by reason
+        self.frame_seconds = frame_seconds
         self._tls = tls
         self._answer: Answer
         self._open: set[_ServedConnection] = set()
@@ -222,8 +219,7 @@ class StreamControlServer:
         for each in list(self._open):
             each.end()
 
-    def refuse(self, reason: str, problem: str) -> None:
-        self.refused[reason] += 1
+    def refuse(self, problem: str) -> None:
         log.warning("a question of a move refused: %s", problem)
 
     def left(self, connection: _ServedConnection) -> None:
@@ -231,7 +227,7 @@ class StreamControlServer:
 
     def ask(self, asker: _ServedConnection, number: int, content: bytes) -> None:
         if self.num_questions >= MOST_QUESTIONS:
-            self.refuse("busy", "too many at once")
+            self.refuse("too many at once")
             asker.send(REFUSED, number, b"too many questions at once")
             return
         self.num_questions += 1
@@ -244,7 +240,7 @@ class StreamControlServer:
             said = await self._answer(content)
             kind = REPLY
         except RLHFSpecError as error:
-            self.refuse("malformed" if isinstance(error, MalformedRecord) else "failed", str(error))
+            self.refuse(str(error))
             said = str(error).encode()
         finally:
             self.num_questions -= 1
@@ -265,7 +261,7 @@ class StreamControlServer:
                 await asyncio.sleep(1.0)
                 continue
             if len(self._open) >= MOST_CONNECTIONS:
-                self.refuse("connections", "too many connections")
+                self.refuse("too many connections")
                 connection.close()
                 continue
             asked = _ServedConnection(self)
@@ -282,7 +278,7 @@ class StreamControlServer:
         except OSError as error:  # TLS: no certificate, an unknown authority, or a late handshake
             self._open.discard(asked)
             connection.close()
-            self.refuse("stranger", str(error) or type(error).__name__)
+            self.refuse(str(error) or type(error).__name__)
 
     def _begin(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
@@ -314,7 +310,7 @@ class _ServedConnection(_Frames):
         had = len(self._buffer)
         super().data_received(data)
         if not self._buffer:
-            self._due = _now() + self._server.idle_seconds
+            self._due = _now() + _IDLE_SECONDS
         elif len(self._buffer) < had + len(data) or not had:  # another frame has begun
             self._due = _now() + self._server.frame_seconds
 
@@ -322,13 +318,13 @@ class _ServedConnection(_Frames):
         if kind != QUESTION:
             self.nonsense(f"a frame of kind {kind}")
         elif self._may_not:
-            self._server.refuse("role", self._may_not)
+            self._server.refuse(self._may_not)
             self.send(REFUSED, number, self._may_not.encode())
         else:
             self._server.ask(self, number, content)
 
     def nonsense(self, problem: str) -> None:
-        self._server.refuse("frame", problem)
+        self._server.refuse(problem)
         self.send(REFUSED, 0, problem.encode())
         self.transport.close()
 
@@ -350,7 +346,7 @@ class _ServedConnection(_Frames):
     def _watch(self) -> None:
         wait = self._due - _now()
         if wait <= 0:
-            self._server.refuse("slow", "no whole frame in time")
+            self._server.refuse("no whole frame in time")
             self.transport.abort()
             return
         wait = min(wait, self._server.frame_seconds)

@@ -51,11 +51,6 @@ class Mover:
         """Return the samples that the engine may know without running them. Their prompts must wait."""
         return self._taking.arriving | self._giving.keys()
 
-    @property
-    def refused(self) -> dict[str, int]:
-        """Return how many messages were refused, by field."""
-        return dict(self._taking.refused)
-
     async def move(self, move: Move, peer: Peer, *, must_go: bool = False) -> Moved:
         """Move a sequence; the move outlives a cancelled caller. `must_go`: without KV rather than stay."""
         reason = self._why_not(move)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -39,7 +38,6 @@ class Taking:
         clock: Clock,
     ) -> None:
         self.machine = Destination(incarnation, links.landing.offer)
-        self.refused: Counter[str] = Counter()  # by field
         self._engine = engine
         self._kv = engine.abilities.moves_kv
         self._calls = calls
@@ -68,8 +66,6 @@ class Taking:
                 assert reply is not None, "what was carried out is answered"
                 freeing = asyncio.gather(freeing, self._free(freed))
             await freeing
-            if isinstance(reply, messages.Refused):
-                self.refused[reply.field] += 1
             return messages.to_bytes(reply)
 
     async def refuse(self) -> None:

@@ -76,11 +76,6 @@ class Fleet:
         starts = self.starts
         return segment_sums(self.remaining, starts), segment_maxima(self.remaining, starts)
 
-    def drain_seconds(self) -> Floats:
-        """[N]: Return the time until each generator is done, on which plans are based."""
-        total, longest = self.work()
-        return self.step_seconds * longest + self.sequence_seconds * total + self.prefill_owed
-
     def only(self, chosen: BoolArray) -> Fleet:
         return replace(self, **{name: getattr(self, name)[chosen] for name in OF_SEQUENCES})
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rlhfspec.errors import LinkError
-from rlhfspec.moves.migration.links.base import KEPT_SECONDS, MOST_LANDED_BYTES, LandingAddress, LandingWay, Offer
+from rlhfspec.moves.migration.links.base import KEPT_SECONDS, LandingAddress, LandingWay, Offer
 
 _REMEMBERED = 1024  # keys that failed or are unwanted
 _LEAST_BUFFER = 1 << 16
@@ -26,18 +26,27 @@ class _Landed:
     is_taken: bool = False
 
 
-class KVInbox:
-    """Thread-safe store of ranges that landed, by key."""
+class Landing:
+    """Destination's inbox for all its links, by key; thread-safe. `offer` contains a secret: use trusted connections
+    only."""
 
-    def __init__(self, most_bytes: int = MOST_LANDED_BYTES, *, kept_seconds: float = KEPT_SECONDS) -> None:
+    def __init__(
+        self,
+        make_ways: Iterable[Callable[[Landing, str, LandingAddress], LandingWay]],
+        at: LandingAddress,
+        *,
+        most_bytes: int,
+    ) -> None:
         self.most_bytes = most_bytes
-        self._kept_seconds = kept_seconds
         self._changed = threading.Condition()
         self._landed: dict[str, _Landed] = {}
         self._failed: OrderedDict[str, str] = OrderedDict()
         self._unwanted: OrderedDict[str, None] = OrderedDict()
         self._buffers = _Buffers(most_bytes)
         self._is_closed = False
+        token = secrets.token_hex(32)
+        self._ways = [make(self, token, at) for make in make_ways]
+        self.offer = Offer(token=token, ways=[each.way for each in self._ways]).to_json()
 
     @property
     def num_bytes(self) -> int:
@@ -113,6 +122,7 @@ class KVInbox:
             landed.release()
 
     def close(self) -> None:
+        """End every connection and thread. Taken ranges must no longer be in use."""
         with self._changed:
             self._is_closed = True
             landed, self._landed = self._landed, {}
@@ -120,6 +130,8 @@ class KVInbox:
         for each in landed.values():
             each.release()
         self._buffers.clear()
+        for way in self._ways:  # last, so that nothing waits for room
+            way.close()
 
     def _wait(self, deadline: float, what: str, problem: str) -> None:
         self._refuse_closed()
@@ -133,32 +145,10 @@ class KVInbox:
 
     def _forget_old(self) -> None:
         """Drop ranges that were not taken. A source announces the keys of a move within seconds, or never."""
-        before = time.monotonic() - self._kept_seconds
+        before = time.monotonic() - KEPT_SECONDS
         old = [key for key, each in self._landed.items() if each.at < before and not each.is_taken]
         for key in old:
             self._landed.pop(key).release()
-
-
-class Landing(KVInbox):
-    """Destination's inbox for all its links. `offer` contains a secret: use trusted connections only."""
-
-    def __init__(
-        self,
-        make_ways: Iterable[Callable[[KVInbox, str, LandingAddress], LandingWay]],
-        at: LandingAddress,
-        *,
-        most_bytes: int,
-        kept_seconds: float,
-    ) -> None:
-        super().__init__(most_bytes, kept_seconds=kept_seconds)
-        token = secrets.token_hex(32)
-        self._ways = [make(self, token, at) for make in make_ways]
-        self.offer = Offer(token=token, ways=[each.way for each in self._ways]).to_json()
-
-    def close(self) -> None:
-        super().close()  # first, so that nothing waits for room
-        for way in self._ways:
-            way.close()
 
 
 class _Buffers:

@@ -9,13 +9,13 @@ from typing import Any
 
 from rlhfspec.errors import LinkError
 from rlhfspec.moves.migration.links.base import SECONDS, LandingAddress
-from rlhfspec.moves.migration.links.inbox import KVInbox
+from rlhfspec.moves.migration.links.inbox import Landing
 
-_inboxes: dict[str, KVInbox] = {}  # of the landings of this process, by token
+_inboxes: dict[str, Landing] = {}  # of the landings of this process, by token
 
 
 class MemoryWay:
-    def __init__(self, inbox: KVInbox, token: str, at: LandingAddress) -> None:
+    def __init__(self, inbox: Landing, token: str, at: LandingAddress) -> None:
         self._token = token
         _inboxes[token] = inbox
         self.way: Mapping[str, Any] = {"kind": "memory", "process": os.getpid()}

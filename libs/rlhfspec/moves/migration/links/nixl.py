@@ -26,7 +26,7 @@ from rlhfspec.errors import InvalidRequest, LinkError
 from rlhfspec.moves.migration.links import tcp
 from rlhfspec.moves.migration.links.base import MOST_LANDED_BYTES, SECONDS, LandingAddress
 from rlhfspec.moves.migration.links.frames import FrameHeader, greet, read_exactly, refuse_dead, send_all
-from rlhfspec.moves.migration.links.inbox import KVInbox
+from rlhfspec.moves.migration.links.inbox import Landing
 
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")  # the first picks by torch's CUDA, and knows no other
 _AGENT, _RANGE = 0, 1  # kind of frame, in the header's `place`
@@ -152,7 +152,7 @@ class _Agent:
 
 
 class NixlWay:
-    def __init__(self, inbox: KVInbox, token: str, at: LandingAddress) -> None:
+    def __init__(self, inbox: Landing, token: str, at: LandingAddress) -> None:
         self._inbox = inbox
         self._seconds = at.seconds
         self._agent = _Agent(inbox.most_bytes)
@@ -175,7 +175,7 @@ class NixlWay:
 
 
 class _NixlSource:
-    def __init__(self, connection: socket.socket, agent: _Agent, inbox: KVInbox, seconds: float) -> None:
+    def __init__(self, connection: socket.socket, agent: _Agent, inbox: Landing, seconds: float) -> None:
         self.name = ""
         self._connection = connection
         self._agent = agent

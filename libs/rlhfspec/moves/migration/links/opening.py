@@ -12,7 +12,6 @@ from typing import TypeVar
 from rlhfspec.errors import InvalidRequest, LinkError, did_you_mean
 from rlhfspec.job.choices.links import AUTO, LINKS
 from rlhfspec.moves.migration.links.base import (
-    KEPT_SECONDS,
     MOST_LANDED_BYTES,
     SECONDS,
     LandingAddress,
@@ -34,7 +33,6 @@ def make_landing(
     tls: ssl.SSLContext | None = None,
     most_bytes: int = MOST_LANDED_BYTES,
     seconds: float = SECONDS,
-    kept_seconds: float = KEPT_SECONDS,
 ) -> Landing:
     """Open a landing that listens, and is found, at `host` and `port`. `tls` is for links between hosts.
 
@@ -50,7 +48,7 @@ def make_landing(
         raise InvalidRequest("link", kind, problem)
     at = LandingAddress(host=host, port=port, tls=tls, seconds=seconds)
     offered = [each for each in LINKS.values() if each.in_auto and each.is_possible] if kind == AUTO else [LINKS[kind]]
-    return Landing([each.load() for each in offered], at, most_bytes=most_bytes, kept_seconds=kept_seconds)
+    return Landing([each.load() for each in offered], at, most_bytes=most_bytes)
 
 
 def open_sending(offer: str, *, tls: ssl.SSLContext | None = None, seconds: float = SECONDS) -> Sending:

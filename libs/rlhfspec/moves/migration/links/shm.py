@@ -20,7 +20,7 @@ from typing import Any
 from rlhfspec.errors import LinkError
 from rlhfspec.moves.migration.links.base import MOST_LANDED_BYTES, SECONDS, LandingAddress
 from rlhfspec.moves.migration.links.frames import Door, FrameHeader, greet, read_exactly, send_all
-from rlhfspec.moves.migration.links.inbox import KVInbox
+from rlhfspec.moves.migration.links.inbox import Landing
 
 _PLACE = struct.Struct("!I")
 _LEAST_BYTES = 1 << 16
@@ -36,7 +36,7 @@ def this_host() -> str:
 
 
 class ShmWay:
-    def __init__(self, inbox: KVInbox, token: str, at: LandingAddress) -> None:
+    def __init__(self, inbox: Landing, token: str, at: LandingAddress) -> None:
         self._inbox = inbox
         self._seconds = at.seconds
         name = f"rlhfspec-link-{secrets.token_hex(8)}"

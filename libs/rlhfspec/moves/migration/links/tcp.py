@@ -19,11 +19,11 @@ from rlhfspec.moves.migration.links.frames import (
     refuse_dead,
     send_all,
 )
-from rlhfspec.moves.migration.links.inbox import KVInbox
+from rlhfspec.moves.migration.links.inbox import Landing
 
 
 class TcpWay:
-    def __init__(self, inbox: KVInbox, token: str, at: LandingAddress) -> None:
+    def __init__(self, inbox: Landing, token: str, at: LandingAddress) -> None:
         self._inbox = inbox
         self._seconds = at.seconds
         self.door = open_door(at, token, self._serve)

@@ -23,7 +23,7 @@ from rlhfspec.errors import LinkError
 from rlhfspec.moves.migration.links import tcp
 from rlhfspec.moves.migration.links.base import SECONDS, LandingAddress
 from rlhfspec.moves.migration.links.frames import FrameHeader, read_exactly, send_all
-from rlhfspec.moves.migration.links.inbox import KVInbox
+from rlhfspec.moves.migration.links.inbox import Landing
 
 _NUMBER = struct.Struct("!I")
 _SOURCE, _DESTINATION = 1, 0
@@ -38,7 +38,7 @@ def _close_all() -> None:
 
 
 class TorchWay:
-    def __init__(self, inbox: KVInbox, token: str, at: LandingAddress) -> None:
+    def __init__(self, inbox: Landing, token: str, at: LandingAddress) -> None:
         self._inbox = inbox
         self._seconds = at.seconds
         self._numbers = itertools.count()
