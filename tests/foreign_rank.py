@@ -18,7 +18,7 @@ class RunsCode:
         return Path.mkdir, (self._folder / "ran",)
 
 
-def main() -> None:
+if __name__ == "__main__":
     folder = Path(sys.argv[2])
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{sys.argv[1]}", rank=1, world_size=2, timeout=PATIENCE
@@ -28,7 +28,3 @@ def main() -> None:
     received: list[Any] = [None, None]
     dist.all_gather_object(received, RunsCode(folder), group=groups[1])
     (folder / "received").write_text(str(received))
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,7 @@ from rlhfspec.common.ranks.meeting import joined
 TOLD = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
-def main() -> None:
+if __name__ == "__main__":
     folder, struck = Path(sys.argv[1]), int(sys.argv[2])
     with joined(timeout_seconds=60.0, silence_seconds=60.0) as ranks:
         told = ranks.gather([int(os.environ[name]) for name in TOLD])
@@ -21,7 +21,3 @@ def main() -> None:
             ranks.gather("never comes")
         if ranks.rank == 0:
             (folder / "told").write_text(json.dumps(told))
-
-
-if __name__ == "__main__":
-    main()

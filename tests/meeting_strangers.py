@@ -35,7 +35,7 @@ def knock(port: int) -> None:
             connection.sendall(pair.to_bytes(8, "little") + bytes(range(256)))
 
 
-def main() -> None:
+if __name__ == "__main__":
     folder, what = Path(sys.argv[1]), sys.argv[2]
     rank = os.environ["RANK"]
     if what == "impostor" and rank == "1":
@@ -50,7 +50,3 @@ def main() -> None:
             ranks.gather("done")
     except StageStalled as error:
         (folder / rank).write_text(str(error))
-
-
-if __name__ == "__main__":
-    main()

@@ -27,20 +27,6 @@ def gathered(state: dict[str, Any]) -> dict[str, Any]:
     return _whole(whole)
 
 
-def main() -> None:
-    folder, step, fuse = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    with joined(timeout_seconds=60.0, silence_seconds=60.0) as ranks:
-        learner = make(ranks, fuse)
-        if ranks.rank > 0:
-            follow(learner, ranks)
-        else:
-            lead(Leader(learner, ranks), folder, step)
-        if step == 1:
-            whole = gathered(learner.state())
-            if ranks.rank == 0:
-                torch.save(whole, folder / "whole.pt")
-
-
 def lead(leader: Leader, folder: Path, step: int) -> None:
     write_step(leader, folder, step)
     if step > 1:
@@ -59,4 +45,14 @@ def write_step(leader: Leader, folder: Path, step: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    folder, step, fuse = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    with joined(timeout_seconds=60.0, silence_seconds=60.0) as ranks:
+        learner = make(ranks, fuse)
+        if ranks.rank > 0:
+            follow(learner, ranks)
+        else:
+            lead(Leader(learner, ranks), folder, step)
+        if step == 1:
+            whole = gathered(learner.state())
+            if ranks.rank == 0:
+                torch.save(whole, folder / "whole.pt")

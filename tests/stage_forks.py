@@ -9,8 +9,7 @@ from importlib import import_module
 from rlhfspec.supervisor.launcher import STAGES_NEED
 from rlhfspec.worker.process import STARTED
 
-
-def main() -> None:
+if __name__ == "__main__":
     for module in STAGES_NEED:
         import_module(module)
     gc.freeze()
@@ -25,7 +24,3 @@ def main() -> None:
     while stages:
         pid, status = os.wait()
         print(stages.pop(pid), os.waitstatus_to_exitcode(status), flush=True)
-
-
-if __name__ == "__main__":
-    main()

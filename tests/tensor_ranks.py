@@ -79,11 +79,7 @@ def resumed(ranks: Ranks, folder: Path) -> None:
 TASKS: dict[str, Callable[[Ranks, Path], None]] = {"trained": trained, "resumed": resumed}
 
 
-def main() -> None:
+if __name__ == "__main__":
     folder, task, parts = Path(sys.argv[1]), TASKS[sys.argv[2]], int(sys.argv[3])
     with joined(timeout_seconds=60.0, silence_seconds=60.0, tensor_parallel=parts) as ranks:
         task(ranks, folder)
-
-
-if __name__ == "__main__":
-    main()

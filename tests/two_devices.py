@@ -47,16 +47,6 @@ def devices_of(learner: Learner) -> set[str]:
     return {str(tensor.device) for tensor in tensors}
 
 
-def main() -> None:
-    folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
-    second_device.load()
-    group.register()
-    only_the_device(rank)
-    device = f"second:{rank}"
-    with second_device.swapping(), joined(timeout_seconds=60.0, silence_seconds=60.0, device=device) as ranks:
-        run(ranks, folder, device)
-
-
 def share(ranks: Ranks, device: str) -> float:
     """Return the peak share of the weights on a device while a large model is made."""
     config = LlamaConfig(
@@ -64,8 +54,7 @@ def share(ranks: Ranks, device: str) -> float:
         num_key_value_heads=2, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = prepared(LlamaForCausalLM(config), max_context=64)
-    weights = num_bytes(model)
+    weights = num_bytes(model := prepared(LlamaForCausalLM(config), max_context=64))
     with second_device.counted() as made:
         Learner(spec(activationCheckpointing="off"), model, ranks=ranks, num_threads=1, device=device)
     return float(made.peak) / weights
@@ -112,4 +101,10 @@ def run(ranks: Ranks, folder: Path, device: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
+    second_device.load()
+    group.register()
+    only_the_device(rank)
+    device = f"second:{rank}"
+    with second_device.swapping(), joined(timeout_seconds=60.0, silence_seconds=60.0, device=device) as ranks:
+        run(ranks, folder, device)

@@ -156,7 +156,7 @@ def lead(groups: Groups, folder: Path, num_examples: int) -> None:
     (folder / "found.json").write_text(json.dumps(found))
 
 
-def main() -> None:
+if __name__ == "__main__":
     folder = Path(sys.argv[1])
     with joined(timeout_seconds=600.0, silence_seconds=600.0) as ranks:
         groups = Groups(folder, ranks)
@@ -164,7 +164,3 @@ def main() -> None:
             groups.follow()
         else:
             lead(groups, folder, int(sys.argv[2]))
-
-
-if __name__ == "__main__":
-    main()

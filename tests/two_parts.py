@@ -93,7 +93,7 @@ def drafter(path: Path) -> Any:
     return perturbed(load_model(path), 0.15)
 
 
-def main() -> None:
+if __name__ == "__main__":
     folder, found = Path(sys.argv[1]), {}
     with joined(timeout_seconds=100.0, silence_seconds=100.0) as ranks:
         for name in REFUSED:
@@ -114,7 +114,3 @@ def main() -> None:
             engine.close()
     if found:
         (folder / "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -21,7 +21,7 @@ from rlhfspec.huggingface.cutting import load_part
 ROOM_OF_ONE = 18 << 20  # bytes
 
 
-def main() -> None:
+if __name__ == "__main__":
     folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
     second_device.load()
     group.register()
@@ -42,7 +42,3 @@ def main() -> None:
                 (folder / "on-devices.json").write_text(json.dumps(found))
                 engine.close()
         dist.barrier(group=ranks.host)
-
-
-if __name__ == "__main__":
-    main()

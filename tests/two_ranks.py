@@ -101,7 +101,7 @@ def silence(learner: Learner, ranks: Ranks, folder: Path) -> None:
             (folder / "silence").write_text(str(error))
 
 
-def main() -> None:
+if __name__ == "__main__":
     folder = Path(sys.argv[1])
     with joined(timeout_seconds=60.0, silence_seconds=60.0) as ranks:
         assert ranks.num_ranks == 2
@@ -118,7 +118,3 @@ def main() -> None:
         refused(ranks, folder)
         overflow(new_learner("dr-grpo", ranks), ranks, folder)
         silence(learner, ranks, folder)
-
-
-if __name__ == "__main__":
-    main()

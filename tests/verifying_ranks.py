@@ -10,8 +10,7 @@ from rlhfspec.common.ranks.meeting import joined
 from rlhfspec.training.checkpoint import CheckpointStore, folders
 from rlhfspec.training.leading import Leader, follow
 
-
-def main() -> None:
+if __name__ == "__main__":
     place, found = Path(sys.argv[1]), Path(sys.argv[2])
     read: list[str] = []
     fingerprint = folders.fingerprint
@@ -33,7 +32,3 @@ def main() -> None:
                 store.open(3)
             leader.close()
         (found / f"read-{ranks.rank}").write_text(json.dumps(read))
-
-
-if __name__ == "__main__":
-    main()

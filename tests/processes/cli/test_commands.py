@@ -1,5 +1,3 @@
-"""Commands of rlhfspec-bench in processes: found if installed; models check judges."""
-
 import os
 import re
 import signal

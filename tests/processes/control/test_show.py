@@ -1,5 +1,3 @@
-"""A view in a pod ends when its client vanished."""
-
 import subprocess
 import sys
 

@@ -1,5 +1,3 @@
-"""Peak host memory of loading and proving a bfloat16 model."""
-
 import sys
 from pathlib import Path
 

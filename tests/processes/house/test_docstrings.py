@@ -1,5 +1,3 @@
-"""Every module imports, and docstring examples are true."""
-
 import doctest
 import importlib
 

@@ -1,5 +1,3 @@
-"""A process from a nursery equals what the command would have started."""
-
 import json
 import os
 import subprocess

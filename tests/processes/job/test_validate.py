@@ -1,5 +1,3 @@
-"""`rlhfspec validate` as a user calls it, on invalid files."""
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Triton's kernels compile for an absent GPU."""
-
 import os
 import subprocess
 import sys

@@ -196,8 +196,7 @@ def assert_works(landing: Landing, key: str) -> None:
     ],
 )
 def test_a_hostile_header_ends_its_connection_and_nothing_else(kind: str, said: bytes) -> None:
-    landing = make_landing(kind)
-    connection = let_in(landing)
+    connection = let_in(landing := make_landing(kind))
     connection.sendall(said)
     assert_thrown_out(connection)
     assert landing.num_bytes == landing.num_keys == 0
@@ -207,16 +206,14 @@ def test_a_hostile_header_ends_its_connection_and_nothing_else(kind: str, said: 
 
 @pytest.mark.parametrize("kind", BY_SOCKET)
 def test_who_stops_in_the_middle_is_given_up(kind: str) -> None:
-    landing = make_landing(kind, seconds=0.2)
-    connection = let_in(landing)
+    connection = let_in(landing := make_landing(kind, seconds=0.2))
     connection.sendall(header()[:9])
     assert_thrown_out(connection)
     landing.close()
 
 
 def test_a_range_that_is_cut_off_is_told_to_who_waits_for_it() -> None:
-    landing = make_landing("tcp")
-    connection = let_in(landing)
+    connection = let_in(landing := make_landing("tcp"))
     connection.sendall(header(size=1 << 20) + b"a" * 1000)
     with ThreadPoolExecutor(1) as beside:
         waiting = beside.submit(landing.take, "m/0", 1 << 20, timeout=100)
@@ -228,8 +225,7 @@ def test_a_range_that_is_cut_off_is_told_to_who_waits_for_it() -> None:
 
 
 def test_a_key_twice_ends_the_connection_and_the_first_stays() -> None:
-    landing = make_landing("tcp")
-    connection = let_in(landing)
+    connection = let_in(landing := make_landing("tcp"))
     connection.sendall(header() + b"abc" + header() + b"xyz")
     assert_thrown_out(connection)
     assert landing.take("m/0", 3, timeout=120) == b"abc"
@@ -377,8 +373,7 @@ def test_memory_that_could_shrink_under_the_reader_is_refused(make: Callable[[],
 
 
 def test_a_place_that_was_never_handed_over_is_refused() -> None:
-    landing = make_landing("shm")
-    connection = let_in(landing)
+    connection = let_in(landing := make_landing("shm"))
     connection.sendall(header(place=7))
     with pytest.raises(LinkError, match="is none that was handed over"):
         landing.take("m/0", 3, timeout=120)

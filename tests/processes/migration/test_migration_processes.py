@@ -1,5 +1,3 @@
-"""Moves between two processes."""
-
 import asyncio
 import json
 import subprocess

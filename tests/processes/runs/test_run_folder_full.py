@@ -1,5 +1,3 @@
-"""A run folder on a full disk."""
-
 import subprocess
 import sys
 from pathlib import Path

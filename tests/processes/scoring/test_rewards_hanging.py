@@ -1,5 +1,3 @@
-"""A hanging reward function does not hold its caller."""
-
 import subprocess
 import sys
 from pathlib import Path

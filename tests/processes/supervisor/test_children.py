@@ -84,8 +84,7 @@ def test_a_wait_names_who_could_end_it_and_has_something_to_do() -> None:
 
 
 async def test_silence_is_told_and_a_process_that_somebody_stopped_is_not_silent() -> None:
-    clock = FakeClock()
-    known = KnownRun(clock)
+    known = KnownRun(clock := FakeClock())
     started(known, "reward")
     known.tell(INFO, BEAT)
     await clock.advance(SILENT_SECONDS + 1)
@@ -101,8 +100,7 @@ async def test_silence_is_told_and_a_process_that_somebody_stopped_is_not_silent
 
 
 async def test_a_worker_started_by_hand_joins_and_is_gone_when_it_says_nothing() -> None:
-    clock = FakeClock()
-    known = KnownRun(clock)
+    known = KnownRun(clock := FakeClock())
     started(known, "generator")
     assert known.run.is_only_worker(("generator", 0))
     assert not joined(known, replace(INFO, stage="generator"))

@@ -1,5 +1,3 @@
-"""Sweep processes that die, hang or are interrupted."""
-
 import os
 import re
 import signal

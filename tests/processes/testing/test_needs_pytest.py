@@ -1,5 +1,3 @@
-"""Only the test suites need pytest and hypothesis."""
-
 import subprocess
 import sys
 

@@ -1,5 +1,3 @@
-"""Changed files by git: since the branch point, committed, uncommitted and untracked."""
-
 import subprocess
 from pathlib import Path
 

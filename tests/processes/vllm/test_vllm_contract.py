@@ -1,5 +1,3 @@
-"""The engine `vllm` keeps the engine contract, plain and with a draft model."""
-
 from collections.abc import Iterator
 from typing import Any, ClassVar
 

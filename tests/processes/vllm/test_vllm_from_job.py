@@ -1,5 +1,3 @@
-"""Fields of a job reach the engine `vllm`."""
-
 import os
 from contextlib import suppress
 from pathlib import Path

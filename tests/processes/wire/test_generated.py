@@ -1,5 +1,3 @@
-"""The generated code of the wire format is up to date with its proto."""
-
 import importlib.util
 import subprocess
 import sys

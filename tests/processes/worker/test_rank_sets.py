@@ -1,5 +1,3 @@
-"""Rank sets on one machine, and on nodes that meet by name and port."""
-
 import json
 import os
 import signal

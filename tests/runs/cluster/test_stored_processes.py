@@ -1,5 +1,3 @@
-"""Pods that share only an object store have the laptop's curve."""
-
 import json
 import signal
 import sys

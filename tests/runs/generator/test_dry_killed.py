@@ -1,5 +1,3 @@
-"""A generator that scores for other stages is killed in a whole run."""
-
 import asyncio
 import os
 import signal

@@ -1,5 +1,3 @@
-"""Generators of two processes each, which share a model."""
-
 import json
 import os
 import signal

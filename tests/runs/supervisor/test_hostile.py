@@ -1,5 +1,3 @@
-"""A run with processes refuses hostile messages with a reason and keeps its curve."""
-
 import asyncio
 import json
 import ssl

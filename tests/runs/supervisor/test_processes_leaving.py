@@ -1,5 +1,3 @@
-"""The samples of a generator that leaves in mid-step continue elsewhere without recomputation."""
-
 import json
 import os
 import signal

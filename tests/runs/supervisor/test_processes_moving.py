@@ -1,5 +1,3 @@
-"""Samples that move between processes keep the curve of one process."""
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Traces of moved samples have a span per stay and per move, as in moves.jsonl."""
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

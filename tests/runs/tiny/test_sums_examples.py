@@ -1,5 +1,3 @@
-"""The shipped examples on sums run."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""A process waits for NATS at its start, as long as it may."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""`kubectl rlhf logs` of jobs without logs."""
-
 from __future__ import annotations
 
 import asyncio

@@ -145,8 +145,7 @@ def test_drift_is_judged_from_step_15_on_and_learning_over_the_whole_run() -> No
     steps = range(1, 21)
     frozen = [row("frozen", step, 4.0 if step < 15 else 3.0) for step in steps]
     learning = [row("learning", step, 4.0 if step < 15 else 3.6, spent=0.05) for step in steps]
-    results = DriftResults(machine=None, rows=(*frozen, *learning))
-    gain, share = bars_of(results)
+    gain, share = bars_of(DriftResults(machine=None, rows=(*frozen, *learning)))
     assert (gain.found.split()[0], gain.holds) == ("1.20", True)
     assert (share.found, share.holds) == ("2.5%", False)
     assert bars_of(DriftResults(machine=None, rows=tuple(frozen[:10]))) == ()

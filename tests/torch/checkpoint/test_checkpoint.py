@@ -1,5 +1,3 @@
-"""Checkpoints are saved to the last bit or not at all, and no failure loses an earlier one."""
-
 import json
 import logging
 import math

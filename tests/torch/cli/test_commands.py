@@ -1,5 +1,3 @@
-"""rlhfspec drafter train, explain-moves and plan."""
-
 import json
 import os
 import signal
@@ -183,8 +181,7 @@ def test_a_folder_without_moves_is_one_line(tmp_path: Path) -> None:
 
 
 def test_the_view_has_a_row_of_moves() -> None:
-    console = terminal()
-    view = a_full_view(console)
+    view = a_full_view(console := terminal())
     advice = an_advice()
     view.progress.plan(plan_of(advice, None, id="plan", job="sums"))
     view.progress.moved(moved(advice.moves[0]))

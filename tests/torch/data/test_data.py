@@ -1,5 +1,3 @@
-"""Rows of every source, prompts of columns and messages, and an order by (seed, step)."""
-
 import csv
 import gzip
 import json

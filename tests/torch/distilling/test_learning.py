@@ -194,8 +194,7 @@ def test_a_sequence_that_was_preempted_leaves_its_lessons(model: Any) -> None:
 
 @pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_a_drafter_is_made_of_every_family(kind: str) -> None:
-    model = deep(kind, seed=5)
-    engine = make(model)
+    engine = make(model := deep(kind, seed=5))
     assert generate(engine, 3) == generate(make(model, None, speculation="off", learning="off"), 3)
     engine.learning.learn_while_idle()  # a quick engine had no time to learn between its steps
     assert engine.learning.report.num_tokens > 0
@@ -267,8 +266,7 @@ def test_what_is_no_number_is_given_up(model: Any) -> None:
 
 
 def test_memory_is_bounded() -> None:
-    ring = LessonRing(most_tokens=100, passes=4)
-    recorder = LessonRecorder(ring)
+    recorder = LessonRecorder(ring := LessonRing(most_tokens=100, passes=4))
     for row in range(40):
         recorder.start(row, 1.0)
     assert len(recorder.rows) == 16

@@ -1,5 +1,3 @@
-"""The engine `own` keeps the contracts of engines and of moves."""
-
 from typing import Any
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Thousands of operations lose no block and leak no memory."""
-
 import copy
 import gc
 import tracemalloc

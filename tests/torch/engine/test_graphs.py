@@ -1,5 +1,3 @@
-"""Fixed buffers and padding of captured graphs, called again on the CPU without a GPU."""
-
 import copy
 
 import numpy as np

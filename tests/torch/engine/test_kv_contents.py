@@ -60,8 +60,7 @@ def check(engine: Engine, fresh: Engine) -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.on_the_cpu(BY_COMPANY))])
 def test_every_cached_position_holds_what_a_fresh_forward_writes(dtype: str) -> None:
-    model = random_model("qwen3", seed=6, vocab_size=VOCAB)
-    draft = perturbed(model, 0.1)
+    draft = perturbed(model := random_model("qwen3", seed=6, vocab_size=VOCAB), 0.1)
     engine = make(model, draft, dtype=dtype, kv_cache_tokens=480, prefill_chunk=20)
     fresh = make(model, draft, dtype=dtype)
     rng = np.random.default_rng(2)
@@ -100,8 +99,7 @@ def test_the_draft_is_never_more_than_the_last_step_behind() -> None:
 
 
 def test_kv_that_moved_in_rounds_is_what_a_fresh_forward_writes() -> None:
-    model = random_model("qwen3", seed=6, vocab_size=VOCAB)
-    draft = perturbed(model, 0.1)
+    draft = perturbed(model := random_model("qwen3", seed=6, vocab_size=VOCAB), 0.1)
     here, there, fresh = (make(model, draft) for _ in range(3))
     compared = 0
     for index in range(4):

@@ -1,5 +1,3 @@
-"""KV memory on a CPU grows with use and is returned."""
-
 import copy
 import sys
 

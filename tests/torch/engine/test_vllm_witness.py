@@ -1,5 +1,3 @@
-"""The witness of vLLM's tokens at load finds any deviation from the law."""
-
 from typing import Any
 
 import numpy as np

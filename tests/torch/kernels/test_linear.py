@@ -207,8 +207,7 @@ def test_values_against_float64(shape: tuple[int, int], dtype: torch.dtype, arit
 @every_arithmetic
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_gated_mlp_values_against_float64(dtype: torch.dtype, arithmetic: str, activation: str) -> None:
-    parts = make_mlp_parts(100, 333, 70, bias=True)
-    mlp = pack_mlp(parts, dtype, arithmetic, activation)
+    mlp = pack_mlp(parts := make_mlp_parts(100, 333, 70, bias=True), dtype, arithmetic, activation)
     x = torch.randn(19, 100)
     weights = [(part.weight.detach().to(dtype).double(), part.bias.detach().double()) for part in parts]
     gate, up = (functional.linear(rounded(x, arithmetic), *weight) for weight in weights[:2])
@@ -235,8 +234,7 @@ def test_weights_come_back_as_stored_and_can_be_replaced(dtype: torch.dtype, ari
     layer = make_linear((70, 33), dtype, arithmetic)
     weight, bias = torch.randn(33, 70), torch.randn(33)
     before = copy.deepcopy(layer)
-    x = torch.randn(5, 70)
-    old = layer(x)
+    old = layer(x := torch.randn(5, 70))
     layer.load_weight(weight, bias)
     assert torch.equal(layer.unpacked_weight(), weight.to(dtype))
     assert not torch.equal(layer(x), old)

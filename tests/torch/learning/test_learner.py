@@ -164,8 +164,7 @@ def test_a_resumed_run_is_the_run(name: str, settings: dict[str, Any], stop_afte
 
 
 def test_a_state_of_another_model_is_refused() -> None:
-    settings = spec()
-    other = Learner(settings, prepared(random_model("gpt-neox", seed=1)), num_threads=1)
+    other = Learner(settings := spec(), prepared(random_model("gpt-neox", seed=1)), num_threads=1)
     with pytest.raises(StorageError, match="none of this job's model"):
         learner(settings).load_state(other.state())
     with pytest.raises(StorageError, match="critic"):

@@ -1,5 +1,3 @@
-"""The learner on a device that is not the CPU."""
-
 from types import ModuleType
 from typing import Any
 

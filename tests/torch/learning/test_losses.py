@@ -230,8 +230,7 @@ def test_k1_and_k3_average_to_the_kl() -> None:
 
 @pytest.mark.parametrize("aggregation", sorted(OF_VERL.values()))
 def test_weights_are_sums_over_samples_of_their_own(aggregation: Any) -> None:
-    lengths = torch.tensor([1, 4, 2])
-    weights = token_weights(lengths, aggregation, 8)
+    weights = token_weights(lengths := torch.tensor([1, 4, 2]), aggregation, 8)
     wanted = {
         "token-mean": [1 / 7, 4 / 7, 2 / 7], "sequence-mean-token-mean": [1 / 3] * 3,
         "sequence-sum-constant": [1 / 24, 4 / 24, 2 / 24],
@@ -297,8 +296,7 @@ fractions = st.sampled_from([0.0, 0.5, 0.9, 0.95, 1.0])
 
 @st.composite
 def ragged(draw: st.DrawFn, num_columns: int) -> tuple[Tensor, list[Tensor]]:
-    lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
-    total = sum(lengths)
+    total = sum(lengths := draw(st.lists(st.integers(1, 6), min_size=1, max_size=5)))
     columns = [draw(st.lists(finite, min_size=total, max_size=total)) for _ in range(num_columns)]
     return torch.tensor(lengths), [torch.tensor(column, dtype=torch.float64) for column in columns]
 

@@ -1,5 +1,3 @@
-"""activationCheckpointing: auto recomputes layers exactly where they would not fit."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""Promises of every link, and the choice of one."""
-
 from collections.abc import Iterator
 from typing import Any
 

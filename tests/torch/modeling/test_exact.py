@@ -252,8 +252,7 @@ def test_gradients_of_low_rank_updates_are_torchs() -> None:
 @pytest.mark.parametrize("kind", ["llama", "phi", "gemma"])
 def test_bfloat16_gradients_go_straight_through_to_the_float32_parameters(kind: str) -> None:
     """A torch model with rounded parameters has the same gradients."""
-    model = random_model(kind, seed=5)
-    exact = make_forward(model, dtype="bfloat16", arithmetic="fma")
+    exact = make_forward(model := random_model(kind, seed=5), dtype="bfloat16", arithmetic="fma")
     keep_keys_as(exact, torch.float32)  # rounded keys differ where torch's are hardly different before
     rounded = prepared(copy.deepcopy(model))
     for parameter in rounded.parameters():

@@ -97,8 +97,7 @@ def test_a_sequence_does_not_see_its_neighbours() -> None:
 
 
 def test_logits_in_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = prepared(random_model("qwen2", seed=3))
-    forward = TorchForward(model, 0.9)
+    forward = TorchForward(model := prepared(random_model("qwen2", seed=3)), 0.9)
 
     def run() -> tuple[TokenLogProbs, torch.Tensor]:
         model.zero_grad()

@@ -42,8 +42,7 @@ def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_gradients_are_the_same_bits(kind: str) -> None:
-    forward = TorchForward(prepared(random_model(kind, seed=1)), 0.7)
-    kept = gradients(forward)
+    kept = gradients(forward := TorchForward(prepared(random_model(kind, seed=1)), 0.7))
     recomputed.recompute(forward.parts.trunk)
     same_bits(gradients(forward), kept)
 

@@ -42,8 +42,7 @@ def test_the_picture_says_everything() -> None:
 
 
 def test_the_picture_of_a_run_with_processes_names_each_and_whom_it_waits_for() -> None:
-    console = terminal(width=110, height=40)
-    view = a_full_view(console)
+    view = a_full_view(console := terminal(width=110, height=40))
     view.progress.take_workers(
         [
             process("generator", 0, "restarting", "killed by SIGKILL", pid=None, num_restarts=2),
@@ -63,8 +62,7 @@ def test_the_picture_of_a_run_with_processes_names_each_and_whom_it_waits_for() 
 
 
 def test_of_many_processes_those_that_have_something_to_tell_are_shown() -> None:
-    console = terminal()
-    view = a_full_view(console)
+    view = a_full_view(console := terminal())
     view.progress.take_workers(
         [process("generator", n, "held" if n == 37 else "waiting", "prompts") for n in range(40)]
     )
@@ -86,15 +84,13 @@ def test_the_picture_fits(width: int, texts: str) -> None:
 
 @pytest.mark.parametrize("filler", ["x", "漢"])
 def test_of_a_long_prompt_the_end_is_shown(filler: str) -> None:
-    console = terminal()
-    view, _ = a_view(console)
+    view, _ = a_view(console := terminal())
     view.progress.sample(replace(example_sample(), prompt_text=filler * 200 + " 12+34=?"))
     assert any(line.startswith("│ …") and line.rstrip(" │").endswith(" 12+34=?") for line in picture(view, console))
 
 
 def test_the_picture_begins_empty_and_small() -> None:
-    console = terminal()
-    view, _ = a_view(console)
+    view, _ = a_view(console := terminal())
     text = "\n".join(picture(view, console))
     assert "step 1/60" in text
     assert "after the first step" in text
@@ -134,8 +130,7 @@ def test_hostile_text_is_harmless_in_the_picture() -> None:
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    view, hand = a_view(console, steps=3)
+    view, hand = a_view(console := Console(file=io.StringIO(), width=80), steps=3)
     with view:
         for step in (1, 2, 3):
             hand.seconds += 3.8
@@ -152,8 +147,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
 def test_numbers_that_do_not_apply_are_not_shown() -> None:
     metrics = replace(example_step(), kl=None, accepted_per_verification=None, tokens_per_second=None)
     line = step_line(metrics, RunProgress(example_job(), Hand()))
-    console = terminal()
-    view, _ = a_view(console)
+    view, _ = a_view(console := terminal())
     view.step(metrics)
     for said in (line, "\n".join(picture(view, console))):
         assert not any(name in said for name in ("KL", "accepted", "tok/s"))
@@ -166,8 +160,7 @@ def test_numbers_that_do_not_apply_are_not_shown() -> None:
 def test_the_kl_is_shown_with_its_estimator() -> None:
     metrics = replace(example_step(), kl={"k1": -0.01, "k3": 0.002})
     assert "KL k1 -0.0100, k3 0.00200  " in step_line(metrics, RunProgress(example_job(), Hand()))
-    console = terminal()
-    view, _ = a_view(console)
+    view, _ = a_view(console := terminal())
     view.step(metrics)
     (row,) = [line for line in picture(view, console) if "KL" in line]
     assert row.startswith("│ KL        0.00200"), "k3, which is never negative, is what is drawn"
@@ -176,13 +169,11 @@ def test_the_kl_is_shown_with_its_estimator() -> None:
 
 def test_evaluations_are_told_with_the_best() -> None:
     runs = [example_evaluation(step=step, reward=reward) for step, reward in ((0, 0.25), (10, 0.75), (20, 0.5))]
-    console = terminal()
-    view, _ = a_view(console)
+    view, _ = a_view(console := terminal())
     view.progress.history([example_step(step=20)], runs[:2])
     view.evaluation(runs[2])
     assert any("held-out  0.500" in line and "best 0.750 after step 10" in line for line in picture(view, console))
-    plain = Console(file=io.StringIO())
-    view, _ = a_view(plain)
+    view, _ = a_view(plain := Console(file=io.StringIO()))
     view.evaluation(runs[0])
     told = "evaluation after step 0: reward 0.250  (best 0.250 after step 0)  length 27.5  4 held-out samples  1.5s"
     assert told in plain.file.getvalue()  # type: ignore[attr-defined]
@@ -200,8 +191,7 @@ def test_the_mode_follows_the_terminal() -> None:
 
 
 def test_off_says_nothing() -> None:
-    console = terminal()
-    view, _ = a_view(console, view="off")
+    view, _ = a_view(console := terminal(), view="off")
     with view:
         view.step(example_step())
         view.say("hello")
@@ -209,8 +199,7 @@ def test_off_says_nothing() -> None:
 
 
 def test_the_live_picture_comes_and_stays() -> None:
-    console = terminal()
-    view, _ = a_view(console)
+    view, _ = a_view(console := terminal())
     with view:
         view.step(example_step(step=1))
         view.say("a checkpoint was written")
@@ -222,8 +211,7 @@ def test_the_live_picture_comes_and_stays() -> None:
 
 
 def test_the_cursor_comes_back_after_an_error() -> None:
-    console = terminal()
-    view, _ = a_view(console)
+    view, _ = a_view(console := terminal())
     with pytest.raises(KeyboardInterrupt), view:
         raise KeyboardInterrupt
     assert written(console).endswith("\x1b[?25h")
@@ -241,8 +229,7 @@ def test_a_sample_counts_once_and_in_its_step() -> None:
 
 
 def test_speeds_of_generators_add_up() -> None:
-    console = terminal()
-    view, _ = a_view(console)
+    view, _ = a_view(console := terminal())
     tell(view, load("g0", 100.0))
     tell(view, load("g1", 150.0))
     tell(view, load("g1", 200.0))
@@ -250,8 +237,7 @@ def test_speeds_of_generators_add_up() -> None:
 
 
 def test_what_a_drafter_learnt_is_shown_where_one_learns() -> None:
-    console = terminal()
-    view, _ = a_view(console)
+    view, _ = a_view(console := terminal())
     view.step(example_step(step=1))
     tell(view, load("g0"))
     assert not any("drafter" in line for line in picture(view, console))
@@ -265,8 +251,7 @@ def test_what_a_drafter_learnt_is_shown_where_one_learns() -> None:
 
 
 def test_how_old_a_drafter_is_is_shown_once_it_was_seen_to_learn() -> None:
-    console = terminal()
-    view, _ = a_view(console)
+    view, _ = a_view(console := terminal())
     view.step(example_step(step=1))
     told = replace(load("g0"), tokens_while_learning=2.82, drafter_version=4000, weights_version=3)
 
@@ -295,8 +280,7 @@ def test_eta_counts_down_within_a_step_and_never_below_the_next() -> None:
 
 
 def test_history_goes_on() -> None:
-    console = terminal()
-    view, _ = a_view(console, steps=9)
+    view, _ = a_view(console := terminal(), steps=9)
     view.progress.history([example_step(step=step, reward=0.1) for step in (1, 2, 3)])
     view.step(example_step(step=4, reward=0.4))
     text = "\n".join(picture(view, console))

@@ -205,8 +205,7 @@ def at_once(ask: Callable[[list[int]], torch.Tensor], texts: list[list[int]]) ->
 @pytest.mark.parametrize("kind", CLASSES)
 def test_what_waits_is_run_together_to_the_numbers_of_each_alone(second: ModuleType, kind: str) -> None:
     alone = Classifier(classifying_model(kind), keep_prompts=True, name=kind)
-    there = classifying_model(kind).to(DEVICE)
-    together = Classifier(there, keep_prompts=True, name=kind)
+    together = Classifier(there := classifying_model(kind).to(DEVICE), keep_prompts=True, name=kind)
     rows: list[int] = []
     begun, go_on = threading.Event(), threading.Event()
 

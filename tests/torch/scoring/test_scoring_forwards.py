@@ -178,8 +178,7 @@ def values_reference(critic: Critic, prompt: list[int], response: list[int]) -> 
 
 @pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_values_are_the_trainers_critics(kind: str) -> None:
-    critic = make_critic(kind)
-    scorer = ValueScorer(critic, max_context=CONTEXT)
+    scorer = ValueScorer(critic := make_critic(kind), max_context=CONTEXT)
     for prompt, response in SAMPLES:
         expected = values_reference(critic, prompt, response)
         assert max(map(abs, expected)) > 1e-3

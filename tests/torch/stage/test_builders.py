@@ -1,5 +1,3 @@
-"""Each stage is made by its own builder, on the job's device."""
-
 from importlib import import_module
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""The tiny models, and the sums that they learn."""
-
 import json
 import random
 import re

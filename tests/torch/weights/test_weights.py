@@ -146,8 +146,7 @@ def test_a_file_that_says_its_digest_is_checked_once_a_process(tmp_path: Path, m
 def test_what_a_file_says_of_itself_replaces_no_check(tmp_path: Path, others: str) -> None:
     """The file has other weights, with the announced digest or with the whole announced note."""
     record = FileWeightStore(tmp_path, keep=1).put("sums", "policy", 1, state(1))
-    path = Path(record.uri.removeprefix("file:"))
-    _, notes = read_noted(path)
+    _, notes = read_noted(path := Path(record.uri.removeprefix("file:")))
     assert notes[HASHES] == f"{digest(state(1))} {checksum(state(1))}"
     wrong = {"digest": notes[HASHES], "checksum": f"{digest(state(2))} {checksum(state(2))}"}[others]
     write_tensors(path, state(2), notes={HASHES: wrong})

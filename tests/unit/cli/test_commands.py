@@ -1,5 +1,3 @@
-"""Commands that start without torch: validate, init, schema, simulate, trace and drafter report."""
-
 import io
 import json
 import re

@@ -1,5 +1,3 @@
-"""docs/job.md has every field, the README shows real output, and the index links every page."""
-
 import re
 from collections.abc import Iterator
 from typing import Any, get_args, get_origin

@@ -23,8 +23,7 @@ def feed(
     model: AcceptanceModel, rows: list[int], chance: float, *, steps: int, seed: int = 0, gap: float = 1.2
 ) -> None:
     random = np.random.default_rng(seed)
-    table_rows = np.repeat(np.array(rows, np.int32), 6)
-    n = len(table_rows)
+    n = len(table_rows := np.repeat(np.array(rows, np.int32), 6))
     ones = np.ones(n, np.int32)
     for _ in range(steps):
         gaps = np.full(n, gap, np.float32)

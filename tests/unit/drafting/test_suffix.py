@@ -236,8 +236,7 @@ def templated_text(seed: int, num_sentences: int) -> list[int]:
 
 def test_shared_noise_finds_more_of_the_targets_choices() -> None:
     """The same counts are ranked with the target's noise and with another seed's."""
-    text = templated_text(0, 400)
-    sample = target_of(text, 3)
+    sample = target_of(text := templated_text(0, 400), 3)
     accepted = {}
     for shift in (0, 1000):
         table, drafter = DraftTable(4), SuffixDrafter()
@@ -341,8 +340,7 @@ def test_a_backlog_is_worked_off_bit_by_bit() -> None:
 
 
 def test_a_proposal_takes_few_calls_a_token() -> None:
-    text = templated_text(2, 800)
-    sample = target_of(text, 4)
+    sample = target_of(text := templated_text(2, 800), 4)
     table, drafter = DraftTable(64), SuffixDrafter()
     rows = list(range(64))
     for row in rows:
@@ -468,7 +466,6 @@ def test_taking_a_closed_part_keeps_the_structure(seed: int, num_sequences: int,
 
 
 def test_index_in_sequence_counts_each_sequence_apart() -> None:
-    forest = random_forest(np.random.default_rng(3), 3, 25, vocab=9)
-    index = index_in_sequence(forest, 3)
+    index = index_in_sequence(forest := random_forest(np.random.default_rng(3), 3, 25, vocab=9), 3)
     for sequence in range(3):
         assert index[forest.sequence == sequence].tolist() == list(range(int((forest.sequence == sequence).sum())))

@@ -1,5 +1,3 @@
-"""Micro-batches are whole, within the budget, balanced, and a function of lengths."""
-
 import pytest
 from hypothesis import given, strategies as st
 

@@ -1,5 +1,3 @@
-"""The map of the loop matches the service folders."""
-
 from places import ROOT
 
 from rlhfspec.messages.loop import STAGES

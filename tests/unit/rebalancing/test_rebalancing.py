@@ -230,8 +230,7 @@ def shared_host(num_left: int, free_rows: int = 64) -> Fleet:
 
 def test_engines_that_share_bandwidth_are_consolidated_in_the_tail_only() -> None:
     assert plan(shared_host(12), NOW).num_moves == 0
-    fleet = shared_host(2)
-    planned = plan(fleet, NOW)
+    planned = plan(fleet := shared_host(2), NOW)
     assert planned.is_closing.tolist() == [False, True]
     assert moves_of(planned) == [(2, 1, 0), (3, 1, 0)]
     assert planned.why_move(0).startswith("as few as 1 of this host's engines are faster")

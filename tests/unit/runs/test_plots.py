@@ -41,8 +41,7 @@ def patches(axis: Axes) -> list[StepPatch]:
 
 
 def test_every_panel_shows_its_numbers() -> None:
-    steps = a_run(12)
-    figure = overview_figure(steps, title="sums")
+    figure = overview_figure(steps := a_run(12), title="sums")
     assert values(panel_of(figure, "reward")) == [metrics.reward.mean for metrics in steps]
     assert values(panel_of(figure, "KL")) == [metrics.kl_k3 for metrics in steps]
     assert values(panel_of(figure, "loss of the policy")) == [-0.01] * 12

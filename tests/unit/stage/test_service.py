@@ -31,8 +31,7 @@ from rlhfspec.stage.vitals import SAID_NOTHING, Vitals
 
 
 async def test_vitals_say_who_does_what_since_when() -> None:
-    clock = FakeClock()
-    vitals = Vitals(clock)
+    vitals = Vitals(clock := FakeClock())
     reward = vitals.worker("reward", 0)
     assert vitals.worker("reward", 0) is reward
     assert (reward.state().doing, reward.state().what) == ("waiting", SAID_NOTHING)
@@ -183,8 +182,7 @@ async def supervise(
 
 def supervised(*scripts: tuple[str, Callable[[Scripted], Awaitable[None]] | None], seconds: float = 0.0) -> list[str]:
     async def main() -> list[str]:
-        clock = FakeClock()
-        vitals = Vitals(clock)
+        vitals = Vitals(clock := FakeClock())
         services = [Scripted(stage, vitals, script) for stage, script in scripts]
         try:
             await supervise(clock, vitals, services, seconds)
@@ -268,8 +266,7 @@ def test_who_works_keeps_the_others_waiting() -> None:
 
 
 async def test_time_before_the_run_is_no_stall() -> None:
-    clock = FakeClock()
-    vitals = Vitals(clock)
+    vitals = Vitals(clock := FakeClock())
     services = [Scripted("trainer", vitals)]
     await clock.advance(1000.0)  # models were loaded
     stop = asyncio.Event()
@@ -287,8 +284,7 @@ async def test_stop_is_asked_for_and_waited_for() -> None:
         with service.vitals.working("checkpoint", deadline_seconds=60.0):
             await clock.sleep(8.0)
 
-    clock = FakeClock()
-    vitals = Vitals(clock)
+    vitals = Vitals(clock := FakeClock())
     services = [Scripted("generator", vitals), Scripted("trainer", vitals, checkpoint_first)]
     stop = asyncio.Event()
     stop.set()
@@ -312,8 +308,7 @@ async def test_who_refuses_its_cancellation_is_left_behind_and_named(caplog: pyt
             except asyncio.CancelledError:
                 continue
 
-    clock = FakeClock()
-    vitals = Vitals(clock)
+    vitals = Vitals(clock := FakeClock())
     await supervise(clock, vitals, [Scripted("reward", vitals, refuse), Scripted("trainer", vitals, finish)], 50.0)
     assert "reward 0 refuses its cancellation and is left behind" in caplog.text
     released.set()
@@ -347,8 +342,7 @@ async def test_a_stop_that_fails_is_named() -> None:
         async def stop(self) -> None:
             raise OSError("no such socket")
 
-    clock = FakeClock()
-    vitals = Vitals(clock)
+    vitals = Vitals(clock := FakeClock())
     with pytest.raises(StageFailed, match="view 0: failed: OSError: no such socket"):
         await supervise(clock, vitals, [Stubborn("view", vitals), Scripted("trainer", vitals, finish)], 30.0)
 
@@ -358,15 +352,13 @@ async def test_a_stop_that_hangs_ends_with_the_grace() -> None:
         async def stop(self) -> None:
             await asyncio.Event().wait()
 
-    clock = FakeClock()
-    vitals = Vitals(clock)
+    vitals = Vitals(clock := FakeClock())
     await supervise(clock, vitals, [Stubborn("view", vitals), Scripted("trainer", vitals, finish)], 30.0)
     assert len(asyncio.all_tasks()) == 1, "a task outlives the run"
 
 
 async def test_cancelling_the_run_cancels_the_services() -> None:
-    clock = FakeClock()
-    vitals = Vitals(clock)
+    vitals = Vitals(clock := FakeClock())
     services = [Scripted("generator", vitals), Scripted("trainer", vitals, hang)]
     run = asyncio.create_task(Supervisor(vitals, stall_seconds=60.0).run(services, asyncio.Event()))
     await clock.settle()

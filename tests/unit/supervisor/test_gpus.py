@@ -1,5 +1,3 @@
-"""GPUs are dealt in order, one a process, and shared only if the job says so."""
-
 from pathlib import Path
 from typing import Any
 

@@ -420,8 +420,7 @@ def test_a_trained_step_is_told_as_far_as_it_applies() -> None:
 
 
 def test_what_a_worker_worked_is_told_by_its_vitals() -> None:
-    clock = FakeClock()
-    vitals = Vitals(clock)
+    vitals = Vitals(clock := FakeClock())
     meters = Meters()
     vitals.told = meters.worked
     with vitals.worker("generator", 0).working("loading weights version 7", deadline_seconds=60.0):

@@ -286,8 +286,7 @@ def test_a_collector_gets_each_stay_and_each_move_once_and_nothing_that_is_not_o
 
 
 def test_a_picture_of_a_sample_that_moved() -> None:
-    life = moved_there_and_back()[0].life()
-    text = shown(life)
+    text = shown(life := moved_there_and_back()[0].life())
     rows = [line for line in text.splitlines() if line.lstrip().startswith(("generation", "move"))]
     assert [row.split("  ")[1:2] for row in rows]
     for row, said in zip(

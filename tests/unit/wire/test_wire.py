@@ -1,5 +1,3 @@
-"""Records survive encoding, and bad bytes raise only our own error."""
-
 import dataclasses
 import math
 import struct
