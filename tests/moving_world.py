@@ -83,8 +83,6 @@ class World:
             node.engine.epochs[sample] = node.engine.epochs.get(sample, 0) + 1
             node.keeps.add(sample)
 
-    # -- what can happen ------------------------------------------------------------------------------------
-
     def move(self, index: int, sample: str, to: int) -> None:
         node = self.nodes[index]
         is_free = sample in node.engine.running and sample not in node.moves
@@ -260,8 +258,6 @@ class World:
             elif self.now - self.alone_since[sample] >= REDELIVERY_SECONDS:
                 self.give(sample, int(self.now) % NODES)
                 self.alone_since[sample] = self.now
-
-    # -- what must hold -------------------------------------------------------------------------------------
 
     def check(self) -> None:
         for sample in self.samples:

@@ -111,8 +111,6 @@ class World:
     num_uids: int = 0
     log: list[str] = field(default_factory=list)
 
-    # --- the operator ---
-
     def observed(self, pods: Mapping[str, dict[str, Any]] | None = None) -> Observed:
         views = [pod_view(pod) for pod in (self.pods if pods is None else pods).values()]
         return Observed(
@@ -162,8 +160,6 @@ class World:
                 return plan
         return plan
 
-    # --- the API server ---
-
     def accept(self, manifest: dict[str, Any]) -> None:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         if kind != "Pod":
@@ -199,8 +195,6 @@ class World:
             del self.pods[delete.name]
         else:
             pod["metadata"].setdefault("deletionTimestamp", text_of(self.now + timedelta(seconds=grace)))
-
-    # --- Kueue ---
 
     def write_workload(self, write: WorkloadWrite) -> None:
         self.workload_writes.append(write.verb)
@@ -244,8 +238,6 @@ class World:
     def evict(self, reason: str, message: str) -> None:
         self.kueue_says("Evicted", True, reason, message)
 
-    # --- its user ---
-
     def edit(self, **changes: Any) -> None:
         self.body["spec"] |= changes
         self.body["metadata"]["generation"] += 1
@@ -253,8 +245,6 @@ class World:
     def delete_job(self) -> None:
         """Delete the job while a foreign finalizer holds it."""
         self.body["metadata"].setdefault("deletionTimestamp", text_of(self.now))
-
-    # --- the nodes ---
 
     def run_pod(self, name: str, node: str = "node1", *, ready: bool = True) -> None:
         pod = self.pods[name]
@@ -296,8 +286,6 @@ class World:
     def say(self, **report: Any) -> None:
         self.report = Report(run=self.run_uid, **report)
         self.report_at = self.now
-
-    # --- shorthands of tests ---
 
     @property
     def run_uid(self) -> str:

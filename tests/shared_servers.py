@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import redis
@@ -57,7 +56,7 @@ class SharedServers:
             failing.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ending.close()
 
     def kill_nats(self) -> None:

@@ -74,8 +74,6 @@ class FaultyRun:
         assert uid is not None, "it runs"
         return self._known[uid]
 
-    # -- the run --------------------------------------------------------------------------------------------
-
     def _start(self) -> None:
         resume = ["--resume"] if (self.out / "manifest.json").exists() else []
         with self._log.open("ab") as log:
@@ -125,8 +123,6 @@ class FaultyRun:
                 steps, since = self.num_steps, time.monotonic()
             if time.monotonic() - since > self.quiet_seconds:
                 raise Disturbed(f"never: {what}, and no step for {self.quiet_seconds:.0f} s:\n{self._last_words()}")
-
-    # -- faults ---------------------------------------------------------------------------------------------
 
     def _wait_for(self, fault: Fault) -> None:
         self.until(lambda: self.num_steps >= fault.after_step, f"step {fault.after_step}")
@@ -180,8 +176,6 @@ class FaultyRun:
     def _let_go(self, now: float) -> None:
         while self._held and self._held[0][0] <= now:
             processes.send(heapq.heappop(self._held)[1], signal.SIGCONT)
-
-    # -- what is left ---------------------------------------------------------------------------------------
 
     def _until_gone(self, seconds: float = GONE_SECONDS) -> None:
         began = time.monotonic()

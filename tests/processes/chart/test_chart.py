@@ -122,9 +122,7 @@ def test_only_who_asks_the_api_server_gets_a_token() -> None:
 
 @needs_helm
 @pytest.mark.parametrize("values", [{}, CLUSTER], ids=["namespace", "cluster"])
-def test_nobody_may_touch_secrets_of_the_cluster_and_only_the_install_hook_reads_any(
-    values: dict[str, Any],
-) -> None:
+def test_nobody_may_touch_secrets_of_the_cluster_and_only_the_install_hook_reads_any(values: dict[str, Any]) -> None:
     objects = rendered(values)
     everywhere = {binding["roleRef"]["name"] for binding in of_kind(objects, "ClusterRoleBinding")}
     for role in of_kind(objects, "ClusterRole"):

@@ -122,9 +122,7 @@ def test_who_comes_half_way_is_in_from_the_next_version(leaving: ExitStack, half
     assert [member.has(2) for member in members] == [True, True]
 
 
-def test_a_trainer_killed_half_way_leaves_nothing_and_its_next_start_brings_the_version(
-    leaving: ExitStack,
-) -> None:
+def test_a_trainer_killed_half_way_leaves_nothing_and_its_next_start_brings_the_version(leaving: ExitStack) -> None:
     trainer = Member(leaving, "g.send()")
     trainers = [trainer.said]
     node = GroupNode(lambda: trainers[-1])

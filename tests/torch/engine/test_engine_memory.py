@@ -115,8 +115,6 @@ class Memory(RuleBasedStateMachine):
     def index_of_version(self) -> int:
         return self.version % len(weights())
 
-    # -- what callers do ------------------------------------------------------------------------------------
-
     @rule(place=st.integers(0, 1), prompt=st.integers(0, len(PROMPTS) - 1), length=st.integers(1, 20),
           temperature=st.sampled_from(TEMPERATURES), stays=st.booleans(), again=st.integers(1, 6))  # fmt: skip
     def submit(self, place: int, prompt: int, length: int, temperature: float, stays: bool, again: int) -> None:
@@ -226,8 +224,6 @@ class Memory(RuleBasedStateMachine):
             )
             self._step(self.engines[place])
         return known[which % len(known)] if known else ""
-
-    # -- what always holds ----------------------------------------------------------------------------------
 
     @invariant()
     def blocks_add_up(self) -> None:

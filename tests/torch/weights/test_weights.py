@@ -399,9 +399,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_a_member_that_hangs_holds_up_no_longer_than_told_and_the_next_group_is_whole(
-    hanging: threading.Event,
-) -> None:
+def test_a_member_that_hangs_holds_up_no_longer_than_told_and_the_next_group_is_whole(hanging: threading.Event) -> None:
     state = weights(1)
     with group_of(2) as group:
         began = time.monotonic()
