@@ -1,4 +1,4 @@
-"""Script of test_tensor_parallel.py, once a rank. argv: a folder, the task, ranks per layer, further arguments."""
+"""Script of test_distributed.py, once a rank. argv: a folder, the task, ranks per layer, further arguments."""
 
 import sys
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Script of test_moves_between_groups.py, once a rank. argv: a folder with the model; the number of random examples."""
+"""Script of test_engine_in_parts.py, once a rank. argv: a folder with the model; the number of random examples."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""A model in two processes generates the tokens of the whole one."""
+"""Models in two processes generate the tokens of the whole ones, and their sequences move."""
 
 import json
 import subprocess
@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import moving
 import pytest
 import two_parts
+from hypothesis import settings
 from rank_sets import run_ranks
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -105,3 +107,44 @@ def test_parts_on_devices_of_their_own_hold_as_many_blocks_as_the_smaller_one(fo
     theirs = json.loads((folder / "on-devices.json").read_text())
     ours = two_parts.run(engine, two_parts.requests())
     the_same({name: run for name, run in ours.items() if name != "r9"}, theirs)
+
+
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    folder = tmp_path_factory.mktemp("groups")
+    moving.model().save_pretrained(folder)
+    num_examples = 4 if settings.get_current_profile_name() == "whole" else 1
+    run_ranks("two_groups", 2, str(folder), str(num_examples))
+    return json.loads((folder / "found.json").read_text())  # type: ignore[no-any-return]
+
+
+def test_the_kv_of_all_heads_comes_along_and_nothing_is_computed_again(moved: Found) -> None:
+    move, whole = moved["a move"], moving.make()
+    assert move["same"] == [True, True]
+    assert move["widths"] == [space.bytes_per_position for space in whole.state.spaces], "as of a whole model"
+    assert (move["prefill"], move["recomputed"]) == (0, 0)
+    assert move["is equal"]
+    assert move["free"] == [move["blocks"]] * 2
+
+
+def test_forced_moves_meet_what_can_happen_to_them(moved: Found) -> None:
+    seen = moved["seen"]
+    wanted = {"moved", "moved twice or more", "given up", "drafted", "shares a prompt there"}
+    assert wanted <= {what for what, times in seen.items() if times}, seen
+
+
+def test_a_whole_model_and_parts_of_it_refuse_each_other_and_the_sequence_goes_on(moved: Found) -> None:
+    refused = moved["refused"]
+    for name in ("a whole", "parts", "tokens of a whole", "tokens of parts"):
+        field, said = refused[name]
+        assert field == "architecture"
+        assert "of 2 processes" in said
+    assert refused["a whole goes on"] == refused["parts goes on"] == "length"
+
+
+def test_weights_that_differ_in_another_process_alone_are_others(moved: Found) -> None:
+    [field, _] = moved["refused"]["other weights"]
+    assert field == "fingerprint"

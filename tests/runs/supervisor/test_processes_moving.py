@@ -1,5 +1,11 @@
+"""Samples of processes move, also from a generator that leaves; runs without room end soon."""
+
+import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,9 +13,10 @@ from typing import Any
 import pytest
 import yaml
 from advice import Adviser, Listener
+from disks import fill
 from faults.processes import named, slowed
 from runs import train, write_job
-from started import Started, eventually, hold_rewards
+from started import OFF, Started, caught, eventually, hold_rewards
 from traced_moves import check_traces
 
 from rlhfspec.messages.records import Move
@@ -108,3 +115,98 @@ def check_alike(run: Started, whole: list[dict[str, Any]]) -> None:
     assert run.curve() == whole
     one, many = ((run.job_file.parent / out / "samples.jsonl").read_bytes() for out in ("one", run.out))
     assert one == many
+
+
+LEAVING = (
+    "roles.generator.workers=2",
+    "generation.maxTokens=440",
+    "generation.ignoreEos=true",
+    "generation.kvCacheTokens=65536",
+    "training.promptsPerStep=4",
+    "training.steps=2",
+)
+
+
+def test_what_runs_at_a_leaving_generator_goes_on_elsewhere(job_file: Path, starting: Callable[..., Started]) -> None:
+    """The generator leaves in the second step; the first is held until the test is ready."""
+    hold = hold_rewards(job_file, "0 many")
+    whole = train(job_file, "one", *LEAVING)
+    run = starting("many", *LEAVING)
+    run.until("(7 of 7)")
+    generators = [run.pid_of("generator", worker) for worker in (0, 1)]
+    with Listener(run.folder / "processes" / "connections.json") as listener:
+        eventually(lambda: len(listener.loads) > 1, "both generators are heard")
+        for pid in generators:
+            os.kill(pid, signal.SIGSTOP)
+        hold.unlink()
+        worker = caught(
+            generators, lambda: in_the_middle(listener), "a generator has samples in mid-answer", still_seconds=0.05
+        )[0]
+        with slowed(*generators):
+            os.kill(generators[worker], signal.SIGTERM)
+            eventually(lambda: not named(run.connections["uid"], f"generator-{worker}"), "it is gone")
+        code, output = run.ended()
+    assert code == 0, output
+    assert f"generator {worker} left: another program asked it to" in output, "by itself, before anybody ended it"
+    assert run.curve() == whole
+    one, many = ((job_file.parent / out / "samples.jsonl").read_bytes() for out in ("one", "many"))
+    assert one == many
+    assert [moved.how for moved in listener.moved if "/leave/" in moved.id].count("kv") >= 2, listener.moved
+    assert set(listener.outcomes) <= {"kv", "kept"}, listener.moved
+    assert sum(moved.num_recomputed for moved in listener.moved) == 0
+    # Had anything been delivered again, or been computed again, more tokens would have been made than there are.
+    assert sum(listener.num_tokens.values()) == num_tokens(many)
+
+
+def in_the_middle(listener: Listener) -> list[int]:
+    """Return generators with samples in mid-answer, if there is another generator to move to."""
+    loads = list(listener.loads.values())
+    begun = {load.worker: sum(number > 16 for number in load.num_generated) for load in loads}
+    return [worker for worker, number in begun.items() if number >= 3 and len(loads) > 1]
+
+
+def num_tokens(samples: bytes) -> int:
+    return sum(len(json.loads(line)["tokens"]) for line in samples.splitlines())
+
+
+def test_a_disk_that_is_full_at_the_start(job_file: Path, small_disk: Path) -> None:
+    command = [sys.executable, "-m", "rlhfspec.cli.start", "run", "--processes", str(job_file)]
+    done = subprocess.run([*command, "--out", str(small_disk / "out")], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"{small_disk}/out: disk full: the run's servers need 8.4 MB, and ")
+    assert "Traceback" not in done.stderr
+    assert list(small_disk.iterdir()) == [], "nothing was begun"
+
+
+def test_a_disk_that_fills_up_ends_the_run_with_its_cause_in_the_last_line(
+    job_file: Path, disk: Path, starting: Callable[..., Started]
+) -> None:
+    run = starting("disk/out", "training.steps=3000", "observability.traces=false")
+    run.until(" 1/3000 ")
+    fill(disk)
+    output = run.ends(1)
+    assert "No space left on device" in output
+    assert "started again" not in output
+    assert "cannot be written down" in output.splitlines()[-1], "nor the manifest"
+    assert "disk full" in output.splitlines()[-1] or "storage full" in output.splitlines()[-1]
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="without unshare /dev/shm cannot be made small")
+def test_shared_memory_that_is_too_small_for_the_weights(job_file: Path) -> None:
+    """Shared memory has .3 MB, where containers default to 64 MB. The curve is the same."""
+    whole = train(job_file, "one")
+    command = [sys.executable, "-m", "rlhfspec.cli.start", "run", "--processes", str(job_file), "--set", OFF]
+    script = 'mount -t tmpfs -o size=300k tmpfs /dev/shm && exec "$@"'
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", script, "bash", *command, "--out", str(job_file.parent / "many")],
+        capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    if "unshare failed" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stdout + done.stderr
+    [told] = [line for line in done.stderr.splitlines() if line.startswith("/dev/shm has")]
+    assert told.endswith(f"they go through {job_file.parent}/many/processes")
+    from runs import curve_of
+
+    assert curve_of(job_file, "many") == whole
