@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import aiohttp
 from aiohttp.test_utils import TestServer
+from run_folders import example_job, example_sample
 
 from rlhfspec.dashboard.access import Access, LaptopAccess
 from rlhfspec.dashboard.jobs.source import JobSource
@@ -26,8 +27,7 @@ from rlhfspec.messages.servers.redis import RedisServer
 from rlhfspec.messages.transport.clock import SystemClock
 from rlhfspec.messages.transport.jetstream.proof import NatsProof
 from rlhfspec.messages.transport.nats import NatsTransport
-from rlhfspec.runs.folder.run_folder import RunFolder, example_job
-from rlhfspec.runs.folder.sample_lines import example_sample
+from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.live.live import LiveState, LiveView, Window
 from rlhfspec.runs.live.run_state import KnownRun
 from rlhfspec.stage.bus import Bus

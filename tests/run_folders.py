@@ -1,13 +1,52 @@
 """Run folders with steps in them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.messages.records import Sample, Score
+from rlhfspec.messages.records import Sample, Score, sample_id
 from rlhfspec.messages.records.metrics import example_step
-from rlhfspec.runs.folder.run_folder import Opening, RunFolder, example_job
-from rlhfspec.runs.folder.sample_lines import example_sample
+from rlhfspec.runs.folder.run_folder import Opening, RunFolder
+
+
+def example_job(**training: Any) -> RLHFJob:
+    return RLHFJob.model_validate(
+        {
+            "apiVersion": "rlhfspec.io/v1alpha1",
+            "kind": "RLHFJob",
+            "metadata": {"name": "sums"},
+            "spec": {
+                "model": {"path": "policy"},
+                "dataset": {"path": "sums.jsonl"},
+                "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]},
+                "training": training,
+            },
+        }
+    )
+
+
+def example_sample(
+    *, step: int = 1, prompt: int = 0, replica: int = 0, text: str = "4", log_probs: Sequence[float] = (-0.5,)
+) -> Sample:
+    return Sample(
+        id=sample_id("sums", step=step, prompt=prompt, replica=replica),
+        job="sums",
+        step=step,
+        prompt=prompt,
+        replica=replica,
+        prompt_text="2+2=",
+        prompt_token_ids=(50, 43, 50, 61),
+        columns_json="{}",
+        text=text,
+        token_ids=tuple(range(50, 50 + len(log_probs))),
+        log_probs=tuple(log_probs),
+        tempered_log_probs=tuple(log_probs),
+        weights_versions=(step - 1,) * len(log_probs),
+        finish_reason="stop",
+        num_verifications=1,
+        num_accepted=1,
+    )
 
 
 def reward_of(sample: Sample, value: float = 1.0, error: str = "") -> Score:

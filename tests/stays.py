@@ -3,17 +3,26 @@
 from dataclasses import replace
 from typing import Any
 
-from rlhfspec.messages.records import Load, Moved, MoveOutcome, Prompt
+from rlhfspec.messages.records import Load, Moved, MoveOutcome, Prompt, Sample
 from rlhfspec.telemetry.base import Delivered, SampleProgress, WorkerPlace
 from rlhfspec.telemetry.read import Life, lives
 from rlhfspec.telemetry.spans import Span, parse
-from rlhfspec.telemetry.tracer import Tracer, example_sample
+from rlhfspec.telemetry.tracer import Tracer
 
 UID = "3f2a91c0"
 
 
+def traced_sample() -> Sample:
+    return Sample(
+        id="sums/3/7/1", job="sums", step=3, prompt=7, replica=1, prompt_text="2+2=", prompt_token_ids=(1, 2),
+        columns_json="{}", text="4", token_ids=(3, 4, 5), log_probs=(-0.5,) * 3, tempered_log_probs=(-0.5,) * 3,
+        weights_versions=(2,) * 3, finish_reason="stop", num_verifications=3, num_drafted=4, num_accepted=2,
+        strategies=(("suffix", 3),), seconds=0.5, generator="generator-0",
+    )  # fmt: skip
+
+
 SAMPLE = replace(
-    example_sample(), token_ids=tuple(range(10)), weights_versions=(2,) * 6 + (3,) * 4, num_verifications=9,
+    traced_sample(), token_ids=tuple(range(10)), weights_versions=(2,) * 6 + (3,) * 4, num_verifications=9,
     num_drafted=6, num_accepted=1, strategies=(("plain", 5), ("suffix", 4)), seconds=3.0,
 )  # fmt: skip
 

@@ -4,13 +4,12 @@ import io
 from dataclasses import replace
 
 from rich.console import Console
+from run_folders import example_job, example_sample
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import Load
 from rlhfspec.messages.records.metrics import example_step
-from rlhfspec.runs.folder.run_folder import example_job
 from rlhfspec.runs.folder.same_job import as_content
-from rlhfspec.runs.folder.sample_lines import example_sample
 from rlhfspec.runs.view.panel import panel
 from rlhfspec.runs.view.roster import ProcessState
 from rlhfspec.runs.view.view import View

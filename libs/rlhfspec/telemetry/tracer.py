@@ -221,12 +221,3 @@ def _of_a_score(score: Score) -> dict[str, Attribute]:
     elif score.stage == "reward":
         attributes["reward"] = score.values[0]
     return attributes
-
-
-def example_sample() -> Sample:
-    return Sample(
-        id="sums/3/7/1", job="sums", step=3, prompt=7, replica=1, prompt_text="2+2=", prompt_token_ids=(1, 2),
-        columns_json="{}", text="4", token_ids=(3, 4, 5), log_probs=(-0.5,) * 3, tempered_log_probs=(-0.5,) * 3,
-        weights_versions=(2,) * 3, finish_reason="stop", num_verifications=3, num_drafted=4, num_accepted=2,
-        strategies=(("suffix", 3),), seconds=0.5, generator="generator-0",
-    )  # fmt: skip

@@ -12,6 +12,7 @@ import pytest
 from example_records import example_sample
 from hypothesis import given, settings, strategies as st
 from loads import MAX_TOKENS, a_load, knowing, moved, sample_of, skewed
+from run_folders import example_job
 from small_job import JOB, a_job
 from stages import FakeEngine
 
@@ -35,7 +36,6 @@ from rlhfspec.moves.rebalancing.fleet import Fleet
 from rlhfspec.rebalancer.knowledge import MOVE_SECONDS, QUIET_SECONDS, Advice, FleetKnowledge, StageWork
 from rlhfspec.rebalancer.service import RebalancerService, elastic_of, work_of
 from rlhfspec.runs.folder.moves import MovesFile, read_moves
-from rlhfspec.runs.folder.run_folder import example_job
 from rlhfspec.simulator.simulator import PRESETS, Scenario, simulate, workload
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.vitals import Vitals

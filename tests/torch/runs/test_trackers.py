@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from example_records import example_evaluation
+from run_folders import example_job
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records.metrics import MEASUREMENTS, example_step
-from rlhfspec.runs.folder.run_folder import RunFolder, example_job
+from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.folder.same_job import as_content
 from rlhfspec.runs.folder.trackers import Trackers, check_packages, scalars
 

@@ -12,13 +12,13 @@ from example_records import example_evaluation
 from hypothesis import example, given, settings, strategies as st
 from rich.cells import cell_len
 from rich.console import Console
+from run_folders import example_job, example_sample
 from views import Hand, a_full_view, a_view, load, picture, process, tell, terminal, written
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.records import Load, Sample, Score
 from rlhfspec.messages.records.metrics import StepMetrics, example_step
-from rlhfspec.runs.folder.run_folder import RunFolder, example_job
-from rlhfspec.runs.folder.sample_lines import example_sample
+from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.view.progress import RunProgress
 from rlhfspec.runs.view.summary import summarize
 from rlhfspec.runs.view.text import histogram, sparkline, visible

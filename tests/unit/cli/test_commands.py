@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from places import ROOT
 from rich.console import Console
+from run_folders import example_job
 from typer.testing import CliRunner, Result
 
 from rlhfspec.cli.main import app
 from rlhfspec.job.choices.algorithms import ALGORITHMS
 from rlhfspec.job.file import read_job
 from rlhfspec.runs.folder.learnt import LEARNT, LearntLine, append_learnt_line, learnt_lines
-from rlhfspec.runs.folder.run_folder import RunFolder, example_job
+from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.view.waterfall import bar, slowest_table, waterfall
 from rlhfspec.simulator.calibrate import Ran, as_spans, workload_of
 from rlhfspec.simulator.lengths import workload

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_folders import example_job
 
 from rlhfspec.cluster.report import Report
 from rlhfspec.control.knowledge import AWAY_SECONDS, MOST_LETTERS, RunKnowledge, eta_seconds
@@ -20,7 +21,6 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
 from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.transport.clock import FakeClock
-from rlhfspec.runs.folder.run_folder import example_job
 from rlhfspec.runs.live.run_state import GONE_SECONDS, SILENT_SECONDS
 from rlhfspec.telemetry.spans import Span
 

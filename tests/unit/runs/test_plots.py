@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 from rich.console import Console
+from run_folders import example_job
 
 from rlhfspec.messages.records.metrics import StepMetrics, example_step
-from rlhfspec.runs.folder.run_folder import example_job
 from rlhfspec.runs.view.equal_rewards import equal_reward_groups, equal_rewards_warning
 from rlhfspec.runs.view.panel import panel
 from rlhfspec.runs.view.plots import compare, comparison_figure, ends, overview, overview_figure

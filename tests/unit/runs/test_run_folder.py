@@ -13,7 +13,7 @@ import yaml
 from example_records import example_evaluation
 from hypothesis import given, settings, strategies as st
 from places import ROOT
-from run_folders import a_run, begin, reward_of, write_steps
+from run_folders import a_run, begin, example_job, example_sample, reward_of, write_steps
 from sweeps import examples
 from typer.testing import CliRunner
 
@@ -24,9 +24,9 @@ from rlhfspec.job.block import Mark, marked
 from rlhfspec.job.file.yaml_text import parts_of
 from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import CURVE, MEASUREMENTS, Lengths, Spread, StepMetrics, curve, example_step
-from rlhfspec.runs.folder.run_folder import RunFolder, example_job
+from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.folder.same_job import as_content, first_difference, with_new_fields
-from rlhfspec.runs.folder.sample_lines import evaluation_of, example_sample, sample_line
+from rlhfspec.runs.folder.sample_lines import evaluation_of, sample_line
 
 floats = st.floats(allow_nan=False, allow_infinity=False, width=64)
 

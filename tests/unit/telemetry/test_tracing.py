@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from collector import running_collector
 from example_records import example_evaluation
+from stays import traced_sample
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.records import EvaluationReport, Load, Prompt, Sample, Score, ScoringStage, StepReport, Weights
@@ -27,11 +28,11 @@ from rlhfspec.telemetry.opening import watching
 from rlhfspec.telemetry.prometheus import text_of
 from rlhfspec.telemetry.read import life_of, slowest
 from rlhfspec.telemetry.spans import Span, span_id, trace_id
-from rlhfspec.telemetry.tracer import Tracer, example_sample
+from rlhfspec.telemetry.tracer import Tracer
 from rlhfspec.worker.health import Health
 
 UID = "3f2a91c0"
-SAMPLE = example_sample()
+SAMPLE = traced_sample()
 PROMPT = Prompt(
     id=SAMPLE.id, job="sums", step=3, prompt=7, replica=1, text="2+2=", token_ids=(1, 2), columns_json="{}", seed=1,
     weights_version=2,

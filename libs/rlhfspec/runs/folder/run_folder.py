@@ -352,19 +352,3 @@ def _whole_lines(path: Path) -> Iterator[str]:
             for line in file:
                 if line.endswith(b"\n"):
                     yield line.decode(errors="replace")
-
-
-def example_job(**training: Any) -> RLHFJob:
-    return RLHFJob.model_validate(
-        {
-            "apiVersion": "rlhfspec.io/v1alpha1",
-            "kind": "RLHFJob",
-            "metadata": {"name": "sums"},
-            "spec": {
-                "model": {"path": "policy"},
-                "dataset": {"path": "sums.jsonl"},
-                "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]},
-                "training": training,
-            },
-        }
-    )

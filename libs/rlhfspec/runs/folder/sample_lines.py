@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from rlhfspec.errors import RolloutError
-from rlhfspec.messages.records import Sample, Score, sample_id
+from rlhfspec.messages.records import Sample, Score
 from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import Lengths, Spread
 from rlhfspec.training.data.columns import json_text
@@ -68,27 +68,4 @@ def evaluation_of(
         response_length=Lengths.of([len(sample.token_ids) for sample, _ in scored], max_tokens=max_tokens),
         truncated_fraction=fmean(sample.finish_reason == "length" for sample, _ in scored),
         seconds=seconds,
-    )
-
-
-def example_sample(
-    *, step: int = 1, prompt: int = 0, replica: int = 0, text: str = "4", log_probs: Sequence[float] = (-0.5,)
-) -> Sample:
-    return Sample(
-        id=sample_id("sums", step=step, prompt=prompt, replica=replica),
-        job="sums",
-        step=step,
-        prompt=prompt,
-        replica=replica,
-        prompt_text="2+2=",
-        prompt_token_ids=(50, 43, 50, 61),
-        columns_json="{}",
-        text=text,
-        token_ids=tuple(range(50, 50 + len(log_probs))),
-        log_probs=tuple(log_probs),
-        tempered_log_probs=tuple(log_probs),
-        weights_versions=(step - 1,) * len(log_probs),
-        finish_reason="stop",
-        num_verifications=1,
-        num_accepted=1,
     )
