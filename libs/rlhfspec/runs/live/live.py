@@ -187,9 +187,6 @@ class LiveBeats(Service):
             sending.result()
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------
-
-
 async def read_live(url: str, uid: str, *, credentials: Path | None = None, now: float = 0.0) -> LiveView:
     """Return the live state, in times of a clock that reads `now`; raise ServerFailed if Redis does not answer."""
     redis = client_of(url, credentials, _READ_SECONDS)

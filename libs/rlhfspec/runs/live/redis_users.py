@@ -31,14 +31,8 @@ def install_of(master: bytes) -> str:
     return derived(master, "install", length=6).hex()
 
 
-# ---- keys -----------------------------------------------------------------------------------------------------------
-
-
 def live_key(run: str) -> str:
     return f"{REDIS_PREFIX}:{run}:live"
-
-
-# ---- users ----------------------------------------------------------------------------------------------------------
 
 
 def user_of(master: bytes, run: ClusterRun) -> str:

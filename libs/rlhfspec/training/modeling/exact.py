@@ -120,8 +120,6 @@ class ExactForward(TorchForward):
             entropy = entropy_of(logits if self.temperature == 1 else logits / self.temperature)
         return {"log_probs": log_probs, "untempered": untempered, "entropy": entropy}
 
-    # -- the kernels under the model -------------------------------------------------------------------------
-
     def _repack_if_changed(self) -> None:
         versions = [parameter._version for parameter in self.model.parameters()]
         if versions != self._packed_versions:

@@ -58,9 +58,6 @@ def needs_of(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, work
     return found
 
 
-# -- the trainer -------------------------------------------------------------------------------------------------------
-
-
 def trainer(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int) -> Needs:
     parallel = spec.roles.trainer.tensor_parallel
     policy, critic = (shapes.get(name, shapes["path"]).part(parallel) for name in ("path", "critic"))
@@ -126,9 +123,6 @@ def layer_bytes_a_token(shape: ModelShape, size: int, *, mixed: bool) -> int:
     norms = (shape.num_norms * a_norm + inputs) * shape.hidden + (4 + size) * shape.normed_width
     attention = size * (3 * shape.query_width + shape.kv_width) + 4 * shape.num_heads
     return norms + attention + 4 * size * shape.inner
-
-
-# -- generators and scorers ------------------------------------------------------------------------------------------
 
 
 def generator(spec: job.Spec, shapes: dict[str, ModelShape], gpu_bytes: int, count: int) -> Needs:
