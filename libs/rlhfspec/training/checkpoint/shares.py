@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.training.checkpoint.states import pack
-from rlhfspec.training.modeling.stored import PartOf, Piece, StoredTensor, is_shared, place_of, whole_shape
+from rlhfspec.training.modeling.stored import PartOf, Piece, StoredTensor, is_shared, local_of, place_of, whole_shape
 from rlhfspec.training.modeling.tensor_files import SAME_AS, write_tensors
 
 LEARNER = "learner"  # the part of a checkpoint that is the learner's state
@@ -46,7 +46,7 @@ def write_part(folder: Path, part: str, state: Any, *, ranks: Ranks | None = Non
     noted: dict[str, Any] = {}
     for name, value in tensors.items():
         tensor, share = (value.tensor, value.share) if isinstance(value, PartOf) else (value, None)
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_of(tensor)
         if share is None and not (isinstance(tensor, DTensor) and is_shared(tensor)):
             alike |= {name: local} if leads else {}
         elif local.numel() and (share is not None or ranks.has_the_whole_layer):

@@ -68,7 +68,7 @@ def discounted_sums(numbers: Tensor, lengths: Tensor, discount: float) -> Tensor
     for column in reversed(range(rows.shape[1])):
         running = rows[:, column] + discount * running
         sums[:, column] = running
-    return sums[_is_token(lengths, rows.shape[1])]
+    return sums[torch.arange(rows.shape[1]) < lengths[:, None]]
 
 
 def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,3 @@ def _group_means(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor]:
     sizes = torch.bincount(group_index)  # [groups]
     sums = rewards.new_zeros(len(sizes)).index_add(0, group_index, rewards)
     return sizes, sums / sizes
-
-
-def _is_token(lengths: Tensor, longest: int) -> Tensor:
-    return torch.arange(longest) < lengths[:, None]  # [n, longest]

@@ -13,12 +13,12 @@ from contextlib import nullcontext
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from rlhfspec import job
 from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.huggingface.fused.widened import one_layer_wide
 from rlhfspec.training.modeling.recomputed import activation_bytes, recompute
+from rlhfspec.training.modeling.stored import local_of
 
 log = logging.getLogger("rlhfspec.training.learning")
 GIB = 1 << 30
@@ -52,7 +52,7 @@ class ActivationRoom:
         """Switch recomputation on if needed, on all ranks alike; call it once the weights are on the device."""
         again = self._setting == "on"
         if self._kept:
-            again = not all(ranks.gather(self._fits(sum(map(_own_bytes, trained)))))
+            again = not all(ranks.gather(self._fits(sum(local_of(tensor).nbytes for tensor in trained))))
         for trunk in self._trunks if again else ():
             recompute(trunk)
         return again
@@ -71,7 +71,3 @@ class ActivationRoom:
 
 def fits_into(free: int, trained: int) -> int:
     return int(0.9 * (free - 3 * trained)) - GIB
-
-
-def _own_bytes(tensor: torch.Tensor) -> int:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes

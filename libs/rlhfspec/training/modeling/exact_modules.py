@@ -120,7 +120,7 @@ def _loaders_of(fused: FusedModel, swapped: dict[str, nn.Module]) -> list[Loader
 def _forward(module: Any, kernel: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
     match kernel:
         case PackedLinear():
-            return _linear_forward(module, kernel)
+            return lambda x: exact_linear(x, _weight(module), _bias(module), kernel)
         case PackedGatedMLP():
             return _gated_mlp_forward(module, kernel)
         case PackedExperts():
@@ -131,10 +131,6 @@ def _forward(module: Any, kernel: nn.Module, dtype: torch.dtype) -> Callable[...
             return _activation_forward(kernel)
     assert isinstance(kernel, RotaryTable)
     return kernel.forward
-
-
-def _linear_forward(module: Any, packed: PackedLinear) -> Callable[..., Any]:
-    return lambda x: exact_linear(x, _weight(module), _bias(module), packed)
 
 
 def _gated_mlp_forward(module: Any, packed: PackedGatedMLP) -> Callable[..., Any]:

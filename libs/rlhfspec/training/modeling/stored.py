@@ -124,6 +124,10 @@ class StoredTensor:
             raise StorageError(piece.path, f"{self.name} cannot be read: {error}") from error
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def is_shared(tensor: DTensor) -> bool:
     assert len(tensor.placements) == 1, "ranks are one row"
     return isinstance(tensor.placements[0], Shard)

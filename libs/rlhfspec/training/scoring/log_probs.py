@@ -64,10 +64,9 @@ class LogProbScorer:
 
     def log_probs_of(self, pairs: Sequence[Pair]) -> list[Scored]:
         """Return the log-probs of several pairs, ideally `at_once`; an error is that pair's own result."""
-        return self._rows.numbers_of(pairs, self._read, "reference log-prob")
-
-    def _read(self, logits: torch.Tensor, token_ids: IntArray) -> torch.Tensor:
-        return gumbel.token_log_probs(logits, token_ids, self.temperature)
+        return self._rows.numbers_of(
+            pairs, lambda logits, ids: gumbel.token_log_probs(logits, ids, self.temperature), "reference log-prob"
+        )
 
 
 def log_probs_reference(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -108,10 +108,6 @@ async def _outcome(start: Callable[[], Awaitable[object]]) -> CallResult:
 
 
 async def _answers(loop: asyncio.AbstractEventLoop) -> bool:
-    ping = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_nothing(), loop))
+    ping = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
     done, _ = await asyncio.wait({ping}, timeout=PING_SECONDS)
     return bool(done)
-
-
-def _nothing() -> Coroutine[Any, Any, None]:
-    return asyncio.sleep(0)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rlhfspec.engine.forward.checksums import checksums
 from rlhfspec.messages.records import Role
+from rlhfspec.training.modeling.stored import local_of
 from rlhfspec.training.weights.packed import ALIGNMENT, DTYPES, TensorPlace, WeightsHeader, described_tensors, end_of
 
 BUCKET_BYTES = 256 << 20
@@ -109,10 +110,6 @@ def fill(bucket: Bucket, buffer: Tensor, weights: Mapping[str, Tensor], rank: in
         flat = local_of(tensor).reshape(-1)[piece.first - offset : piece.last - offset]
         buffer[piece.at : piece.at + piece.num_bytes].view(piece.dtype).copy_(flat)
     return buffer[: bucket.num_bytes]
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def bucket_digest(content: Tensor, what: str) -> str:

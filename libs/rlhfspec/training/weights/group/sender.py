@@ -92,7 +92,8 @@ class GroupSender:
         self._epoch, self._epoch_of = "", frozenset[str]()
         self._num_failures = self._num_resting = 0
         self._shares = Shares()
-        self._listening = socket.create_server((host.strip("[]"), 0), family=_family(host))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listening = socket.create_server((host.strip("[]"), 0), family=family)
         self._meeting = f"{host}:{self._listening.getsockname()[1]}"
         distributed: Any = dist
         self._store = distributed.TCPStore(
@@ -269,7 +270,3 @@ class VersionUnderWay:
             ))
             for number, address in enumerate(self._members, start=1)
         }  # fmt: skip
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
