@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,11 @@ async def served(
     tls = server_tls(credentials, "generator") if credentials else None
     server = StreamControlServer(tls=tls, **options)
     server.serve(answer)
-    try:
+    with closing(server):
         yield Peer(name="generator-1", address=server.address, incarnation="d"), server
-    finally:
-        server.close()
 
 
 @contextlib.contextmanager
 def asking(credentials: Path | None = None, role: str = "generator") -> Any:
-    control = StreamControl(None if credentials is None else client_tls(credentials, role))
-    try:
+    with closing(StreamControl(None if credentials is None else client_tls(credentials, role))) as control:
         yield control
-    finally:
-        control.close()

@@ -1,5 +1,5 @@
 import os
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,9 @@ def ranks_of(pid: int) -> list[str]:
 def test_tensor_parallel_of_the_job_is_vllms_number_of_ranks(tmp_path: Path) -> None:
     python_with_vllm()
     write_models(tmp_path, random_model("llama", seed=0, vocab_size=VOCAB_SIZE, head_dim=32))
-    engine = from_job.make(job_of(tmp_path, tensorParallel=2), lambda: None)
-    try:
+    with closing(from_job.make(job_of(tmp_path, tensorParallel=2), lambda: None)) as engine:
         assert engine.pid is not None
         assert len(ranks_of(engine.pid)) == 2, ranks_of(engine.pid)
         theirs = run(engine, *asked())
-    finally:
-        engine.close()
     ours = run(own_from_job.make(job_of(tmp_path), lambda: None), *asked())
     assert {n: x.token_ids for n, x in theirs.items()} == {n: x.token_ids for n, x in ours.items()}

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -103,12 +104,9 @@ def test_by_the_protocol_tokens_alone_go_from_one_child_to_another_and_back(thei
         for each in made:
             each.engine.check_integrity()
 
-    others = Children(reference(), reference(), max_context=MAX_CONTEXT, max_sequences=8)
-    try:
+    with closing(Children(reference(), reference(), max_context=MAX_CONTEXT, max_sequences=8)) as others:
         other = others.engine("off", reference(), hugging_face_tokenizer())
         asyncio.run(main())
-    finally:
-        others.close()
 
 
 def test_our_own_engine_refuses_what_vllm_began(theirs: VllmEngine) -> None:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import random
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -51,11 +52,8 @@ def test_tokens_are_our_engines(family: str) -> None:
     config = EngineConfig(max_sequences=16, max_context=160, profile=False, num_threads=1, speculation="off")
     ours = run(make_engine(copy.deepcopy(model), config), *asked)
     mode = "ngram" if drafts_right("cpu") else "off"
-    children = Children(perturbed(model, 1.0), model, max_context=160, max_sequences=16)
-    try:
+    with closing(Children(perturbed(model, 1.0), model, max_context=160, max_sequences=16)) as children:
         theirs = run(children.engine(mode, model), *asked)
-    finally:
-        children.close()
     ties = 0
     for each in asked:
         one, other = ours[each.id], theirs[each.id]
@@ -82,11 +80,9 @@ LEAST_EXPECTED = 8.0  # in a cell; rarer tokens share one
 def test_one_token_of_many_seeds_has_the_distribution_of_the_model() -> None:
     children = Children(reference(), reference(), max_context=96, max_sequences=64, dtype="bfloat16")
     model = copy.deepcopy(reference()).to(torch.bfloat16)
-    try:
+    with closing(children):
         asked = [request(f"r{seed}", PROMPTS[3], seed=seed, max_tokens=1) for seed in range(NUM_SAMPLES)]
         done = run(children.engine("off", model), *asked)
-    finally:
-        children.close()
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([PROMPTS[3]]), use_cache=False).logits[0, -1]
     expected = NUM_SAMPLES * logits.double().softmax(-1).numpy()
@@ -123,9 +119,7 @@ def test_tokens_of_the_gpus_runner_are_our_engines(mode: str, tmp_path: Path) ->
     children = Children(
         reference(), perturbed(reference(), 0.1), max_context=96, max_sequences=4, environment=runner
     )  # fmt: skip
-    try:
+    with closing(children):
         done = run(children.engine(mode, reference()), *asked)
-    finally:
-        children.close()
     assert {n: x.token_ids for n, x in done.items()} == {n: x.token_ids for n, x in wanted.items()}
     assert (sum(each.stats.num_accepted for each in done.values()) > 0) == (mode != "off")

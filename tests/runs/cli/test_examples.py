@@ -11,7 +11,6 @@ from runs import command, curve_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhfspec.engine.scheduling.text import cut_at_stop
-from rlhfspec.job.choices.algorithms import ALGORITHMS
 from rlhfspec.job.file import read_job
 from rlhfspec.job.rewards import FunctionSource
 from rlhfspec.training.scoring.rewards.imports import load_function
@@ -60,11 +59,6 @@ def test_own_data_can_earn_its_whole_reward() -> None:
     assert reward(completion=text, place="harbour", finish_reason="stop") == 1.0
     assert reward(completion="harbour and so", place="harbour", finish_reason="length") == 0.5
     assert reward(completion=text, place="market", finish_reason="stop") == 0.0
-
-
-def test_there_is_one_for_every_algorithm() -> None:
-    jobs = [yaml.safe_load((EXAMPLES / name).read_text()) for name in JOBS]
-    assert set(ALGORITHMS) <= {job["spec"]["algorithm"]["name"] for job in jobs}
 
 
 def test_own_data_from_a_checkpoint_beside_a_job(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

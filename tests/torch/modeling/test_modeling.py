@@ -228,26 +228,22 @@ def test_values_are_of_the_state_before_the_token(folder: str) -> None:
 
 def test_a_damaged_critic_folder_is_named(folder: str, tmp_path: Path) -> None:
     load_critic(job.Model(path=folder)).save(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 56, "head_dim": 14}))
-    with pytest.raises(
-        InvalidRequest, match=r"model\.critic: is no critic that can be loaded: size mismatch for score"
-    ):
-        load_critic(job.Model(path=folder, critic=str(tmp_path)))
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(InvalidRequest, match=r"model\.critic: is no critic that can be loaded"):
-        load_critic(job.Model(path=folder, critic=str(tmp_path)))
+    config, file = tmp_path / "config.json", tmp_path / "critic.safetensors"
+    right, tensors = json.loads(config.read_text()), load_file(file)
 
+    def refused(reason: str) -> None:
+        with pytest.raises(InvalidRequest, match=rf"model\.critic: {reason}"):
+            load_critic(job.Model(path=folder, critic=str(tmp_path)))
 
-def test_a_critic_of_other_or_cut_weights_is_named(folder: str, tmp_path: Path) -> None:
-    load_critic(job.Model(path=folder)).save(tmp_path)
-    file = tmp_path / "critic.safetensors"
-    save_file({name: tensor for name, tensor in load_file(file).items() if "norm" not in name}, file)
-    with pytest.raises(InvalidRequest, match=r"model\.critic: its checkpoint lacks \d+ weights: trunk\.layers\.0"):
-        load_critic(job.Model(path=folder, critic=str(tmp_path)))
+    config.write_text(json.dumps(right | {"hidden_size": 56, "head_dim": 14}))
+    refused("is no critic that can be loaded: size mismatch for score")
+    config.write_text("[1]")
+    refused("is no critic that can be loaded")
+    config.write_text(json.dumps(right))
+    save_file({name: tensor for name, tensor in tensors.items() if "norm" not in name}, file)
+    refused(r"its checkpoint lacks \d+ weights: trunk\.layers\.0")
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(InvalidRequest, match=r"model\.critic: is no critic that can be loaded: Error while"):
-        load_critic(job.Model(path=folder, critic=str(tmp_path)))
+    refused("is no critic that can be loaded: Error while")
 
 
 def test_lora_begins_as_the_base_and_merges_into_plain_names() -> None:

@@ -142,14 +142,6 @@ def test_widened_model_saves_and_loads(tmp_path: Path) -> None:
         assert torch.equal(wide(tokens).logits, LlamaForCausalLM.from_pretrained(tmp_path)(tokens).logits)
 
 
-def test_recipes_are_of_the_promised_sizes() -> None:
-    sizes = {recipe.name: _num_parameters(recipe) / 1e6 for recipe in (TARGET_RECIPE, DRAFT, WIDE)}
-    assert 3.2 < sizes["target"] < 3.5
-    assert sizes["draft"] < 0.3
-    assert 76 < sizes["wide"] < 78
-    assert len({recipe.folder_name for recipe in (TARGET_RECIPE, DRAFT, WIDE)}) == 3
-
-
 def test_perturbed_model_agrees_partly() -> None:
     model = random_model("llama", seed=1)
     tokens = torch.randint(97, (4, 50))
@@ -171,11 +163,6 @@ def test_random_model_is_seeded_and_has_opinions(kind: str) -> None:
         entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
     assert 0.2 < entropy < 4.0
     assert not model.training
-
-
-def _num_parameters(recipe: Recipe) -> int:
-    attention, feed_forward = 4 * recipe.hidden_size**2, 3 * recipe.hidden_size * recipe.intermediate_size
-    return recipe.num_layers * (attention + feed_forward) + 2 * recipe.vocab_size * recipe.hidden_size
 
 
 EXAMPLES = ROOT / "examples"

@@ -309,20 +309,14 @@ def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_something_else_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").touch()
+@pytest.mark.parametrize("others", [("thesis.tex",), ("job.yaml", "rewards.py")], ids=["else", "the jobs own folder"])
+def test_what_is_no_run_is_not_overwritten(tmp_path: Path, others: tuple[str, ...]) -> None:
+    for name in others:
+        (tmp_path / name).write_text(yaml.safe_dump(as_content(example_job())) if name == "job.yaml" else "")
     for resume in (False, True):
-        with pytest.raises(InvalidRequest, match=r"must be empty or hold a run; it holds thesis\.tex"):
+        with pytest.raises(InvalidRequest, match=f"must be empty or hold a run; it holds {others[-1]}"):
             begin(RunFolder(tmp_path), example_job(), resume=resume)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_the_jobs_own_folder_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(as_content(example_job())))
-    (tmp_path / "rewards.py").touch()
-    for resume in (False, True):
-        with pytest.raises(InvalidRequest, match=r"must be empty or hold a run; it holds rewards\.py"):
-            begin(RunFolder(tmp_path), example_job(), resume=resume)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*others]
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
