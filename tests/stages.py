@@ -41,8 +41,7 @@ from rlhfspec.tiny.tokenizer import encode
 from rlhfspec.trainer.collector import Collector
 from rlhfspec.trainer.recorder import Trained
 from rlhfspec.trainer.service import TrainerService
-from rlhfspec.training.data import Prompts
-from rlhfspec.training.data.rows import Rows
+from rlhfspec.training.data import Prompts, Rows
 from rlhfspec.training.learning.learner import LearnReport
 from rlhfspec.training.learning.rollouts import Rollouts
 from rlhfspec.training.weights import MemoryWeightStore

@@ -19,10 +19,9 @@ from hypothesis import given, settings, strategies as st
 
 from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.common.ranks.meeting import joined
-from rlhfspec.engine import Engine
 from rlhfspec.engine.base import Watermark
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.core import make_engine
+from rlhfspec.engine.core import Engine, make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.forward.models import follow_engine
 from rlhfspec.errors import SequenceStateError

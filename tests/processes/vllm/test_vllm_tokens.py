@@ -11,8 +11,7 @@ import pytest
 import torch
 from vllm_children import Children
 
-from rlhfspec.engine import oracle
-from rlhfspec.engine.base import Completion, Request
+from rlhfspec.engine import Completion, Request, oracle
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.vllm.from_job import drafts_right

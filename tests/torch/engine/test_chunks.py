@@ -11,8 +11,7 @@ from hypothesis import given, strategies as st
 from on_device import call_again
 from sweeps import examples
 
-from rlhfspec.engine import Completion, Engine, SamplingParams
-from rlhfspec.engine.base import Request
+from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.drafting.base import DraftPlan

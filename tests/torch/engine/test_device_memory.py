@@ -12,8 +12,7 @@ from flash_played import have_flash, played_there
 from on_device import call_again
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhfspec.engine import Engine, SamplingParams
-from rlhfspec.engine.base import Request
+from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.drafting.base import DraftPlan

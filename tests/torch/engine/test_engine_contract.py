@@ -5,9 +5,8 @@ import pytest
 from on_device import LOG_PROB_TOLERANCE
 from worst_drafter import noisy
 
-from rlhfspec.engine import Engine
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.core import make_engine
+from rlhfspec.engine.core import Engine, make_engine
 from rlhfspec.engine.distilling import learning as distilling
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.testing.engine import EngineContract

@@ -7,8 +7,7 @@ import pytest
 import torch
 from on_device import call_again
 
-from rlhfspec.engine import Engine, SamplingParams
-from rlhfspec.engine.base import Request
+from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.forward import constant_shape, graphs

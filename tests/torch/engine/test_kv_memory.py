@@ -6,9 +6,8 @@ import pytest
 import torch
 from moving import bits, drain, request
 
-from rlhfspec.engine import Engine
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.core import make_engine
+from rlhfspec.engine.core import Engine, make_engine
 from rlhfspec.engine.kv.cache import give_back, new_kv, resident_bytes
 from rlhfspec.tiny.random_models import large_kv_model
 

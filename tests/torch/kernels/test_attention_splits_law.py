@@ -10,12 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from rlhfspec.engine import oracle
-from rlhfspec.engine.base import Request
+from rlhfspec.engine import Request, SamplingParams, oracle
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import Engine, make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
-from rlhfspec.engine.params import SamplingParams
 from rlhfspec.errors import InvalidRequest, SequenceStateError
 from rlhfspec.huggingface.proof.check import report_of
 from rlhfspec.kernels.cpu import build
