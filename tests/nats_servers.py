@@ -106,13 +106,11 @@ class Proxy:
             self._tasks.add(task)
 
 
-async def _pump(
-    source: asyncio.StreamReader, target: asyncio.StreamWriter, saw: Callable[[bytes], None] | None
-) -> None:
+async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, saw: Callable[[bytes], None] | None) -> None:
     with suppress(OSError):
         while data := await source.read(1 << 16):
             if saw is not None:
                 saw(data)
-            target.write(data)
-            await target.drain()
-        target.close()
+            sink.write(data)
+            await sink.drain()
+        sink.close()

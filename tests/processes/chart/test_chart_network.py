@@ -174,9 +174,7 @@ def own_edges(policies: list[Policy], pods: dict[str, Pod], others: dict[str, Po
         (ALL_OWN, {"moves", "ranks", "weights"}),
     ],
 )
-def test_a_job_opens_its_own_ports_where_it_needs_them_and_no_pod_of_another_job_reaches_them(
-    roles: dict[str, Any], opened: set[str]
-) -> None:
+def test_a_job_opens_the_ports_that_it_needs_to_its_own_pods_alone(roles: dict[str, Any], opened: set[str]) -> None:
     chart = policies_of()
     own, pods = of_job("sums", roles)
     others, other_pods = of_job("others", ALL_OWN)

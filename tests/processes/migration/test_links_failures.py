@@ -235,9 +235,7 @@ def test_a_key_twice_ends_the_connection_and_the_first_stays() -> None:
 
 @pytest.mark.parametrize("kind", BY_SOCKET)
 @pytest.mark.parametrize("what", ["foreign/0", "unwanted/0"])
-def test_what_nobody_takes_is_forgotten_and_what_nobody_wants_any_more_never_kept(
-    kind: str, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_nobody_takes_or_wants_any_more_is_not_kept(kind: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if what == "foreign/0":
         monkeypatch.setattr(inbox, "KEPT_SECONDS", 0.0)
     landing = make_landing(kind)

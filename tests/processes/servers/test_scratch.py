@@ -122,9 +122,7 @@ def test_only_folders_that_this_user_alone_could_write_are_believed(memory: Path
     assert place.exists()
 
 
-def test_where_there_is_no_shared_memory_the_folder_for_temporary_files_is_taken(
-    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_shared_memory_tmp_is_taken(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path / "missing")
     made = Scratch("e5", place)
     made.make()

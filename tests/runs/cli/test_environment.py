@@ -132,9 +132,7 @@ def test_a_limit_is_one_line(job_file: Path, monkeypatch: pytest.MonkeyPatch, er
     assert [path.name for path in here.iterdir()] == ["thesis"]
 
 
-def test_an_error_that_names_nothing_is_a_traceback_for_a_report(
-    job_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_names_nothing_is_a_traceback(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Guardians) -> NoReturn:
         raise OSError(errno.EINVAL, "Invalid argument")
 

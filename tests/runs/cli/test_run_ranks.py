@@ -121,9 +121,7 @@ def assert_learned_alike(one: list[dict[str, Any]], other: list[dict[str, Any]])
 
 @pytest.mark.whole("whole runs in which processes are killed, one after the other")
 @pytest.mark.parametrize("rank", [0, 3])
-def test_two_nodes_of_two_ranks_learn_what_one_process_learns_though_one_is_killed(
-    job_file: Path, starting: Callable[..., Started], rank: int
-) -> None:
+def test_two_nodes_of_two_ranks_one_killed_learn(job_file: Path, starting: Callable[..., Started], rank: int) -> None:
     hold = hold_rewards(job_file, "1 nodes")
     alone = train(job_file, "alone", *LEARNING)
     run = starting("nodes", *LEARNING, *NODES)

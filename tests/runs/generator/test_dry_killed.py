@@ -112,9 +112,7 @@ def stop_at_a_sample(control: Control, pid: int) -> None:
 
 
 @pytest.mark.whole("whole runs in which processes are killed, one after the other")
-def test_a_dry_generator_is_killed_in_the_middle_of_scoring_and_the_curve_is_that_of_one_process(
-    job_file: Path, starting: Callable[..., Started]
-) -> None:
+def test_a_dry_generator_killed_while_scoring_keeps_the_curve(job_file: Path, starting: Callable[..., Started]) -> None:
     """The reference is stopped, so generator 1 scores alone, and is killed once."""
     ppo(job_file)
     hold = hold_rewards(job_file, "0 many")

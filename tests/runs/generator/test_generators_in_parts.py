@@ -21,9 +21,7 @@ def tokens_of(folder: Path) -> list[list[int]]:
 
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("which", [1, 0])
-def test_two_generators_of_two_processes_have_the_curve_of_one_process_though_a_part_is_killed(
-    which: int, job_file: Path, starting: Callable[..., Started]
-) -> None:
+def test_parts_killed_keep_the_curve_of_one(which: int, job_file: Path, starting: Callable[..., Started]) -> None:
     hold = hold_rewards(job_file, "0 many")
     steps = "training.steps=3"
     whole = train(job_file, "one", steps)

@@ -18,9 +18,7 @@ from started import PATIENCE_SECONDS, TWO, Started, eventually, hold_rewards, st
 from rlhfspec.messages.loop import STAGES
 
 
-def test_the_curve_is_that_of_one_process_though_a_generator_is_killed_and_one_joins_by_hand(
-    job_file: Path, starting: Callable[..., Started]
-) -> None:
+def test_one_generator_killed_and_one_by_hand_change_no_curve(job_file: Path, starting: Callable[..., Started]) -> None:
     """Two generators, two rewards. The first step waits until one generator is killed and a third joined."""
     hold = hold_rewards(job_file, "0 many")
     steps = "training.steps=6"
@@ -97,9 +95,7 @@ def test_ppo_stopped_and_resumed_has_the_curve_of_one_process(job_file: Path, st
 
 @pytest.mark.whole("whole runs in which processes are killed, one after the other")
 @pytest.mark.parametrize("way", ["processes", "one process", "another job"])
-def test_a_supervisor_that_dies_together_with_its_guardians_is_cleaned_up_after_by_the_next_run(
-    job_file: Path, starting: Callable[..., Started], way: str
-) -> None:
+def test_the_next_run_cleans_up_after_a_dead_one(job_file: Path, starting: Callable[..., Started], way: str) -> None:
     steps = "training.steps=5"
     hold = hold_rewards(job_file, "1 many")  # steps are left when it dies
     whole = train(job_file, "one", steps)

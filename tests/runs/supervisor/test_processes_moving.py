@@ -81,9 +81,7 @@ class Hostile(Listener):
         ]  # fmt: skip
 
 
-def test_a_rebalancer_that_is_killed_held_or_talks_nonsense_costs_balance_and_nothing_else(
-    job_file: Path, starting: Callable[..., Started]
-) -> None:
+def test_a_rebalancer_killed_held_or_mad_costs_balance_alone(job_file: Path, starting: Callable[..., Started]) -> None:
     hold = hold_rewards(job_file, "1 many")
     whole = train(job_file, "one", *LONG)
     run = starting("many", *LONG)
@@ -179,9 +177,7 @@ def test_a_disk_that_is_full_at_the_start(job_file: Path, small_disk: Path) -> N
     assert list(small_disk.iterdir()) == [], "nothing was begun"
 
 
-def test_a_disk_that_fills_up_ends_the_run_with_its_cause_in_the_last_line(
-    job_file: Path, disk: Path, starting: Callable[..., Started]
-) -> None:
+def test_a_disk_that_fills_up_is_the_last_line(job_file: Path, disk: Path, starting: Callable[..., Started]) -> None:
     run = starting("disk/out", "training.steps=3000", "observability.traces=false")
     run.until(" 1/3000 ")
     fill(disk)

@@ -132,9 +132,7 @@ async def test_what_was_written_long_ago_is_as_old_as_it_is(tmp_path: Path) -> N
         await state.close()
 
 
-async def test_a_server_back_empty_is_full_with_the_next_beats(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_server_back_empty_is_full_with_the_next_beat(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "rlhfspec.stage")
     async with a_server(tmp_path) as place:
         state = place.state()

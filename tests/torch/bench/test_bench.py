@@ -252,9 +252,7 @@ def test_trees_compares_with_chains(untrained_pair: tiny_models.TinyModels, monk
     assert (gain.holds, replace(gain, tree_tokens=11.0).holds, replace(gain, num_nodes=8).holds) == (False, True, True)
 
 
-def test_demo_draws_its_picture(
-    untrained_pair: tiny_models.TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_draws(untrained_pair: tiny_models.TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny_models, "ensure", lambda *_, **__: untrained_pair)
     picture = tmp_path / "pictures" / "demo.png"
     arguments = ["bench", "drain", "--output", str(picture), "--tokens", "8", "--threads", "1", "--dtype", "float32"]

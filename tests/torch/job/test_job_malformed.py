@@ -327,9 +327,7 @@ def test_a_pipe_is_refused_as_job_and_as_data(folder: Path) -> None:
         load_rows(Dataset(path=str(folder / "pipe.jsonl")))
 
 
-def test_an_import_that_hangs_is_named_by_its_source(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hung_imports_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("rlhfspec.training.scoring.rewards.imports.IMPORT_SECONDS", 0.05)
     path = list(sys.path)
     file = folder / "hanging.yaml"

@@ -161,9 +161,7 @@ RECORDED_OPTIONS: dict[str, Options] = {
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", RECORDED_OPTIONS)
-def test_up_to_a_split_the_bits_are_those_of_the_kernel_without_splits(
-    options: str, dtype: torch.dtype, isa: str, every_isa: Callable[[str], None]
-) -> None:
+def test_one_split_is_no_split(options: str, dtype: torch.dtype, isa: str, every_isa: Callable[[str], None]) -> None:
     """The expected bits were recorded with a kernel that takes one softmax over all positions."""
     every_isa(isa)
     assert digest(recorded_case(dtype).run(layer=0, **RECORDED_OPTIONS[options])) == RECORDED[options, dtype]

@@ -122,9 +122,7 @@ def test_the_check_of_bits_can_fail() -> None:
 
 @every_native
 @pytest.mark.parametrize(("hidden", "intermediate", "bias"), [(37, 65, True), (256, 4500, False), (600, 130, True)])
-def test_a_gated_mlp_has_the_bits_of_its_three_layers(
-    hidden: int, intermediate: int, bias: bool, dtype: torch.dtype, arithmetic: str
-) -> None:
+def test_gated_mlps_are_layers(hidden: int, intermediate: int, bias: bool, dtype: torch.dtype, arithmetic: str) -> None:
     parts = make_mlp_parts(hidden, intermediate, hidden, bias=bias)
     mlp = pack_mlp(parts, dtype, arithmetic)
     x = torch.randn(130, hidden)

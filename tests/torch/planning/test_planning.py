@@ -68,9 +68,7 @@ def fake_peak(size: str, settings: Any, again: bool) -> float:
 @pytest.mark.parametrize(("ranks", "parts", "again"), RANKS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", CONFIGS)
-def test_the_trainers_peak_is_within_a_tenth_of_faketensors(
-    second: ModuleType, size: str, mode: str, ranks: int, parts: int, again: bool
-) -> None:
+def test_the_peak_is_faketensors(second: ModuleType, size: str, mode: str, ranks: int, parts: int, again: bool) -> None:
     recomputed = {"activationCheckpointing": "on" if again else "off"}
     settings = of_ranks(ranks, spec_of(tokensPerMicroBatch=TOKENS, **recomputed, **MODES[mode]), parts)
     planned = trainer(settings, {"path": shape_of(config_of(size), name=size)}, 80 * 10**9)

@@ -27,9 +27,7 @@ def test_every_stage_has_a_builder() -> None:
         ({"device": "cuda:1"}, True, "cuda:1"),
     ],
 )
-def test_a_gpu_in_sight_is_used(
-    spec: dict[str, Any], has_gpu: bool, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_seen_is_used(spec: dict[str, Any], has_gpu: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     job = a_job(training=spec.get("training", {}))
     assert device_of(job.spec.model_copy(update={"device": spec.get("device", "auto")})) == device

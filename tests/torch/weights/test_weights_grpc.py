@@ -213,9 +213,7 @@ def whole(header: bytes, content: bytes) -> Iterator[bytes]:
         (lambda content: content + b"!", "more than the 8388608 bytes that were promised"),
     ],
 )
-def test_a_trainer_whose_bytes_are_wrong_again_and_again_is_not_believed(
-    nodes: Cluster, change: Callable[[bytes], bytes], reason: str
-) -> None:
+def test_wrong_bytes_again_and_again_are_refused(nodes: Cluster, change: Callable[[bytes], bytes], reason: str) -> None:
     packed = pack("sums", "policy", 1, state(1), Buffers())
     record = weights_record("sums", "policy", 1, uri="grpc:policy/1", digest=packed.header.digest)
     with ExitStack() as leaving:
@@ -272,9 +270,7 @@ def test_what_the_trainer_went_back_behind_comes_from_a_peer(nodes: Cluster) -> 
         (None, "could not be had: 127.0.0.1:[0-9]+: missing .wanted 2, have 1."),
     ],
 )
-def test_what_does_not_come_in_time_is_an_error_that_says_why(
-    nodes: Cluster, trainer_address: Callable[[], str | None] | None, reason: str
-) -> None:
+def test_what_is_late_is_refused(nodes: Cluster, trainer_address: Callable[[], str | None] | None, reason: str) -> None:
     nodes.trainer.store.put("sums", "policy", 1, state(1))
     record = weights_record("sums", "policy", 2, uri="grpc:policy/2", digest="ab")
     trainer_address = trainer_address or (lambda: nodes.trainer.address)

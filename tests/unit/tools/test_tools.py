@@ -251,9 +251,7 @@ SUITE = Suite("it", tests=("tests/*/*/test_*.py",), text="def test_it", modules=
         (SUITE, "constraints.txt", ALL | {"run"}),
     ],
 )
-def test_what_a_change_makes_due_of_a_suite(
-    repository: Repository, suite: Suite, changed: str, wanted: set[str]
-) -> None:
+def test_what_a_change_makes_due(repository: Repository, suite: Suite, changed: str, wanted: set[str]) -> None:
     due = suites.due_files(suite, repository, [Path(changed)])
     assert {path.stem.removeprefix("test_") for path in due} == wanted
     assert set(due.values()) <= {Path(changed)}
