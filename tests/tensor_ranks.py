@@ -32,10 +32,7 @@ def learner_of(kind: str, ranks: Ranks | None = None) -> Learner:
 
 def own_share(learner: Learner) -> float:
     whole = sum(parameter.numel() for parameter in random_model("llama", seed=1).parameters())
-    own = [
-        parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        for parameter in learner.policy.parameters()
-    ]
+    own = [p.to_local() if isinstance(p, DTensor) else p for p in learner.policy.parameters()]
     return sum(part.numel() for part in own) / whole
 
 

@@ -88,11 +88,7 @@ class _Oracle:
 
     def run(self) -> StageOutcome:
         while any(sequence.place != "done" for sequence in self.sequences):
-            steps = [
-                (engine.boundary, BOUNDARY, engine.number, None)
-                for engine in self.engines
-                if engine.boundary is not None
-            ]
+            steps = [(e.boundary, BOUNDARY, e.number, None) for e in self.engines if e.boundary is not None]
             time, kind, number, detail = min([*steps, *self.things], key=lambda thing: thing[:3])
             if kind != BOUNDARY:
                 self.things.remove((time, kind, number, detail))

@@ -154,13 +154,7 @@ def of_job(name: str, roles: dict[str, Any]) -> tuple[list[Policy], dict[str, Po
 
 def own_edges(policies: list[Policy], pods: dict[str, Pod], others: dict[str, Pod]) -> set[tuple[str, str, int]]:
     ports = (RANKS_PORT, 41234, 65535, MOVES_PORT, LINK_PORT)
-    return {
-        (one, other, port)
-        for one in pods
-        for other in others
-        for port in ports
-        if reaches(policies, pods[one], others[other], port)
-    }
+    return {(one, o, p) for one in pods for o in others for p in ports if reaches(policies, pods[one], others[o], p)}
 
 
 @needs_helm

@@ -71,9 +71,7 @@ def test_both_ends_of_a_link_are_there(name: str) -> None:
 
 
 def test_fields_that_choices_name_are_fields_of_the_job() -> None:
-    paths = {registry.field for registry in CHOICES} | {
-        need for registry in CHOICES for entry in registry.values() for need in entry.needs
-    }
+    paths = {r.field for r in CHOICES} | {need for r in CHOICES for entry in r.values() for need in entry.needs}
     assert {path for path in paths if exists_in_spec(path)} == paths
 
 

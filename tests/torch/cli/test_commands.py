@@ -167,9 +167,7 @@ def test_it_says_what_moved_why_and_what_came_of_it(tmp_path: Path) -> None:
 def test_as_json_it_is_the_lines_of_the_file(tmp_path: Path) -> None:
     a_run(tmp_path)
     told = explain(str(tmp_path), "--json").output.splitlines()
-    assert [json.loads(line) for line in told] == [
-        json.loads(line) for line in (tmp_path / "moves.jsonl").read_text().splitlines()
-    ]
+    assert [json.loads(x) for x in told] == [json.loads(x) for x in (tmp_path / "moves.jsonl").read_text().splitlines()]
 
 
 def test_a_folder_without_moves_is_one_line(tmp_path: Path) -> None:

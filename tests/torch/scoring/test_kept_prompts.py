@@ -93,10 +93,7 @@ def reference(dtype: str, *, keep_prompts: bool) -> LogProbScorer:
 def critic_weights(seed: int) -> dict[str, torch.Tensor]:
     critic = Critic(prepared(random_model("qwen3", seed=2)))
     generator = torch.Generator().manual_seed(seed)
-    return {
-        name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator).to(tensor)
-        for name, tensor in critic.state_dict().items()
-    }
+    return {n: t + 0.05 * torch.randn(t.shape, generator=generator).to(t) for n, t in critic.state_dict().items()}
 
 
 @functools.cache

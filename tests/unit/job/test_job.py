@@ -177,10 +177,7 @@ def test_what_no_machine_of_this_size_can_hold(file: Path) -> None:
     free = 8 << 30
 
     def wrong(*overrides: str) -> list[str]:
-        return [
-            finding.field
-            for finding in check_memory(read_job(file, overrides, runs_here=False), Path(), available_bytes=free)
-        ]
+        return [f.field for f in check_memory(read_job(file, overrides, runs_here=False), Path(), available_bytes=free)]
 
     assert wrong("roles.generator.workers=7") == []
     assert wrong("roles.generator.workers=9") == ["spec.roles.generator.workers"]

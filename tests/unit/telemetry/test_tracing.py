@@ -346,11 +346,7 @@ def test_a_lost_collector_costs_spans_alone(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def numbers(meters: Meters) -> dict[str, float]:
-    lines = [
-        line
-        for line in text_of(meters.metrics()).splitlines()
-        if line.startswith("rlhfspec_") and "_created" not in line
-    ]
+    lines = [x for x in text_of(meters.metrics()).splitlines() if x.startswith("rlhfspec_") and "_created" not in x]
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
