@@ -98,15 +98,10 @@ class Api:
     no limit; `deadline_seconds` 0: no retries."""
 
     def __init__(
-        self,
-        access: KubeAccess,
-        *,
-        may_write: Callable[[], bool] = lambda: True,
-        count: Callable[[str, str], None] = lambda verb, kind: None,
-        agent: str = names.FIELD_MANAGER,
-        connections: int = CONNECTIONS,
-        deadline_seconds: float = _DEADLINE_SECONDS,
-    ) -> None:
+        self, access: KubeAccess, *, may_write: Callable[[], bool] = lambda: True,
+        count: Callable[[str, str], None] = lambda verb, kind: None, agent: str = names.FIELD_MANAGER,
+        connections: int = CONNECTIONS, deadline_seconds: float = _DEADLINE_SECONDS,
+    ) -> None:  # fmt: skip
         self._access = access
         self._may_write = may_write
         self._count = count
@@ -206,30 +201,18 @@ class Api:
         return await self._ask("GET", path_of(version, kind, namespace, name))
 
     async def list(
-        self,
-        version: str,
-        kind: str,
-        namespace: str | None,
-        *,
-        labels: str = "",
-        fields: str = "",
-        cached: bool = False,
-    ) -> AsyncIterator[Json]:
+        self, version: str, kind: str, namespace: str | None, *,
+        labels: str = "", fields: str = "", cached: bool = False,
+    ) -> AsyncIterator[Json]:  # fmt: skip
         """Yield the objects of a list. `cached` reads the API server's cache: cheap, but perhaps slightly old."""
         async for page in self.pages(version, kind, namespace, labels=labels, fields=fields, cached=cached):
             for item in page["items"]:
                 yield item
 
     async def pages(
-        self,
-        version: str,
-        kind: str,
-        namespace: str | None,
-        *,
-        labels: str = "",
-        fields: str = "",
-        cached: bool = False,
-    ) -> AsyncIterator[Json]:
+        self, version: str, kind: str, namespace: str | None, *,
+        labels: str = "", fields: str = "", cached: bool = False,
+    ) -> AsyncIterator[Json]:  # fmt: skip
         """Yield a list page by page, to bound memory. Raises ClusterRefused or ClusterUnavailable."""
         query = {"labelSelector": labels, "fieldSelector": fields}
         query |= {"resourceVersion": "0"} if cached else {"limit": str(PAGE)}

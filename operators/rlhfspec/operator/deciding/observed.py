@@ -1,11 +1,4 @@
-"""State of a job as observed: the job, its pods, its report, and refusals. `views` builds these.
-
-Example:
-    >>> from datetime import UTC, datetime
-    >>> pod = PodView(name="sums-reward-0", uid="7", role="reward", worker=0, run="3a9d", created=datetime.now(UTC))
-    >>> pod.key, pod.is_finished, pod.is_deleting
-    (('reward', 0), False, False)
-"""
+"""State of a job as observed: the job, its pods, its report, and refusals. `views` builds these."""
 
 from __future__ import annotations
 

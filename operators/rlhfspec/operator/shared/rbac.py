@@ -10,12 +10,7 @@
 | CLUSTER | the cluster: a TokenReview has no namespace |
 | INSTALL | the operator's own namespace, for the install hook (`keys`) alone |
 
-It never reads a Secret of a job: a patch that tests the owner or a label tells whether it is the job's or for jobs.
-
-Example:
-    >>> [rule.resources for rule in JOBS if "get" in rule.verbs]
-    []
-"""
+It never reads a Secret of a job: a patch that tests the owner or a label tells whether it is the job's or for jobs."""
 
 from __future__ import annotations
 
