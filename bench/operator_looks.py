@@ -28,7 +28,7 @@ from rlhfspec.operator.looking.looks import Reconciler
 from rlhfspec.operator.looking.queue import Key
 from rlhfspec.operator.settings import ChartSettings, ImageNames
 from rlhfspec.operator.shared.credentials import new_keys
-from rlhfspec.operator.shared.release import credentials_by
+from rlhfspec.operator.shared.release import credentials_by, proof_by
 
 Json = dict[str, Any]
 EXAMPLE = Path(__file__).parent.parent / "examples" / "grpo.yaml"
@@ -134,11 +134,13 @@ class Bench:
 
 
 def settings() -> ChartSettings:
+    keys = new_keys()
     return ChartSettings(
         release="rl",
         namespace="rlhf",
         images=ImageNames(slim="rlhfspec:slim", cpu="rlhfspec:cpu", cuda="rlhfspec:cuda"),
-        credentials=credentials_by(new_keys()),
+        credentials=credentials_by(keys),
+        proof=proof_by(keys),
         nats_url="tls://rl-nats.rlhf.svc:4222",
         redis_url="rediss://rl-redis.rlhf.svc:6379",
         report_url="https://rl-operator.rlhf.svc:8443",

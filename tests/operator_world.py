@@ -34,6 +34,7 @@ SETTINGS = ChartSettings(
     namespace="rlhfspec",
     images=ImageNames(slim="rlhfspec:slim", cpu="rlhfspec:cpu", cuda="rlhfspec:cuda"),
     credentials=credentials,
+    proof=lambda *words: "/".join(words),
     nats_url="tls://nats.rlhfspec.svc:4222",
     redis_url="rediss://redis.rlhfspec.svc:6379",
     report_url="https://operator.rlhfspec.svc:8443",

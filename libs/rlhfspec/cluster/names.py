@@ -27,7 +27,7 @@ NAME = "app.kubernetes.io/name"
 COMPONENT = "app.kubernetes.io/component"  # of the release's own pods: operator, nats, redis, dashboard
 JOB, ROLE, WORKER, RUN = f"{GROUP}/job", f"{GROUP}/role", f"{GROUP}/worker", f"{GROUP}/run"
 RESTART_ID = f"{GROUP}/restart-id"  # annotation of a pod: the restart.id it was started under
-MADE = f"{GROUP}/made"  # annotation of a pod: a random text by which the operator recognizes what it just made
+PROOF = f"{GROUP}/proof"  # annotation of a pod: only the operator can compute it
 LEADER = f"{GROUP}/leader"  # label of the leading operator pod; the Service selects it
 
 CONTAINER = "worker"  # container of a job's pod that runs the stage

@@ -12,7 +12,7 @@ from rlhfspec.cluster import names
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.operator.running import Operator, ReplicaPlace
 from rlhfspec.operator.settings import ChartSettings, OperatorFile
-from rlhfspec.operator.shared.release import credentials_by, keys_of, servers_of
+from rlhfspec.operator.shared.release import credentials_by, keys_of, proof_by, servers_of
 from rlhfspec.stage import logs
 from rlhfspec.worker.exits import PERMANENT
 
@@ -33,7 +33,7 @@ def _operator(asked: argparse.Namespace) -> Operator:
     keys = keys_of(asked.keys)
     pod = os.environ.get("RLHFSPEC_POD") or None
     place = ReplicaPlace(pod, asked.host, asked.http_port, asked.report_port, asked.tls)
-    settings = ChartSettings.of(told, credentials_by(keys))
+    settings = ChartSettings.of(told, credentials_by(keys), proof_by(keys))
     return Operator(settings, place, servers_of(told, keys, asked.keys))
 
 

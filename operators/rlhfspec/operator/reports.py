@@ -29,6 +29,7 @@ from pydantic import ValidationError
 from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
 from rlhfspec.errors import ClusterUnavailable
+from rlhfspec.operator.deciding.memory import uids_made
 from rlhfspec.operator.looking.cache import Cache
 from rlhfspec.operator.looking.queue import Key
 
@@ -120,8 +121,10 @@ class Reports:
         return caller
 
     def _is_control(self, caller: Caller, key: Key) -> bool:
-        return caller.namespace == key[0] and any(
-            pod.role == names.CONTROL and pod.uid == caller.uid and pod.is_ours and not pod.is_finished
+        job = self._cache.job(key)
+        is_made = job is not None and caller.namespace == key[0] and caller.uid in uids_made(job.status)
+        return is_made and any(
+            pod.role == names.CONTROL and (pod.name, pod.uid) == (caller.pod, caller.uid) and not pod.is_finished
             for pod in self._cache.pods(key)
         )
 

@@ -22,6 +22,8 @@ from rlhfspec.operator.allowed_fields import Allowed
 
 # (namespace, job's name, job's uid, run's uid, role, job's creation time) -> data of the role's Secret
 Credentials = Callable[[str, str, str, str, str, datetime], Mapping[str, bytes]]
+# (run's uid, worker, uid of the worker's last pod) -> proof that the operator made the worker's next pod
+Proof = Callable[[str, str, str], str]
 
 
 class SettingsPart(BaseModel):
@@ -94,7 +96,8 @@ class ChartSettings(OperatorFile):
     """Settings for reconciles. `credentials` returns the data of a role's Secret."""
 
     credentials: Credentials
+    proof: Proof
 
     @classmethod
-    def of(cls, told: OperatorFile, credentials: Credentials) -> Self:
-        return cls(**dict(told), credentials=credentials)
+    def of(cls, told: OperatorFile, credentials: Credentials, proof: Proof) -> Self:
+        return cls(**dict(told), credentials=credentials, proof=proof)

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import copy
-import json
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
-from api_servers import serving
 from operator_world import SETTINGS, World
 
 from rlhfspec.cluster import names
 from rlhfspec.cluster.report import Report
-from rlhfspec.operator.deciding.observed import Observed
 from rlhfspec.operator.deciding.reconcile import FORGED_SECONDS, STALE_AT_MOST_SECONDS, reconcile
 from rlhfspec.operator.deciding.situation import Delete, ReconcilePlan
 from rlhfspec.operator.looking.cache import Cache
-from rlhfspec.operator.looking.looks import Reconciler
 from rlhfspec.operator.looking.views import job_view
 from rlhfspec.operator.reports import Reports
+from rlhfspec.operator.shared.credentials import new_keys
+from rlhfspec.operator.shared.release import proof_by
 
 KEY = ("rl", "sums")
 Json = dict[str, Any]
@@ -38,7 +34,7 @@ def cache_of(world: World) -> Cache:
 
 
 def forge(world: World, role: str) -> None:
-    """Everything is as the operator's own, but for its uid."""
+    """All is as the operator's own, but for its uid; the proof is of another pod."""
     like = world.pods.get(f"sums-{role}-0") or world.pods["sums-prepare-0"]
     pod = copy.deepcopy(like)
     labels = names.labels_of("sums", role, 0) | {names.RUN: world.run_uid}
@@ -98,51 +94,36 @@ async def test_a_forged_control_reports_nothing() -> None:
     assert await answer_to("forged") == 403
 
 
-class Server:
-    """API server with one pod at most, which loses the answer to its first creation."""
-
-    def __init__(self, world: World, pod: Json | None = None) -> None:
-        self.world, self.pod, self.loses = world, pod, pod is None
-        self.status: Json = {}
-
-    async def answer(self, request: web.Request) -> web.Response:
-        body = await request.json() if request.can_read_body else {}
-        if request.path.endswith("/rlhfjobs/sums/status"):
-            [self.status] = [each["value"] for each in body if each["path"] == "/status"]
-            metadata = self.world.body["metadata"]
-            metadata["resourceVersion"] = str(int(metadata["resourceVersion"]) + 1)
-            return web.json_response(self.world.body | {"status": json.loads(json.dumps(self.status))})
-        if "/pods" in request.path and request.method == "POST":
-            if self.pod is not None:
-                return web.json_response({"reason": "AlreadyExists", "message": "is there"}, status=409)
-            more = {"uid": "p1", "resourceVersion": "1", "creationTimestamp": "2026-01-01T00:00:00Z"}
-            self.pod = body | {"metadata": body["metadata"] | more, "status": {"phase": "Pending"}}
-            return web.json_response({"message": "later"}, status=504)
-        if "/pods/" in request.path and request.method == "PATCH":
-            return web.json_response(self.pod)
-        return web.json_response(body)
+def test_a_new_leader_knows_a_pod_that_the_last_one_made_and_did_not_record() -> None:
+    """It was killed between the creation and its next write of the status."""
+    world = World()
+    world.to_running()
+    world.end_pod("sums-reward-0", 1, "boom")
+    world.settle()
+    world.pass_time(60)
+    plan = world.reconcile()  # removes it
+    while "sums-reward-0" not in {thing["metadata"]["name"] for thing in plan.create}:
+        plan = world.reconcile()
+    pod = world.pods["sums-reward-0"]
+    assert pod["metadata"]["uid"] != world.status["internal"]["made"]["reward-0"]
+    world.pass_time(STALE_AT_MOST_SECONDS)
+    again = decided(world)
+    assert (again.delete, again.create) == ((), ())
+    assert again.status["internal"]["made"]["reward-0"] == pod["metadata"]["uid"]
 
 
-@pytest.mark.parametrize("is_forged", [False, True])
-async def test_a_pod_is_ours_also_where_the_answer_to_its_creation_was_lost(tmp_path: Path, is_forged: bool) -> None:
-    world, cache, pod = World(), Cache(), None
-    cache.put_job(world.body)
-    if is_forged:
-        pod = pod_made_before(world)
-    server = Server(world, pod)
-    async with serving(server.answer, tmp_path) as api:
-        reconciler = Reconciler(cache, api, SETTINGS)
-        first = await reconciler.reconcile(KEY)
-        assert (first.requeue_seconds == 0.0) is not is_forged, "its uid goes into the status at once"
-        await reconciler.reconcile(KEY)
-    [seen] = cache.pods(KEY)
-    assert seen.is_ours is not is_forged
-    assert server.status["internal"].get("made", {}) == ({} if is_forged else {"prepare-0": "p1"})
+def test_the_proof_of_an_earlier_pod_is_none_for_another() -> None:
+    world = World()
+    world.to_running()
+    copied = world.pods["sums-trainer-0"]["metadata"]["annotations"][names.PROOF]
+    forge(world, "trainer")
+    assert world.pods["sums-trainer-0"]["metadata"]["annotations"][names.PROOF] == copied
+    world.end_pod("sums-trainer-0", 0, "completed: step 10")
+    assert decided(world).status["phase"] == "Running"
 
 
-def pod_made_before(world: World) -> Json:
-    """The pod of prepare that somebody made before the operator did."""
-    plan = reconcile(job_view(world.body), Observed(), SETTINGS, world.now)
-    [pod] = [thing for thing in plan.create if thing["kind"] == "Pod"]
-    more = {"uid": "forged", "resourceVersion": "1", "creationTimestamp": "2026-01-01T00:00:00Z"}
-    return pod | {"metadata": pod["metadata"] | more, "status": {"phase": "Pending"}}
+def test_proofs_follow_from_the_keys_of_the_release() -> None:
+    keys = new_keys()
+    proofs = {proof_by(each)("run", "trainer-0", last) for each in (keys, new_keys()) for last in ("", "p1")}
+    assert len(proofs) == 4
+    assert proof_by(keys)("run", "trainer-0", "") == proof_by(keys)("run", "trainer-0", "")

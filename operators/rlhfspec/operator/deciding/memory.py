@@ -23,6 +23,13 @@ RunState = Literal["open", "closing", "closed"]
 INTERNAL = "internal"  # private status field
 
 
+def uids_made(status: Mapping[str, Any]) -> set[str]:
+    """Return the uids of the pods that the operator made; none where users wrote another memory into the status."""
+    internal = status.get(INTERNAL)
+    made = internal.get("made") if isinstance(internal, dict) else None
+    return set(map(str, made.values())) if isinstance(made, dict) else set()
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
     """Memory of one worker: its last counted end; it restarts after `not_before`."""

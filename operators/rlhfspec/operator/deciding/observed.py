@@ -74,7 +74,7 @@ class PodView:
     worker: int
     run: str  # its uid
     owner: str = ""  # uid of the controlling job
-    is_ours: bool = True  # the operator made it; False: it may be forged
+    proof: str = ""  # that the operator made it
     restart_id: str = ""
     phase: Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"] = "Pending"  # of the worker container
     lingers: bool = False  # the worker ended, but a sidecar did not

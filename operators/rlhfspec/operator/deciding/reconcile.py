@@ -238,7 +238,7 @@ def _remove_forged(known: Situation) -> Iterator[Actions]:
     """Yield the removals of pods that the operator did not make. It waits until the job's status, where their uids
     stand, is certain to have arrived from another replica."""
     for pod in known.observed.pods:
-        if not pod.is_ours:
+        if not known.is_made(pod):
             at = pod.created + timedelta(seconds=STALE_AT_MOST_SECONDS)
             yield known.removal_of(pod, FORGED_SECONDS) if known.now >= at else known.requeued_at(at)
 

@@ -14,7 +14,7 @@ from rlhfspec.cluster.report import Report
 from rlhfspec.job import RLHFJob, Spec
 from rlhfspec.messages.loop import workers_of
 from rlhfspec.operator.deciding.memory import JobOutcome, Memory, WorkerMemory
-from rlhfspec.operator.deciding.observed import JobView, Observed, PodView, Worker
+from rlhfspec.operator.deciding.observed import JobView, Observed, PodView, Worker, worker_name
 from rlhfspec.operator.settings import ChartSettings
 
 LOST_SECONDS = 15.0  # after its grace; a live kubelet would have removed the pod
@@ -151,7 +151,16 @@ class Situation:
 
     @cached_property
     def pods(self) -> tuple[PodView, ...]:
-        return tuple(pod for pod in self.observed.pods if pod.is_ours)
+        """Return the pods that the operator made, without forged ones."""
+        return tuple(pod for pod in self.observed.pods if self.is_made(pod))
+
+    def is_made(self, pod: PodView) -> bool:
+        """Return whether the operator made this pod: its uid is recorded, or it proves to be the next of its worker."""
+        worker = worker_name(pod.key)
+        return pod.uid == self.memory.made.get(worker) or pod.proof == self.proof_of(worker)
+
+    def proof_of(self, worker: str) -> str:
+        return self.settings.proof(self.run_uid, worker, self.memory.made.get(worker, ""))
 
     @cached_property
     def by_key(self) -> dict[Worker, PodView]:

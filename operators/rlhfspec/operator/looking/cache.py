@@ -43,13 +43,6 @@ class _CachedJob:
     refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
     trial: DryRunResult | None = None
     status_written: datetime | None = None
-    made: dict[str, str] = field(default_factory=dict)  # by pod's name: its uid, as the API server answered
-
-    def uids_made(self) -> set[str]:
-        """Return the uids of the pods that this replica or, by the job's status, another one made."""
-        internal = self.view.status.get(INTERNAL)
-        told = internal.get("made") if isinstance(internal, dict) else None
-        return {*self.made.values(), *(map(str, told.values()) if isinstance(told, dict) else ())}
 
 
 class Cache:
@@ -215,16 +208,6 @@ class Cache:
         job = self._jobs.get(key)
         return job is not None and job.refusals.pop((kind, name), None) is not None
 
-    def made_pod(self, key: Key, pod: Json) -> None:
-        """Record that the operator made this pod."""
-        if (job := self._jobs.get(key)) is not None:
-            job.made[pod["metadata"]["name"]] = pod["metadata"]["uid"]
-
-    def was_made(self, key: Key, pod: Json) -> bool:
-        """Return whether this replica made this pod."""
-        job = self._jobs.get(key)
-        return job is not None and job.made.get(pod["metadata"]["name"]) == pod["metadata"]["uid"]
-
     def tried(self, key: Key, trial: DryRunResult) -> None:
         if (job := self._jobs.get(key)) is not None:
             job.trial = trial
@@ -277,18 +260,11 @@ class Cache:
     def pods(self, key: Key) -> list[PodView]:
         """Return the pods of this very job, not of an older one of its name."""
         job = self._jobs.get(key)
-        if job is None:
-            return []
-        made = job.uids_made()
+        held = sorted(self._pods.get(key, {}).items())
         return [
-            replace(
-                pod.view,
-                is_ours=pod.view.uid in made,
-                gone_by=self._gone_by(pod),
-                warnings=tuple(said for _, said in pod.warnings),
-            )
-            for _, pod in sorted(self._pods.get(key, {}).items())
-            if pod.view.owner == job.view.uid
+            replace(pod.view, gone_by=self._gone_by(pod), warnings=tuple(said for _, said in pod.warnings))
+            for _, pod in held
+            if job is not None and pod.view.owner == job.view.uid
         ]
 
     def _gone_by(self, pod: _Pod) -> datetime | None:

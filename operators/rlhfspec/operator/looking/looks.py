@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -144,7 +143,7 @@ class Reconciler:
         learned = False
         for kind, group in groupby(things, key=lambda thing: str(thing["kind"])):
             asked = list(group)
-            answers = await in_parallel([self._make(key, thing) for thing in asked])
+            answers = await in_parallel([self._make(thing) for thing in asked])
             for thing, answer in zip(asked, answers, strict=True):
                 learned |= self._made(key, kind, thing["metadata"]["name"], answer, now)
             if any(answer.is_refused for answer in answers):
@@ -172,31 +171,23 @@ class Reconciler:
         self._cache.accepted(key, kind, write.name)
         return True
 
-    async def _make(self, key: Key, thing: dict[str, Any]) -> ApiResponse:
-        """Create an object. An existing one of the same owner is updated; one of another owner is left alone. A pod is
-        ours if it has our annotation, also where the answer to its creation was lost."""
-        is_pod, nonce = thing["kind"] == "Pod", secrets.token_hex(8)
-        if is_pod:
-            annotations = thing["metadata"]["annotations"] | {names.MADE: nonce}
-            thing = thing | {"metadata": thing["metadata"] | {"annotations": annotations}}
+    async def _make(self, thing: dict[str, Any]) -> ApiResponse:
+        """Create an object. An existing one of the same owner is updated; one of another owner is left alone."""
         answer = await self._api.create(thing)
-        if answer.is_taken:
-            fields = ("data", "spec") if not is_pod else ()  # pods are immutable
-            taken_up = await self._api.take_up(thing, [field for field in fields if field in thing])
-            answer = answer if taken_up.is_of_another else taken_up
-        if is_pod and (answer.body.get("metadata", {}).get("annotations") or {}).get(names.MADE) == nonce:
-            self._cache.made_pod(key, answer.body)
-        return answer
+        if not answer.is_taken:
+            return answer
+        fields = ("data", "spec") if thing["kind"] != "Pod" else ()  # pods are immutable
+        taken_up = await self._api.take_up(thing, [field for field in fields if field in thing])
+        return answer if taken_up.is_of_another else taken_up
 
     def _made(self, key: Key, kind: str, name: str, answer: ApiResponse, now: datetime) -> bool:
         if answer.is_refused:
             return self._refused(key, kind, name, answer, now)
         LOG.info("%s: made %s %s", "/".join(key), kind, name)
         was_refused = self._cache.accepted(key, kind, name)
-        if kind != "Pod":
-            return was_refused
-        self._cache.put_pod(answer.body)
-        return was_refused or self._cache.was_made(key, answer.body)  # then its uid goes into the status at once
+        if kind == "Pod":
+            self._cache.put_pod(answer.body)
+        return was_refused or kind == "Pod"  # the uid of a pod goes into the status at once
 
     def _refused(self, key: Key, kind: str, name: str, answer: ApiResponse, now: datetime) -> bool:
         reason = str(answer.body.get("reason") or answer.code)

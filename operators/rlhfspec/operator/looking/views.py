@@ -74,7 +74,7 @@ def pod_view(pod: Mapping[str, Any]) -> PodView | None:
     owner = owner_of(metadata)
     if owner is None or (worker := _worker_of(metadata["name"], owner["name"])) is None:
         return None
-    labels = metadata.get("labels") or {}
+    labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
     ready = conditions.get("Ready", {})
     container, state = _container(status), _state(spec, status)
@@ -82,7 +82,7 @@ def pod_view(pod: Mapping[str, Any]) -> PodView | None:
     return PodView(
         name=metadata["name"], uid=metadata["uid"], role=worker[0], worker=worker[1],
         run=labels.get(names.RUN, ""), owner=owner["uid"],
-        restart_id=(metadata.get("annotations") or {}).get(names.RESTART_ID, ""),
+        restart_id=annotations.get(names.RESTART_ID, ""), proof=annotations.get(names.PROOF, ""),
         phase=phase, lingers=phase in FINISHED and _has_sidecar_left(status),
         ready=bool(container.get("ready", ready.get("status") == "True")) and phase not in FINISHED,
         ready_changed=maybe_time_of(ready.get("lastTransitionTime")), node=spec.get("nodeName"),

@@ -15,7 +15,7 @@ from rlhfspec.job.block import MOST
 from rlhfspec.job.cluster import PodOptions
 from rlhfspec.messages.loop import BY_NAME
 from rlhfspec.operator.deciding.allowed import CONTAINERS, containers_of
-from rlhfspec.operator.deciding.observed import Worker
+from rlhfspec.operator.deciding.observed import Worker, worker_name
 from rlhfspec.operator.deciding.situation import Situation
 
 _UNPRIVILEGED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
@@ -38,7 +38,10 @@ def pod(known: Situation, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
         "name": names.pod_name(known.job.name, role, worker),
         "namespace": known.job.namespace,
         "labels": names.labels_of(known.job.name, role, worker) | {names.RUN: known.run_uid},
-        "annotations": {names.RESTART_ID: _restart_id(known, role)},
+        "annotations": {
+            names.RESTART_ID: _restart_id(known, role),
+            names.PROOF: known.proof_of(worker_name(key)),
+        },
         "ownerReferences": [owner],
     }
     whole: dict[str, Any] = {

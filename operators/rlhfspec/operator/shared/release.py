@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.access.rights import inbox_of
-from rlhfspec.operator.settings import Credentials, OperatorFile
+from rlhfspec.messages.servers.credentials.derived import derived
+from rlhfspec.operator.settings import Credentials, OperatorFile, Proof
 from rlhfspec.operator.shared.credentials import Keys, credentials_of, operator_creds
 from rlhfspec.operator.shared.leftovers import Server
 from rlhfspec.operator.shared.redis_users import RedisUsers
@@ -41,6 +42,14 @@ def credentials_by(keys: Keys) -> Credentials:
     @lru_cache(_MOST_KNOWN)
     def made(namespace: str, job: str, job_uid: str, run: str, role: str, created: datetime) -> Mapping[str, bytes]:
         return credentials_of(keys, namespace=namespace, job=job, job_uid=job_uid, run=run, role=role, created=created)
+
+    return made
+
+
+def proof_by(keys: Keys) -> Proof:
+    @lru_cache(_MOST_KNOWN)
+    def made(run: str, worker: str, last_pod: str) -> str:
+        return derived(keys.master, "pod", run, worker, last_pod).hex()
 
     return made
 
