@@ -301,7 +301,7 @@ def wait_until_refused(cluster: Cluster, job: str, word: str) -> None:
 def test_a_reward_function_that_does_not_exist(submit: Callable[..., Job], shows: Callable[..., None]) -> None:
     job = submit("nowhere", rewards={"sources": [{"type": "function", "function": "no_such_module:reward"}]})
     evidence = "spec.rewards.sources[0].function"
-    shows(job, "BadConfig", evidence, after=ended(job, "prepare"), what="prepare ended with 78")
+    shows(job, "BadConfig", evidence, after=ended(job, "reward"), what="reward ended with 78")
     assert job.phase == "Failed"
 
 

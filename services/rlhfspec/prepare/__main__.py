@@ -27,7 +27,7 @@ def main() -> None:
     code = _prepared(connections_file)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a user's module may have left threads behind
+    os._exit(code)  # a library may have left threads behind
 
 
 def _prepared(connections_file: Path) -> int:

@@ -57,18 +57,30 @@ def checked_rows(job: RLHFJob) -> Rows | None:
 
 
 def check_as_run_does(job: RLHFJob, base: Path, columns: Mapping[str, str] | None) -> None:
-    """Raise what `run` would raise at load. Imports torch only for the job's own optimizer or schedule."""
-    from rlhfspec.runs.folder.trackers import check_packages
+    """Raise what `run` would raise at load. It imports the user's functions."""
     from rlhfspec.training.scoring.rewards.sources import check_functions
 
     check_functions(job.spec.rewards, base, columns)
+    _check_settings(job)
+
+
+def check_without_code(job: RLHFJob) -> None:
+    """Raise what `run` would raise at load, except of the user's functions, optimizers and schedules."""
+    training = job.spec.training
+    named = (training.optimizer, training.critic_optimizer, training.schedule)
+    _check_settings(job, with_training=not any(":" in each.name for each in named))
+
+
+def _check_settings(job: RLHFJob, *, with_training: bool = True) -> None:
+    """Check packages, and by torch an optimizer or schedule other than the usual ones."""
+    from rlhfspec.runs.folder.trackers import check_packages
+
     check_packages(job)
     training = job.spec.training
     usual = {"AdamW", "constant", "linear", "cosine"}
-    own = [
-        s for s in (training.optimizer, training.critic_optimizer, training.schedule) if {s.name} - usual or s.arguments
-    ]
-    if own and find_spec("torch") is not None:
+    named = (training.optimizer, training.critic_optimizer, training.schedule)
+    own = any({each.name} - usual or each.arguments for each in named)
+    if own and with_training and find_spec("torch") is not None:
         from rlhfspec.training.learning.optim import check_settings
 
         check_settings(training)

@@ -19,11 +19,10 @@ from rlhfspec.job.file import read_job
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.loop import workers_of
 from rlhfspec.messages.servers.program import write_secret
-from rlhfspec.prepare.checks import check_as_run_does, check_made_here, checked_rows
+from rlhfspec.prepare.checks import check_made_here, check_without_code, checked_rows
 from rlhfspec.prepare.hub import with_hub_models
 from rlhfspec.prepare.tiny_paths import fetch_made, with_tiny_paths
 from rlhfspec.runs.folder.run_folder import RunFolder
-from rlhfspec.training.data.columns import columns_of_rows
 from rlhfspec.worker.mirror import mirrored
 
 _ROOM_BYTES = 1 << 20  # with less no run can begin
@@ -69,9 +68,8 @@ def _prepare(connections: Connections, source: Path, store: ObjectStore | None) 
         job = with_tiny_paths(written, log.info)
         if store is None:  # without a place that all pods see each fetches its own
             job = with_hub_models(job, log.info)
-        rows = checked_rows(job)
-        columns = None if rows is None else columns_of_rows(rows, job.spec.dataset, range(len(rows)))
-        check_as_run_does(job, base, columns)
+        checked_rows(job)
+        check_without_code(job)
         with RunFolder(connections.folder) as folder:
             _begin(folder, written)
             write_secret(connections.job_file, job.model_dump_json(by_alias=True).encode())

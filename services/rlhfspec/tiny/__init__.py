@@ -1,4 +1,4 @@
-"""Small models for tests, benchmarks and demos, made on this machine and cached.
+"""Small models for tests, benchmarks and demos, made on this machine or shipped, and cached.
 
 `ensure()` gives trained ones, `random_model(kind)` untrained ones of many families, `resolve(path)` makes a job's
 `tiny:NAME`; `sums` is a task to train on."""

@@ -3,7 +3,8 @@
     target   4 x 256, 3.3M parameters; draft: 1 x 128, .3M
     wide     the target widened to 77M: the same function with the memory traffic of a larger model
     library, library-draft, library-wide  the same three for the text of Python's standard library
-    sums     2 x 128, .5M: solves sums now and then, the start of the demo's training; sums-draft: 1 x 64
+    sums     2 x 128, .5M: solves sums now and then, the start of the demo's training; sums-draft: 1 x 64.
+             These two come with the package (`shipped`).
 
 A folder appears by renaming, so it is whole or absent."""
 
@@ -18,11 +19,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaForCausalLM
 
 from rlhfspec.common.folder_lock import locked
 from rlhfspec.tiny.recipe import LIBRARY, RECIPES, TARGET_RECIPE, Recipe, cache_folder, make_in_cache
+from rlhfspec.tiny.shipped import weights_of
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 from rlhfspec.tiny.train import build, train
 
@@ -106,6 +109,10 @@ def _make(recipe: Recipe, folder: Path, report: Report) -> None:
 
 
 def _model(recipe: Recipe, report: Report) -> LlamaForCausalLM:
+    if (weights := weights_of(recipe)) is not None:
+        model = build(recipe, seed=recipe.seed)
+        model.load_state_dict(load_file(weights))
+        return model
     if recipe.widened_from_intermediate is None:
         return train(recipe, report)
     narrow_recipe = LIBRARY if recipe.task == "library" else TARGET_RECIPE

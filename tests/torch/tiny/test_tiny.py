@@ -1,3 +1,4 @@
+import hashlib
 import json
 import random
 import re
@@ -107,6 +108,30 @@ def test_models_are_made_once_and_open_anywhere(tmp_path: Path, monkeypatch: pyt
     assert tiny_models.ensure_recipe(SMALL) == folder
     with pytest.raises(AssertionError, match="made again"):
         tiny_models.ensure_recipe(replace(SMALL, num_steps=61))
+
+
+DIGESTS = {
+    "sums": "80f1bf969636e143858ea568149944e76a241a10e6363de8a8c3efb168a9ab51",
+    "sums-draft": "4579886634c394dcd98f2e10e667aa55bf06cfcc665b96d644077149336c8761",
+}
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_models_of_the_first_job_have_the_same_bits_on_every_machine(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(*_: object) -> LlamaForCausalLM:
+        raise AssertionError(
+            "trained on this machine: run python -m rlhfspec.tiny.shipped after a change of the recipe"
+        )
+
+    monkeypatch.setenv("RLHFSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(tiny_models, "train", trained)
+    model = AutoModelForCausalLM.from_pretrained(resolve(f"tiny:{name}", lambda _: None), dtype=torch.bfloat16)
+    digest = hashlib.sha256()
+    for key, tensor in sorted(model.state_dict().items()):
+        digest.update(key.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    assert digest.hexdigest() == DIGESTS[name]
 
 
 def test_a_failed_training_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ def _container(known: Situation, key: Worker, options: PodOptions) -> dict[str, 
         "image": image_of(known, role, options),
         "imagePullPolicy": known.settings.image_pull_policy,
         "command": command(known, key),
-        "env": [*_environment(known), *_threads(resources, _num_processes(known, role))],
+        "env": [*_environment(known, role), *_threads(resources, _num_processes(known, role))],
         **_variables_of(known.spec.storage.secret),
         "resources": {name: dict(amounts) for name, amounts in resources.items()},
         "volumeMounts": _mounts(role),
@@ -190,11 +190,13 @@ def _is_node(known: Situation, role: str) -> bool:
     return role == "trainer" and known.spec.roles.trainer.nodes > 1
 
 
-def _environment(known: Situation) -> list[dict[str, Any]]:
+def _environment(known: Situation, role: str) -> list[dict[str, Any]]:
     values = {
         "RLHFSPEC_CACHE": str(names.CACHE), "RLHFSPEC_RUN": known.run_uid, "HOME": "/tmp",
         "HF_HOME": str(names.CACHE / "huggingface"), "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # keep them out of the log
     }  # fmt: skip
+    if role != "trainer":  # its optimizer may be a module beside the data; no other role imports from the storage
+        values["PYTHONSAFEPATH"] = "1"
     host = {"name": "RLHFSPEC_HOST", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}}
     return [host, *({"name": name, "value": value} for name, value in values.items())]
 

@@ -23,7 +23,7 @@ def make(
         ),
     ] = None,
 ) -> None:
-    """Train and widen what is missing, then print the folders. Six minutes the first time, half for `library`."""
+    """Make what is missing and print the folders. Six minutes the first time, half of them for `library`."""
     import torch
 
     from rlhfspec.tiny.models import ensure
