@@ -96,7 +96,9 @@ class Operator(Pod):
     scope: Literal["namespace", "cluster"] = Field(
         "namespace", description="jobs run in `jobNamespaces`; or wherever a namespace has `namespaceLabel`"
     )
-    job_namespaces: list[Name] = Field([], description="which exist already; empty: the release's own")
+    job_namespaces: list[Name] = Field(
+        [], description="which exist already; empty: RELEASE-NAMESPACE-jobs, which is made"
+    )
     namespace_label: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9./_-]+=[A-Za-z0-9._-]*$")] = Field(
         "rlhfspec.io/jobs=enabled",
         description="with scope cluster: of namespaces where jobs run; the operator makes there what jobs need",

@@ -36,7 +36,10 @@ VALUES: dict[str, Any] = {
         "pullPolicy": "Never",
     },
     # Two cores run two nodes here: what is asked for must not keep a pod from being scheduled.
-    "operator": {"resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "512Mi"}}},
+    "operator": {
+        "jobNamespaces": [NAMESPACE],
+        "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "512Mi"}},
+    },
     "nats": {"resources": {"requests": {"cpu": "10m"}}},
     "redis": {"resources": {"requests": {"cpu": "10m"}}},
     "dashboard": {"resources": {"requests": {"cpu": "10m"}}},

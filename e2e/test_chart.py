@@ -85,7 +85,8 @@ def make_namespace(kubernetes: ControlPlane, name: str) -> str:
 
 def helm(kubernetes: ControlPlane, what: str, namespace: str, *more: str, chart: Path | None = CHART) -> str:
     with Hook(kubernetes, namespace):
-        place = [str(chart), *IMAGES_OF_NOBODY] if chart else []
+        jobs = ("--set", f"operator.jobNamespaces={{{namespace}}}")
+        place = [str(chart), *IMAGES_OF_NOBODY, *jobs] if chart else []
         return kubernetes.helm(what, "rlhfspec", *place, "--namespace", namespace, "--timeout", "90s", *more)
 
 

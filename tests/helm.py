@@ -42,7 +42,11 @@ REGISTRY = "registry.example/ml"
 def template(
     values: dict[str, Any], *more: str, release: str = "rlhfspec", namespace: str = "ml", registry: str = REGISTRY
 ) -> tuple[int, str]:
+    """Render the chart, with jobs in the release's namespace unless the values say where."""
     assert HELM is not None
+    operator = values.get("operator", {})
+    if isinstance(operator, dict) and operator.get("scope") != "cluster" and "jobNamespaces" not in operator:
+        values = values | {"operator": operator | {"jobNamespaces": [namespace]}}
     done = subprocess.run(
         [HELM, "template", release, str(CHART), "--namespace", namespace, "--set", f"images.registry={registry}",
          "--values", "-", *more],

@@ -49,13 +49,18 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 {{- end }}
 
+{{- /* Made where none is named: jobs in the release's own namespace could name its keys. */}}
+{{- define "rlhfspec.ownJobNamespace" -}}
+{{ .Release.Namespace | trunc 58 | trimSuffix "-" }}-jobs
+{{- end }}
+
 {{- /* As a list without duplicates; sorted, so that renderings are the same. With scope cluster a label says it: none. */}}
 {{- define "rlhfspec.jobNamespaces" -}}
 {{- if eq .Values.operator.scope "cluster" -}}
 {{- if .Values.operator.jobNamespaces }}{{ fail "operator.jobNamespaces: with scope cluster a label says where jobs run, see operator.namespaceLabel; remove it" }}{{ end -}}
 []
 {{- else -}}
-{{ .Values.operator.jobNamespaces | default (list .Release.Namespace) | uniq | sortAlpha | toJson }}
+{{ .Values.operator.jobNamespaces | default (list (include "rlhfspec.ownJobNamespace" .)) | uniq | sortAlpha | toJson }}
 {{- end }}
 {{- end }}
 

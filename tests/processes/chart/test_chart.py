@@ -200,6 +200,21 @@ def test_reports_reach_the_replica_that_leads() -> None:
 
 
 @needs_helm
+def test_jobs_have_a_namespace_of_their_own_by_default() -> None:
+    """In the release's own they could name the keys that sign their credentials."""
+    objects = rendered({"operator": {"jobNamespaces": []}})
+    space = named(objects, "Namespace", "ml-jobs")["metadata"]
+    assert space["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    assert space["annotations"] == {"helm.sh/resource-policy": "keep"}
+    told = json.loads(named(objects, "ConfigMap", "rlhfspec-operator")["data"]["settings.json"])
+    assert told["job_namespaces"] == ["ml-jobs"]
+    for kind, name in (("Role", "rlhfspec-jobs"), ("ServiceAccount", names.SERVICE_ACCOUNT)):
+        assert named(objects, kind, name)["metadata"]["namespace"] == "ml-jobs"
+    assert not of_kind(rendered({"operator": {"jobNamespaces": ["team"]}}), "Namespace")
+    assert not of_kind(rendered(CLUSTER), "Namespace")
+
+
+@needs_helm
 def test_what_jobs_need_stays_when_the_release_goes() -> None:
     kept = {
         each["kind"]
