@@ -63,13 +63,10 @@ def operators(servers: SharedServers) -> tuple[Streams, RedisUsers | None]:
 async def asked_by_the_operator(servers: SharedServers, **keeping: Any) -> NatsTransport:
     file = servers.folder / "operator.creds"
     file.write_bytes(operator_creds(servers.keys))
+    tls = ssl.create_default_context(cadata=servers.keys.ca_pem.decode())
+    inbox, proof, kept = inbox_of("operator", "release"), NatsProof(creds=file), Keeping(**keeping)
     return await NatsTransport.connect(
-        servers.nats_url,
-        name="opening",
-        inbox_prefix=inbox_of("operator", "release"),
-        proof=NatsProof(creds=file),
-        tls=ssl.create_default_context(cadata=servers.keys.ca_pem.decode()),
-        keeping=Keeping(**keeping),
+        servers.nats_url, name="opening", inbox_prefix=inbox, proof=proof, tls=tls, keeping=kept
     )
 
 

@@ -283,15 +283,9 @@ class World:
         rank = np.tile(np.arange(branch, dtype=np.int32), n)
         depth = np.full(n * branch, level, np.int32)
         conditional = acceptance.predict(str(plan.drafter), rows[sequence], depth, rank, gaps.ravel())
-        return Forest(
-            sequence=sequence,
-            parent=np.repeat(parents, branch),
-            depth=depth,
-            token=rank,
-            rank=rank,
-            gap=gaps.ravel(),
-            path_acceptance=np.repeat(path, branch) * conditional,
-        )
+        paths, parent = np.repeat(path, branch) * conditional, np.repeat(parents, branch)
+        grown = {"sequence": sequence, "parent": parent, "depth": depth, "path_acceptance": paths}
+        return Forest(token=rank, rank=rank, gap=gaps.ravel(), **grown)
 
     def _spend(self, kind: str, rows: int) -> float:
         seconds = self._jittered(self.machine.seconds(kind, rows), outliers=self._outliers)

@@ -102,12 +102,9 @@ class FakeEngine:
         )  # fmt: skip
 
     def sequences(self) -> tuple[SequenceView, ...]:
-        return tuple(
-            SequenceView(
-                id=request.id, num_generated=0, num_held=len(request.prompt_token_ids), num_prefill=0, is_waiting=False
-            )
-            for request in self._requests
-        )
+        nothing: Any = {"num_generated": 0, "num_prefill": 0, "is_waiting": False}
+        held = ((request.id, len(request.prompt_token_ids)) for request in self._requests)
+        return tuple(SequenceView(id=id, num_held=number, **nothing) for id, number in held)
 
     def load_weights(self, state_dict: dict[str, Any], *, version: int) -> None:
         assert version > self.weights_version
@@ -146,15 +143,9 @@ class FakeSources:
 
 
 def reward_of(sample_id: str, value: float, *, error: str = "") -> Score:
-    return Score(
-        id=f"{sample_id}/reward",
-        sample_id=sample_id,
-        job=JOB,
-        step=int(sample_id.split("/")[1]),
-        stage="reward",
-        values=() if error else (value,),
-        error=error,
-    )
+    step, values = int(sample_id.split("/")[1]), () if error else (value,)
+    place: Any = {"id": f"{sample_id}/reward", "sample_id": sample_id, "job": JOB, "step": step, "stage": "reward"}
+    return Score(values=values, error=error, **place)
 
 
 class FakeLearner:
@@ -255,15 +246,8 @@ class Stages:
         return RewardService(worker, self.vitals, self.bus.of("reward", worker), job=self.job, sources=sources)
 
     def trainer(self) -> TrainerService:
-        return TrainerService(
-            0,
-            self.vitals,
-            self.bus.of("trainer"),
-            job=self.job,
-            learner=self.learner,
-            weights=self.weights,
-            recorder=self.recorder,
-        )
+        parts: Any = {"learner": self.learner, "weights": self.weights, "recorder": self.recorder}
+        return TrainerService(0, self.vitals, self.bus.of("trainer"), job=self.job, **parts)
 
     async def publish(self, stage: str, *records: Record) -> None:
         for record in records:

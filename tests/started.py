@@ -49,13 +49,8 @@ class Started:
         command = [sys.executable, *start, "run", *way, str(job_file), *options]
         command += ["--out", str(self.folder), *sets, *(["--resume"] if resume else [])]
         popen = subprocess.Popen if fresh else warmed.Popen
-        self.process = popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process = popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         self.lines: list[str] = []
 
     def until(self, said: str) -> str:

@@ -20,13 +20,8 @@ ENDS = ("source", "destination")  # of the move at hand
 FRESH_SECONDS = 0.1  # a move that was advised longer ago is over
 LEAST_MOVES = 5  # that bring their KV, in a run: most advice is about somebody who was just struck
 NO_MOVE_SECONDS = 5.0  # then a generator is struck without one
-LONG = (
-    f"roles.generator.workers={NUM_GENERATORS}",
-    "roles.reward.workers=1",
-    "generation.maxTokens=256",
-    "generation.ignoreEos=true",
-    "generation.kvCacheTokens=65536",
-)
+LONG = ("generation.maxTokens=256", "generation.ignoreEos=true", "generation.kvCacheTokens=65536")
+LONG += (f"roles.generator.workers={NUM_GENERATORS}", "roles.reward.workers=1")
 # Of those struck by a kill, by weight; beside the kills, of every ten faults one hold and, over TCP, one of the link.
 KILLED = {"source": 30, "destination": 30, "generator": 8, "rebalancer-0": 12, SUPERVISOR: 1, "nats": 5, "redis": 2,
           "guardian": 2, "launcher": 2, "trainer-0": 3, "reward-0": 2, "prompts-0": 1}  # fmt: skip

@@ -64,11 +64,8 @@ def plan_slowly(fleet: Fleet, now: float, settings: PlannerSettings = STANDARD) 
     closing = [generator for generator in generators if generator.is_closing]
     moves += _hand_over(closing, generators, settings, lambda a, b: (a.version, a.host) == (b.version, b.host))
     for _ in range(settings.num_rounds):
-        made = [
-            move
-            for source, place in sorted(_pairs(generators), key=lambda pair: pair[0].index)
-            for move in _best_move(source, place, settings)
-        ]
+        pairs = sorted(_pairs(generators), key=lambda pair: pair[0].index)
+        made = [move for source, place in pairs for move in _best_move(source, place, settings)]
         if not made:
             break
         moves += made
@@ -113,11 +110,8 @@ def _hand_over(
         chosen += [(sequence, source) for sequence in able[: settings.moves_of_leaving]]
     moves = []
     for sequence, source in sorted(chosen, key=lambda pair: -pair[0].remaining):
-        places = [
-            place
-            for place in generators
-            if place.stays and is_of_group(source, place) and place.rows > 0 and place.tokens >= sequence.need
-        ]
+        places = [place for place in generators if place.stays and is_of_group(source, place)]
+        places = [place for place in places if place.rows > 0 and place.tokens >= sequence.need]
         if places:
             moves.append(source.give(sequence, min(places, key=_OracleGenerator.earliness)))
     return moves

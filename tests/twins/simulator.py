@@ -219,16 +219,10 @@ class _Oracle:
                 if self.queue or source.hand:
                     self.wake(source, time=time)
             self.moved_at[sequence.number] = time / NANOSECONDS
-            self.outcome.moves.append(
-                MoveMade(
-                    sequence=sequence.number,
-                    source=source.number,
-                    destination=destination.number,
-                    left_seconds=sequence.left / NANOSECONDS,
-                    landed_seconds=time / NANOSECONDS,
-                    num_tokens=self.held(sequence),
-                )
-            )
+            ends = {"source": source.number, "destination": destination.number}
+            when = {"left_seconds": sequence.left / NANOSECONDS, "landed_seconds": time / NANOSECONDS}
+            made = MoveMade(sequence=sequence.number, num_tokens=self.held(sequence), **ends, **when)
+            self.outcome.moves.append(made)
         elif not sequence.generated:
             source.leased += 1
         sequence.place = "joining"

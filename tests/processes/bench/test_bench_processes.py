@@ -223,16 +223,8 @@ class Hasty:
 
 @pytest.mark.whole("a benchmark of generators that are processes")
 def test_rebalance_runs_every_arm_with_the_same_tokens(model: str, tmp_path: Path) -> None:
-    settings = RebalanceSettings(
-        model=model,
-        draft=model,
-        workloads=("skew",),
-        decoding=("adaptive",),
-        sizes=(1, 8),
-        seeds=1,
-        repeats=1,
-        scale=0.3,
-    )
+    once: dict[str, Any] = {"sizes": (1, 8), "seeds": 1, "repeats": 1, "scale": 0.3}
+    settings = RebalanceSettings(model=model, draft=model, workloads=("skew",), decoding=("adaptive",), **once)
     said: list[str] = []
     lengths = stages("skew", 1, 0.3)[0].lengths
     hasty = partial(Hasty, longest=sorted(range(len(lengths)), key=lengths.__getitem__)[-6:])  # some may end meanwhile

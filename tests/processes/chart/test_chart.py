@@ -128,12 +128,9 @@ def test_nobody_may_touch_secrets_of_the_cluster_and_only_the_install_hook_reads
     for role in of_kind(objects, "ClusterRole"):
         if any("secrets" in rule["resources"] for rule in role["rules"]):
             assert role["metadata"]["name"] not in everywhere
-    readers = {
-        role["metadata"]["name"]
-        for role in of_kind(objects, "Role")
-        for rule in role["rules"]
-        if "secrets" in rule["resources"] and {"get", "list", "watch"} & set(rule["verbs"])
-    }
+    rules = [(role["metadata"]["name"], rule) for role in of_kind(objects, "Role") for rule in role["rules"]]
+    reading = [(name, rule) for name, rule in rules if {"get", "list", "watch"} & set(rule["verbs"])]
+    readers = {name for name, rule in reading if "secrets" in rule["resources"]}
     assert readers == {"rlhfspec-install"}
     assert not any(
         "*" in [*rule["resources"], *rule["verbs"]]
@@ -216,11 +213,8 @@ def test_jobs_have_a_namespace_of_their_own_by_default() -> None:
 
 @needs_helm
 def test_what_jobs_need_stays_when_the_release_goes() -> None:
-    kept = {
-        each["kind"]
-        for each in rendered()
-        if each["metadata"].get("annotations", {}).get("helm.sh/resource-policy") == "keep"
-    }
+    policy = ("helm.sh/resource-policy", "keep")
+    kept = {each["kind"] for each in rendered() if policy in each["metadata"].get("annotations", {}).items()}
     assert kept == {"CustomResourceDefinition", "PersistentVolumeClaim", "ServiceAccount"}
     [crd] = of_kind(rendered(), "CustomResourceDefinition")
     assert crd["metadata"]["name"] == f"{names.PLURAL}.{names.GROUP}"
@@ -231,12 +225,8 @@ def test_names_begin_with_the_release_and_say_rlhfspec_once() -> None:
     assert named(rendered(release="my-rlhfspec"), "StatefulSet", "my-rlhfspec-nats")
     assert named(rendered(release="try"), "StatefulSet", "try-rlhfspec-nats")
     hook = named(rendered(release="try"), "Job", "try-rlhfspec-install")
-    assert hook["spec"]["template"]["spec"]["containers"][0]["args"] == [
-        "--namespace",
-        "ml",
-        "--release",
-        "try-rlhfspec",
-    ]
+    arguments = hook["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert arguments == ["--namespace", "ml", "--release", "try-rlhfspec"]
 
 
 @needs_helm
@@ -295,11 +285,8 @@ def test_images_have_one_registry_and_a_digest_wins_over_a_tag() -> None:
     digest = f"sha256:{'0a' * 32}"
     said = {"serverRegistry": "mirror.example:5000", "slim": {"tag": "mine", "digest": digest}}
     said |= {"redis": {"repository": "localhost/redis", "tag": "7"}}
-    found = {
-        f"{REGISTRY}/rlhfspec/slim@{digest}",
-        "mirror.example:5000/library/nats:2.12.2-alpine",
-        "localhost/redis:7",
-    }
+    nats = "mirror.example:5000/library/nats:2.12.2-alpine"
+    found = {f"{REGISTRY}/rlhfspec/slim@{digest}", nats, "localhost/redis:7"}
     assert images({"images": said}) == found
     told = json.loads(named(rendered({"images": said}), "ConfigMap", "rlhfspec-operator")["data"]["settings.json"])
     assert told["images"]["slim"] == f"{REGISTRY}/rlhfspec/slim@{digest}"
@@ -403,13 +390,8 @@ def test_jobs_are_told_of_templates_gpus_and_priorities(tmp_path: Path) -> None:
 
 @needs_helm
 def test_the_dashboard_has_an_ingress_with_tls_that_the_network_lets_through() -> None:
-    ingress = {
-        "enabled": True,
-        "host": "rl.example",
-        "className": "nginx",
-        "tlsSecret": "cert",
-        "annotations": {"a": "b"},
-    }
+    ingress = {"enabled": True, "host": "rl.example", "className": "nginx", "tlsSecret": "cert"}
+    ingress |= {"annotations": {"a": "b"}}
     peer = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress-nginx"}}}
     objects = rendered({"dashboard": {"ingress": ingress, "ingressFrom": [peer]}})
     made = named(objects, "Ingress", "rlhfspec-dashboard")

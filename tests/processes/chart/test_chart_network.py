@@ -25,20 +25,8 @@ from rlhfspec.operator.making.network import OWN_PORTS
 
 sys.path.insert(0, str(ROOT / "charts"))
 edges = importlib.import_module("edges")
-PORTS = (
-    53,
-    5353,
-    443,
-    GRPC_PORT,
-    MOVES_PORT,
-    LINK_PORT,
-    HTTP_PORT,
-    NATS_PORT,
-    REDIS_PORT,
-    REPORT_PORT,
-    RANKS_PORT,
-    names.DASHBOARD_PORT,
-)
+SERVED = (GRPC_PORT, MOVES_PORT, LINK_PORT, HTTP_PORT, RANKS_PORT)
+PORTS = (53, 5353, 443, *SERVED, NATS_PORT, REDIS_PORT, REPORT_PORT, names.DASHBOARD_PORT)
 Policy = dict[str, Any]
 
 
@@ -117,19 +105,10 @@ def policies_of(values: dict[str, Any] | None = None) -> list[Policy]:
 def test_exactly_the_edges_of_the_map_are_allowed() -> None:
     policies = policies_of()
     everybody = [*PARTIES, DNS, PROMETHEUS]
-    found = {
-        (source.name, to.name, port)
-        for source in everybody
-        for to in everybody
-        for port in PORTS
-        if reaches(policies, source, to, port) and not (source in (DNS, PROMETHEUS) and to in (DNS, PROMETHEUS))
-    }
-    wanted = {
-        (edge.source, edge.to, port)
-        for edge in edges.edges()
-        for port in PORTS
-        if edge.to != "api" and edge.port <= port <= (edge.last or edge.port)
-    }
+    pairs = [(a, b) for a in everybody for b in everybody if not {a, b} <= {DNS, PROMETHEUS}]
+    found = {(a.name, b.name, port) for a, b in pairs for port in PORTS if reaches(policies, a, b, port)}
+    drawn = [edge for edge in edges.edges() if edge.to != "api"]
+    wanted = {(e.source, e.to, port) for e in drawn for port in PORTS if e.port <= port <= (e.last or e.port)}
     assert found == wanted
 
 
@@ -233,12 +212,8 @@ def test_a_job_of_a_namespace_that_is_not_ours_reaches_no_server() -> None:
 def test_jobs_of_labelled_namespaces_alone_reach_the_servers() -> None:
     policies = policies_of({"operator": {"scope": "cluster", "namespaceLabel": "jobs.example/of=us"}})
     [nats] = [each for each in policies if each["metadata"]["name"] == "rlhfspec-nats"]
-    peers = [
-        peer
-        for rule in nats["spec"]["ingress"]
-        for peer in rule["from"]
-        if names.ROLE in peer["podSelector"]["matchLabels"]
-    ]
+    peers = [peer for rule in nats["spec"]["ingress"] for peer in rule["from"]]
+    peers = [peer for peer in peers if names.ROLE in peer["podSelector"]["matchLabels"]]
     assert len(peers) == len(edges.WORKERS)
     assert all(peer["namespaceSelector"] == {"matchLabels": {"jobs.example/of": "us"}} for peer in peers)
 
@@ -262,13 +237,8 @@ def test_external_servers_are_reached_by_address_and_port() -> None:
 
 def _outside(policies: list[Policy], role: str) -> list[tuple[dict[str, Any], int]]:
     [policy] = [each for each in policies if each["metadata"]["name"] == f"rlhfspec-{role}"]
-    return [
-        (peer, port["port"])
-        for rule in policy["spec"]["egress"]
-        for peer in rule["to"]
-        for port in rule["ports"]
-        if "ipBlock" in peer
-    ]
+    rules = policy["spec"]["egress"]
+    return [(to, port["port"]) for rule in rules for to in rule["to"] for port in rule["ports"] if "ipBlock" in to]
 
 
 @needs_helm

@@ -154,16 +154,9 @@ class Run:
             )
             for (stage, worker), program in self.programs.items()
         }  # fmt: skip
-        return Children(
-            self.bus,
-            Vitals(self.clock),
-            list(self.children.values()),
-            job=self.job,
-            stall_seconds=stall_seconds,
-            is_done=self._is_done,
-            known=KnownRun(self.clock),
-            say=self.said.append,
-        )
+        told = {"is_done": self._is_done, "known": KnownRun(self.clock), "say": self.said.append}
+        all_of_them = list(self.children.values())
+        return Children(self.bus, Vitals(self.clock), all_of_them, job=self.job, stall_seconds=stall_seconds, **told)
 
     async def _is_done(self) -> bool:
         return self.done

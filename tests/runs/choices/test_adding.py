@@ -175,11 +175,8 @@ def test_an_engine_is_added(job_file: Path, tmp_path_factory: pytest.TempPathFac
     small = ("training.steps=2", "generation.speculation.mode=off")
     invoke(job_file, "ours", *small, code=0)
     overlay = Overlay(tmp_path_factory.mktemp("overlay"), shown("An engine"))
-    sets = [
-        argument
-        for each in (*small, "generation.engine=plain", "roles.generator.workers=2")
-        for argument in ("--set", each)
-    ]
+    given = (*small, "generation.engine=plain", "roles.generator.workers=2")
+    sets = [argument for each in given for argument in ("--set", each)]
     elastic = ("--set", "generation.engine=plain", "--set", "roles.generator.replicas={min: 1, max: 2}")
     refused = overlay.rlhfspec("validate", job_file, *elastic)
     assert "samples of the engine plain do not move" in " ".join(refused.stderr.split())

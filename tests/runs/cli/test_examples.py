@@ -21,14 +21,8 @@ JOBS = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
 
 def small(job: Path) -> list[str]:
     spec = yaml.safe_load(job.read_text())["spec"]
-    fields = {
-        "training.steps": 2,
-        "training.promptsPerStep": 2,
-        "generation.maxTokens": 8,
-        "generation.speculation.mode": "off",
-        "observability.view": "plain",
-        "observability.sampleTexts": 1,
-    }
+    fields = {"training.steps": 2, "training.promptsPerStep": 2, "generation.maxTokens": 8}
+    fields |= {"generation.speculation.mode": "off", "observability.view": "plain", "observability.sampleTexts": 1}
     if spec["algorithm"].get("samplesPerPrompt", 8) > 1:
         fields["algorithm.samplesPerPrompt"] = 2
     if "overlongBuffer" in spec["algorithm"]:

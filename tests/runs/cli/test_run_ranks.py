@@ -21,15 +21,9 @@ LOSSES = ("policy_loss", "kl", "grad_norm", "entropy")
 def run_in_a_group(
     command: list[str], environment: Mapping[str, str] = {}, folder: Path | None = None
 ) -> tuple[int, str]:
-    process = subprocess.Popen(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    process = subprocess.Popen(command, env=env, cwd=folder, start_new_session=True, **pipes)
     try:
         output, _ = process.communicate(timeout=150)
         return process.returncode, output
@@ -44,13 +38,8 @@ def test_two_ranks_learn_what_one_learns(job_file: Path) -> None:
     command += ["-m", "rlhfspec.cli.start", "run", str(job_file), "--out", str(job_file.parent / "ranks")]
     for override in ("training.steps=2", "training.optimizer.learningRate=1e-4", "generation.speculation.mode=off"):
         command += ["--set", override]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1", SECRET: "of this run"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1", SECRET: "of this run"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("step 2/2") == 1, "the other rank is silent"
     for one, both in zip(alone, curve_of(job_file, "ranks"), strict=True):

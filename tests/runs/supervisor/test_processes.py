@@ -54,18 +54,10 @@ def test_one_generator_killed_and_one_by_hand_change_no_curve(job_file: Path, st
     assert samples[0] == samples[1]
     manifest = json.loads((run.folder / "manifest.json").read_text())
     assert manifest["outcome"] == "completed"
-    assert manifest["processes"] == {
-        "prompts": 1,
-        "generator": 2,
-        "reward": 2,
-        "reference": 1,
-        "trainer": 1,
-        "rebalancer": 1,
-    }
-    assert (
-        manifest["models"].keys()
-        == json.loads((job_file.parent / "one" / "manifest.json").read_text())["models"].keys()
-    )
+    ones = dict.fromkeys(("prompts", "reference", "trainer", "rebalancer"), 1)
+    assert manifest["processes"] == {"generator": 2, "reward": 2} | ones
+    of_one = json.loads((job_file.parent / "one" / "manifest.json").read_text())
+    assert manifest["models"].keys() == of_one["models"].keys()
     assert (run.folder / "plots" / "training.png").read_bytes().startswith(b"\x89PNG")
     assert not of_run(uid), "nobody is left"
     assert not (run.folder / "processes").exists()

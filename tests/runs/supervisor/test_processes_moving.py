@@ -21,13 +21,8 @@ from traced_moves import check_traces
 
 from rlhfspec.messages.records import Move
 
-LONG = (
-    "roles.generator.workers=2",
-    "generation.maxTokens=192",
-    "generation.kvCacheTokens=65536",
-    "training.promptsPerStep=8",
-    "training.steps=6",
-)
+LONG = ("generation.maxTokens=192", "training.promptsPerStep=8", "training.steps=6")
+LONG += ("roles.generator.workers=2", "generation.kvCacheTokens=65536")
 GRPO = ("generation.speculation.mode=adaptive", "roles.generator.link=shm")
 PPO = ("generation.speculation.mode=suffix", "roles.generator.link=tcp", 'generation.stop=["N!", "xB"]')
 
@@ -115,14 +110,8 @@ def check_alike(run: Started, whole: list[dict[str, Any]]) -> None:
     assert one == many
 
 
-LEAVING = (
-    "roles.generator.workers=2",
-    "generation.maxTokens=440",
-    "generation.ignoreEos=true",
-    "generation.kvCacheTokens=65536",
-    "training.promptsPerStep=4",
-    "training.steps=2",
-)
+LEAVING = ("generation.maxTokens=440", "training.promptsPerStep=4", "training.steps=2", "generation.ignoreEos=true")
+LEAVING += ("roles.generator.workers=2", "generation.kvCacheTokens=65536")
 
 
 def test_what_runs_at_a_leaving_generator_goes_on_elsewhere(job_file: Path, starting: Callable[..., Started]) -> None:

@@ -28,13 +28,8 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("name", JOBS)
 def test_an_example_runs(name: str, untrained: Path, tmp_path: Path) -> None:
-    smaller = {
-        "model.path": untrained,
-        "training.steps": 2,
-        "training.promptsPerStep": 4,
-        "generation.maxTokens": 20,
-        "observability.view": "off",
-    }
+    smaller = {"model.path": untrained, "training.steps": 2, "training.promptsPerStep": 4}
+    smaller |= {"generation.maxTokens": 20, "observability.view": "off"}
     options = [part for path, value in smaller.items() for part in ("--set", f"{path}={value}")]
     command(["run", str(EXAMPLES / name), "--out", str(tmp_path / "out"), *options], 0)
     assert [metrics.step for metrics in RunFolder(tmp_path / "out").steps()] == [1, 2]

@@ -51,17 +51,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @asynccontextmanager
 async def everybody(place: Place) -> AsyncIterator[dict[str, NatsTransport]]:
-    transports = {
-        role: await NatsTransport.connect(
-            place.url,
-            name=role,
-            role=role,
-            inbox_prefix=inbox_of(role, UID),
-            proof=NatsProof(nkey_seed=place.seed(role)),
-            publish_timeout_seconds=20.0,
-        )
-        for role in BUS_ROLES
-    }
+    transports = {}
+    for role in BUS_ROLES:
+        own = {"inbox_prefix": inbox_of(role, UID), "proof": NatsProof(nkey_seed=place.seed(role))}
+        connecting = NatsTransport.connect(place.url, name=role, role=role, publish_timeout_seconds=20.0, **own)
+        transports[role] = await connecting
     try:
         await Bus.open(transports[CONTROL], JOB, uid=UID, workers=WORKERS)
         yield transports

@@ -111,13 +111,8 @@ def test_the_endpoint_gets_the_sample_and_its_number_is_the_reward(server: Serve
     (scored,) = score(server, sample(text=half_an_emoji), headers={"Authorization": "Bearer abc"})
     assert scored.values == (0.25,)
     body, headers = server.requests[0]
-    assert body == {
-        "id": "sums/1/0/0",
-        "prompt": "2+2=",
-        "completion": half_an_emoji,
-        "finish_reason": "stop",
-        "columns": {"answer": "4"},
-    }
+    of_prompt = {"id": "sums/1/0/0", "prompt": "2+2=", "columns": {"answer": "4"}}
+    assert body == of_prompt | {"completion": half_an_emoji, "finish_reason": "stop"}
     assert headers["authorization"] == "Bearer abc"
     assert headers["content-type"] == "application/json"
 

@@ -135,12 +135,8 @@ def test_what_stops_a_server_is_said_in_its_words(tmp_path: Path) -> None:
         assert "\n" not in str(raised.value)
 
     asyncio.run(held())
-    asyncio.run(
-        refused(
-            NatsServer(tmp_path / "bad", run="r1"),
-            "nats-server: ended with exit code 1: .*JetStream: storage directory",
-        )
-    )
+    said = "nats-server: ended with exit code 1: .*JetStream: storage directory"
+    asyncio.run(refused(NatsServer(tmp_path / "bad", run="r1"), said))
 
 
 async def test_a_server_that_never_answers_is_killed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,11 +59,8 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        return (
-            one.dtype == other.dtype
-            and torch.equal(one.isnan(), other.isnan())
-            and one.nan_to_num().equal(other.nan_to_num())
-        )
+        numbers = one.nan_to_num().equal(other.nan_to_num())
+        return one.dtype == other.dtype and torch.equal(one.isnan(), other.isnan()) and numbers
     if isinstance(one, float):
         return (math.isnan(one) and math.isnan(other)) or (
             one == other and math.copysign(1, one) == math.copysign(1, other)

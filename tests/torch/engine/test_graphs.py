@@ -29,14 +29,8 @@ def planned_anew(runner: ModelRunner) -> Forward:
 def test_padded_replays_give_the_same_bits(depth: int) -> None:
     model = random_model("qwen3", seed=4)
     tree = DraftPlan(drafter="model", depth=depth, width=2, branch=2)
-    engines = [
-        make_engine(
-            copy.deepcopy(model),
-            EngineConfig(max_sequences=5, max_context=96, num_threads=1, profile=False, speculation=tree),
-            draft=perturbed(model, 0.1),
-        )
-        for _ in range(2)
-    ]
+    config = EngineConfig(max_sequences=5, max_context=96, num_threads=1, profile=False, speculation=tree)
+    engines = [make_engine(copy.deepcopy(model), config, draft=perturbed(model, 0.1)) for _ in range(2)]
     runners = [space.runner for space in engines[1].state.spaces]
     for runner in runners:
         runner.native = None

@@ -406,13 +406,8 @@ def test_whatever_stands_there_is_a_job_or_a_problem(folder: Path, changes: list
         *keys, last = path.split(".")
         holder: Any = job
         for key in keys:
-            holder = (
-                holder.get(key)
-                if isinstance(holder, dict)
-                else holder[0]
-                if isinstance(holder, list) and holder
-                else None
-            )
+            first = holder[0] if isinstance(holder, list) and holder else None
+            holder = holder.get(key) if isinstance(holder, dict) else first
         if isinstance(holder, dict):
             holder[last] = value
     file = folder / "odd.yaml"

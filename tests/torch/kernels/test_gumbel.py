@@ -303,14 +303,8 @@ def test_missing_candidates_are_minus_one(which: str) -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # of numpy, in Triton's interpreter
 @pytest.mark.parametrize("which", PROPOSERS)
 def test_a_score_below_float32s_least_is_no_candidates(which: str) -> None:
-    row = Batch(
-        torch.tensor([[0.0, -1e30, 0.0]]),
-        torch.zeros(1, dtype=torch.int64),
-        torch.zeros(1, dtype=torch.int32),
-        torch.tensor([1e-30]),
-        torch.zeros(1, dtype=torch.int32),
-        torch.ones(1),
-    )
+    zero, seed = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    row = Batch(torch.tensor([[0.0, -1e30, 0.0]]), seed, zero, torch.tensor([1e-30]), zero, torch.ones(1))
     tokens, scores = PROPOSERS[which](row, 3)
     assert (sorted(tokens[0].tolist()), scores[0, 2].item()) == ([-1, 0, 2], -INF)
 
@@ -328,14 +322,8 @@ def test_greedy_takes_the_lowest_id_of_the_largest_logits(which: str) -> None:
 @pytest.mark.parametrize("which", SAMPLERS)
 def test_both_zeros_are_one_number_to_a_mask(which: str) -> None:
     n = 30
-    batch = Batch(
-        torch.tensor([[-0.0, 0.0] * 4] * n),
-        torch.arange(n),
-        torch.zeros(n, dtype=torch.int32),
-        torch.ones(n),
-        torch.full((n,), 3, dtype=torch.int32),
-        torch.ones(n),
-    )
+    logits, zeros, three = torch.tensor([[-0.0, 0.0] * 4] * n), torch.zeros(n, dtype=torch.int32), torch.full((n,), 3)
+    batch = Batch(logits, torch.arange(n), zeros, torch.ones(n), three.to(torch.int32), torch.ones(n))
     assert set(SAMPLERS[which](batch).tokens.tolist()) == {0, 1, 2}
 
 

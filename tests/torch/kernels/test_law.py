@@ -106,16 +106,10 @@ def make_vectors() -> dict[str, Any]:
     seeds = [0, 1, 7, 2**32 + 5, 2**63, 2**64 - 1]
     hexadecimal = [dict(zip(("counter", "key", "words"), entry, strict=True)) for entry in PUBLISHED_PHILOX]
     places = [(seed, t, v) for seed in seeds for t, v in ((0, 0), (1, 3), (4095, 151935), (2**31 - 1, 6))]
-    noises = [
-        {
-            "seed": seed,
-            "t": t,
-            "v": v,
-            "word": philox_words([v // 4, t, 0, 0], [seed % 2**32, seed // 2**32])[v % 4],
-            "gumbel": noise(seed, t, v),
-        }
-        for seed, t, v in places
-    ]
+    noises: list[dict[str, Any]] = []
+    for seed, t, v in places:
+        word = philox_words([v // 4, t, 0, 0], [seed % 2**32, seed // 2**32])[v % 4]
+        noises.append({"seed": seed, "t": t, "v": v, "word": word, "gumbel": noise(seed, t, v)})
     sampling, candidates = [], []
     for x in _rows(generator):
         for T, top_k, top_p in PARAMETERS:

@@ -28,15 +28,8 @@ def desk(tmp_path: Path) -> Desk:
 def test_a_function_gets_what_its_signature_asks_for(desk: Desk) -> None:
     code = "def reward(completion, answer, prompt): return float(prompt + completion == '2+2=' + answer)"
     (score,) = desk.score(code)
-    assert score == Score(
-        id="sums/1/0/0/reward",
-        sample_id="sums/1/0/0",
-        job="sums",
-        step=1,
-        stage="reward",
-        values=(1.0,),
-        components=(("reward", 1.0),),
-    )
+    place = {"id": "sums/1/0/0/reward", "sample_id": "sums/1/0/0", "job": "sums", "step": 1, "stage": "reward"}
+    assert score == Score(values=(1.0,), components=(("reward", 1.0),), **place)
 
 
 @pytest.mark.parametrize(

@@ -85,11 +85,8 @@ def test_what_is_wrong_with_one_is_its_own_result(second: ModuleType) -> None:
     pairs = [pair for pair in pairs if pair in wrong or not {42} & {*pair[0], *pair[1]}]
     kinds = [type(each) for each in scorer.log_probs_of(pairs)]
     assert [kinds[pairs.index(pair)] for pair in wrong] == [NumericalError, InvalidRequest, InvalidRequest]
-    assert all(
-        found == before[PAIRS.index(pair)]
-        for found, pair in zip(scorer.log_probs_of(pairs), pairs, strict=True)
-        if pair in PAIRS
-    )
+    again = zip(scorer.log_probs_of(pairs), pairs, strict=True)
+    assert all(found == before[PAIRS.index(pair)] for found, pair in again if pair in PAIRS)
 
 
 def test_a_mixture_of_experts_runs_each_alone(second: ModuleType) -> None:

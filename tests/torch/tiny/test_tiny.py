@@ -33,16 +33,8 @@ from rlhfspec.tiny.tokenizer import BOS, EOS, PAD, VOCAB_SIZE, decode, encode, h
 from rlhfspec.tiny.train import _lessons, _loss, build, train
 from rlhfspec.training.data import load_rows
 
-SMALL = Recipe(
-    name="small",
-    num_layers=1,
-    hidden_size=32,
-    intermediate_size=48,
-    num_heads=2,
-    num_steps=60,
-    batch_shapes=((4, 64),),
-    corpus_tokens=20_000,
-)
+SHAPE = {"num_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+SMALL = Recipe(name="small", num_steps=60, batch_shapes=((4, 64),), corpus_tokens=20_000, **SHAPE)
 
 
 @given(st.text())

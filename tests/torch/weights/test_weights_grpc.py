@@ -402,12 +402,8 @@ def test_tls_knows_who_may_read_and_nobody_else_gets_a_byte(tmp_path: Path) -> N
     with cluster(fetch_seconds=0.5) as nodes:
         nodes.trainer = nodes.node(**serves["trainer"])
         record = nodes.trainer.store.put("sums", "policy", 1, state(1))
-        readers = [
-            nodes.receiver(
-                credentials=channel_credentials(ours, "generator"), fetch_seconds=20.0, **serves["generator"]
-            )
-            for _ in range(3)
-        ]
+        reading = {"credentials": channel_credentials(ours, "generator"), "fetch_seconds": 20.0, **serves["generator"]}
+        readers = [nodes.receiver(**reading) for _ in range(3)]
         assert together(*(lambda node=node: node.store.get(record) for node in readers)) == [record.digest] * 3
         sent = sum(nodes.trainer.store.sent.values())
         assert sent == 3 * 8 * PIECE_BYTES

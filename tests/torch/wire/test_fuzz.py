@@ -74,16 +74,8 @@ def moving() -> list[bytes]:
     assert state.rest is not None
     kv = tuple(part[:1] for part in state.rest.kv)
     small = replace(state.rest, kv=kv, checksum=checksum_of(kv))
-    records = (
-        state.manifest,
-        small,
-        state.rest,
-        state,
-        replace(state, rest=small),
-        replace(state, rest=None),
-        small.end,
-    )
-    return [to_bytes(each) for each in records]
+    parts = (state.manifest, small, state.rest, state, replace(state, rest=small), replace(state, rest=None), small.end)
+    return [to_bytes(each) for each in parts]
 
 
 def read_and_import(data: bytes) -> None:

@@ -32,15 +32,8 @@ def forest_of(parents: list[int], conditional: list[float], num_sequences: int =
         depth[node] = 1 if parent < 0 else depth[parent] + 1
         path[node] = np.float32(conditional[node]) * (path[parent] if parent >= 0 else np.float32(1.0))
     zeros = np.zeros(n, np.int32)
-    return Forest(
-        sequence=sequence,
-        parent=np.array(parents, np.int32),
-        depth=depth,
-        token=zeros,
-        rank=zeros,
-        gap=zeros.astype(np.float32),
-        path_acceptance=path,
-    )
+    shape = {"sequence": sequence, "parent": np.array(parents, np.int32), "depth": depth}
+    return Forest(token=zeros, rank=zeros, gap=zeros.astype(np.float32), path_acceptance=path, **shape)
 
 
 def state_of(num_sequences: int, *, num_prefill_rows: int = 0, kv_tokens: int = 0) -> BatchState:
@@ -379,21 +372,9 @@ def test_an_idle_batch_is_harmless() -> None:
     assert selector.plan(state) == PLAIN
     choice = selector.budget(PLAIN, state, empty_forest(), 0.0)
     nothing = np.empty(0, np.bool_)
-    selector.observe(
-        DraftOutcome(
-            plan=PLAIN,
-            state=state,
-            forest=empty_forest(),
-            reached=nothing,
-            accepted=nothing,
-            num_committed=0,
-            num_proposed=0,
-            draft_seconds=0.0,
-            verify_seconds=0.01,
-            step_seconds=0.011,
-            choice=choice,
-        )
-    )
+    drafted = {"forest": empty_forest(), "reached": nothing, "accepted": nothing, "num_committed": 0}
+    took = {"num_proposed": 0, "draft_seconds": 0.0, "verify_seconds": 0.01, "step_seconds": 0.011}
+    selector.observe(DraftOutcome(plan=PLAIN, state=state, choice=choice, **drafted, **took))
     assert selector.explain().decisions[-1].num_sequences == 0
 
 

@@ -46,13 +46,8 @@ def random_fleet(seed: int, *, is_alike: bool = False) -> Fleet:
     )
     if not is_alike:
         return fleet
-    same = np.full(num_generators, fleet.step_seconds[0])
-    return replace(
-        fleet,
-        step_seconds=same,
-        alone_step_seconds=same,
-        sequence_seconds=np.full(num_generators, fleet.sequence_seconds[0]),
-    )
+    a_step, a_sequence = (np.full(num_generators, each[0]) for each in (fleet.step_seconds, fleet.sequence_seconds))
+    return replace(fleet, step_seconds=a_step, alone_step_seconds=a_step, sequence_seconds=a_sequence)
 
 
 def moves_of(planned: PlannedMoves) -> list[tuple[int, int, int]]:

@@ -23,18 +23,9 @@ SMALL = LengthShape(median=20, limit=60, samples_per_prompt=4, shortest_prompt=1
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
     count = draw(st.integers(1, 5))
-    kills = draw(
-        st.lists(
-            st.builds(
-                Kill,
-                generator=st.integers(0, count - 1),
-                at_seconds=st.floats(0, 0.3),
-                back_after_seconds=st.floats(0.01, 0.2),
-            ),
-            max_size=3,
-            unique_by=lambda kill: kill.generator,
-        )
-    )
+    when = {"at_seconds": st.floats(0, 0.3), "back_after_seconds": st.floats(0.01, 0.2)}
+    kill = st.builds(Kill, generator=st.integers(0, count - 1), **when)
+    kills = draw(st.lists(kill, max_size=3, unique_by=lambda kill: kill.generator))
     return Scenario(
         num_generators=count,
         curve=PRESETS[draw(st.sampled_from(["plain", "adaptive", "t0=2.5c", "memory-bound"]))],
@@ -71,15 +62,8 @@ def policy_of(name: str, work: Workload, seed: int) -> Policy | None:
 
 
 def told(outcome: StageOutcome) -> tuple[object, ...]:
-    return (
-        outcome.seconds,
-        outcome.ended.tolist(),
-        outcome.ended_on.tolist(),
-        outcome.moves,
-        outcome.num_refused,
-        outcome.num_plans,
-        outcome.num_redelivered,
-    )
+    counts = (outcome.num_refused, outcome.num_plans, outcome.num_redelivered)
+    return (outcome.seconds, outcome.ended.tolist(), outcome.ended_on.tolist(), outcome.moves, *counts)
 
 
 @settings(max_examples=60, deadline=None)
@@ -99,13 +83,8 @@ def test_events_do_what_single_steps_do(scenario: Scenario, kind: str, policy: s
 
 def by_hand(lengths: list[list[int]], *, limit: int = 100) -> Workload:
     flat = np.array([length for hand in lengths for length in hand])
-    return Workload(
-        lengths=flat,
-        prompt_tokens=np.full(len(flat), 10),
-        prompts=np.arange(len(flat)),
-        dealt=np.repeat(np.arange(len(lengths)), [len(hand) for hand in lengths]),
-        limit=limit,
-    )
+    dealt, tokens = np.repeat(np.arange(len(lengths)), [len(hand) for hand in lengths]), np.full(len(flat), 10)
+    return Workload(lengths=flat, prompt_tokens=tokens, prompts=np.arange(len(flat)), dealt=dealt, limit=limit)
 
 
 def test_a_neighbour_that_ends_at_this_moment_makes_the_step_that_begins_now_shorter() -> None:

@@ -88,16 +88,10 @@ def test_what_a_job_does_not_have_takes_no_room() -> None:
 
 
 def test_a_critic_and_several_rewards_get_panels() -> None:
-    steps = [
-        replace(
-            metrics,
-            value_loss=0.5,
-            explained_variance=-7.0 if metrics.step == 1 else 0.25,
-            learning={"critic_grad_norm": 0.4},
-            reward_components={"exact": 0.1, "format": 0.9},
-        )
-        for metrics in a_run(3)
-    ]
+    learnt = {"value_loss": 0.5, "learning": {"critic_grad_norm": 0.4}}
+    learnt |= {"reward_components": {"exact": 0.1, "format": 0.9}}
+    explained = [-7.0, 0.25, 0.25]
+    steps = [replace(a, explained_variance=b, **learnt) for a, b in zip(a_run(3), explained, strict=True)]
     figure = overview_figure(steps, title="sums")
     assert values(panel_of(figure, "loss of the critic")) == [0.5] * 3
     assert values(panel_of(figure, "gradient norm"), 1) == [0.4] * 3

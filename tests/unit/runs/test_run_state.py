@@ -55,13 +55,8 @@ INFOS = st.builds(
     ),
     STAGES, NEAR, st.integers(1, 3),
 )  # fmt: skip
-PROCESSES = st.builds(
-    ProcessNews,
-    stage=STAGES,
-    worker=NEAR,
-    phase=st.sampled_from(["starting", "restarting", "left"]),
-    by_hand=st.booleans(),
-)
+PHASES = st.sampled_from(["starting", "restarting", "left"])
+PROCESSES = st.builds(ProcessNews, stage=STAGES, worker=NEAR, phase=PHASES, by_hand=st.booleans())
 HELD = st.builds(HeldNews, stage=STAGES, worker=NEAR, is_held=st.booleans())
 
 

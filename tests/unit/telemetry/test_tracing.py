@@ -276,13 +276,8 @@ def test_a_folder_that_is_not_writable_ends_traces_alone(tmp_path: Path, caplog:
 
 
 def test_of_a_resumed_run_the_last_life_counts_and_of_a_doubled_span_the_first(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        span("prompt", began=0.0, ended=0.1),
-        span(again=True, worker=1, ended=1.5),
-        span(ended=3.0),
-        span("prompt", run="later", began=50.0, ended=50.1),
-    )
+    first, again = span("prompt", began=0.0, ended=0.1), span(again=True, worker=1, ended=1.5)
+    write(tmp_path, first, again, span(ended=3.0), span("prompt", run="later", began=50.0, ended=50.1))
     assert [each.run for each in life_of(tmp_path, SAMPLE.id).spans] == ["later"]
     (tmp_path / "traces" / "prompts-0.jsonl").write_text(span("prompt", began=0.0, ended=0.1).to_line())
     assert [(each.name, each.worker) for each in life_of(tmp_path, "3/7/1").spans] == [("prompt", 0), ("generation", 0)]

@@ -45,16 +45,8 @@ def test_there_and_back_is_three_stays_and_two_moves_that_add_up() -> None:
 
 def test_each_stay_says_what_it_made() -> None:
     stays = moved_there_and_back()[0].life().stays
-    names = (
-        "generator",
-        "tokens_before",
-        "tokens",
-        "strategies",
-        "engine_steps",
-        "drafted",
-        "accepted",
-        "work_seconds",
-    )
+    names = ("generator", "tokens_before", "tokens", "strategies")
+    names += ("engine_steps", "drafted", "accepted", "work_seconds")
     assert [tuple(stay.attributes.get(name) for name in names) for stay in stays] == [
         ("generator-0", None, 4, "plain x 4", 4, 0, 0, 1.0),
         ("generator-1", 4, 2, "plain x 1", 1, 0, 1, 0.5),
