@@ -199,19 +199,10 @@ class World:
         num_drafted = len(rows) if plan.num_sequences is None else plan.num_sequences
         reached, accepted = _walk(forest, winner, choice.keep, num_drafted)
         self._unseen[rows] += 1  # what is accepted, the drafter has seen
-        outcome = DraftOutcome(
-            plan=plan,
-            state=state,
-            forest=forest,
-            reached=reached,
-            accepted=accepted,
-            num_committed=len(rows) + int(accepted.sum()),
-            num_proposed=proposed.size,
-            draft_seconds=draft_seconds,
-            verify_seconds=verify_seconds,
-            step_seconds=self.now - started,
-            choice=choice,
-        )
+        took = {"draft_seconds": draft_seconds, "verify_seconds": verify_seconds, "step_seconds": self.now - started}
+        counts = {"num_committed": len(rows) + int(accepted.sum()), "num_proposed": proposed.size}
+        verified = {"forest": forest, "reached": reached, "accepted": accepted, "choice": choice}
+        outcome = DraftOutcome(plan=plan, state=state, **verified, **counts, **took)
         selector.observe(outcome)
         run.num_tokens += outcome.num_committed
         run.seconds += outcome.step_seconds

@@ -14,16 +14,9 @@ from faults.schedule import Fault, schedule
 from rlhfspec.tiny.random_models import random_model
 
 WORKERS = ("prompts-0", "generator-0", "generator-1", "reward-0", "reward-1", "reference-0", "critic-0", "trainer-0")
-OVERRIDES = (
-    "generation.speculation.mode=off",
-    "training.promptsPerStep=4",
-    "training.optimizer.learningRate=1e-3",
-    "checkpoint.everySteps=3",
-    "roles.generator.workers=2",
-    "roles.reward.workers=2",
-    "failurePolicy.backoffSeconds=0.1",
-    "failurePolicy.maxBackoffSeconds=1.0",
-)
+OVERRIDES = ("generation.speculation.mode=off", "roles.generator.workers=2", "roles.reward.workers=2")
+OVERRIDES += ("training.promptsPerStep=4", "training.optimizer.learningRate=1e-3", "checkpoint.everySteps=3")
+OVERRIDES += ("failurePolicy.backoffSeconds=0.1", "failurePolicy.maxBackoffSeconds=1.0")
 STEPS_HELD, STEPS_AFTER = 10, 20  # the last wave begins: so many are trained until it is over, and so many in all
 
 

@@ -10,11 +10,8 @@ def accept_slow(forest: Forest, num_sequences: int, root_choice: IntArray, node_
         path: list[int] = []
         choice, parent = int(root_choice[sequence]), -1
         while True:
-            children = [
-                node
-                for node in range(forest.size)
-                if forest.sequence[node] == sequence and forest.parent[node] == parent and forest.token[node] == choice
-            ]
+            edges = zip(forest.sequence, forest.parent, forest.token, strict=True)
+            children = [node for node, edge in enumerate(edges) if edge == (sequence, parent, choice)]
             if not children:
                 break
             path.append(children[0])

@@ -122,11 +122,8 @@ def of_job(name: str, roles: dict[str, Any]) -> tuple[list[Policy], dict[str, Po
     def named(thing: dict[str, Any]) -> Any:
         return json.loads(json.dumps(thing).replace("sums", name))
 
-    policies = [
-        named(each) | {"metadata": named(each["metadata"]) | {"namespace": "ml"}}
-        for (kind, _), each in world.objects.items()
-        if kind == "NetworkPolicy"
-    ]
+    made = [named(each) for (kind, _), each in world.objects.items() if kind == "NetworkPolicy"]
+    policies = [each | {"metadata": named(each["metadata"]) | {"namespace": "ml"}} for each in made]
     pods = [named(pod["metadata"]["labels"]) for pod in world.pods.values()]
     return policies, {labels[names.ROLE]: Pod(labels[names.ROLE], "ml", labels) for labels in pods}
 

@@ -29,13 +29,9 @@ def test_one_generator_killed_and_one_by_hand_change_no_curve(job_file: Path, st
     assert len(named(uid, "launcher")) == 1
     os.kill(run.pid_of("generator", 1), signal.SIGKILL)
     assert "started again" in run.until("generator 1: killed by SIGKILL")
-    by_hand = subprocess.Popen(
-        [sys.executable, "-m", "rlhfspec.generator", "--connections", str(connections), "--worker", "7"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    command = [sys.executable, "-m", "rlhfspec.generator", "--connections", str(connections), "--worker", "7"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    by_hand = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     try:
         run.until("generator 7 joined")
         assert by_hand.pid in of_run(uid), "the guardian would end it too"

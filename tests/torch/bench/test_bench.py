@@ -71,18 +71,13 @@ def test_settings_name_what_is_wrong() -> None:
 
 
 def rows(scenario: str, **speeds: float) -> list[ResultRow]:
-    return [
-        ResultRow(
-            scenario=scenario,
-            mode=mode.replace("_", "-").replace("static-", "static:"),
-            num_threads=2,
-            tokens_per_second=speed,
-            repeats=(speed,),
-            accepted_per_verification=1.0,
-            selector={"share_of_step": 0.009} if mode == "adaptive" else {},
-        )
-        for mode, speed in speeds.items()
-    ]
+    found = []
+    for name, speed in speeds.items():
+        mode = name.replace("_", "-").replace("static-", "static:")
+        ran: Any = {"scenario": scenario, "mode": mode, "num_threads": 2, "accepted_per_verification": 1.0}
+        selector = {"share_of_step": 0.009} if mode == "adaptive" else {}
+        found.append(ResultRow(tokens_per_second=speed, repeats=(speed,), selector=selector, **ran))
+    return found
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,9 @@ def make(model: Any, draft: Any, **options: Any) -> Engine:
 
 def written_afresh(runner: ModelRunner, tokens: np.ndarray) -> torch.Tensor:
     positions = np.arange(len(tokens), dtype=np.int32)
-    meta = AttentionMeta(
-        slots=positions,
-        table_rows=np.zeros(len(tokens), np.int32),
-        context_lens=positions + np.int32(1),
-        extra=np.empty((len(tokens), 0), np.int32),
-        slot_table=positions[None].copy(),
-    )
+    rows, extra = np.zeros(len(tokens), np.int32), np.empty((len(tokens), 0), np.int32)
+    table = {"table_rows": rows, "context_lens": positions + np.int32(1), "slot_table": positions[None].copy()}
+    meta = AttentionMeta(slots=positions, extra=extra, **table)
     runner.forward(tokens.astype(np.int32), positions, meta, positions[:1])
     return pack_slots(runner.kv, torch.from_numpy(positions).to(runner.kv.device))
 

@@ -46,12 +46,12 @@ def prompts_in(stages: Stages, num_prompts: int = NUM_PROMPTS) -> list[Prompt]:
     return prompts_of(stages.job.model_copy(deep=True), prompts_for(stages.job), 1, 0, None)[:num_prompts]
 
 
+PLAIN_GRPO = {"name": "grpo", "klCoefficient": 0.0}
+
+
 def a_big_job(prefetch: int) -> Any:
-    return a_job(
-        algorithm={"name": "grpo", "samplesPerPrompt": 4, "klCoefficient": 0.0},
-        training={"steps": 1, "promptsPerStep": 5},
-        roles={"generator": {"prefetch": prefetch}},
-    )
+    algorithm, roles = {"samplesPerPrompt": 4} | PLAIN_GRPO, {"generator": {"prefetch": prefetch}}
+    return a_job(algorithm=algorithm, training={"steps": 1, "promptsPerStep": 5}, roles=roles)
 
 
 @pytest.mark.parametrize("prefetch", [0, 3, 4])
@@ -98,11 +98,8 @@ def test_whole_groups_are_pulled_where_samples_move(
 
 
 async def test_a_generator_whose_samples_may_move_takes_whole_groups() -> None:
-    job = a_job(
-        algorithm={"name": "grpo", "samplesPerPrompt": 5, "klCoefficient": 0.0},
-        training={"steps": 1, "promptsPerStep": 6},
-        roles={"generator": {"workers": 2}},
-    )
+    algorithm, roles = {"samplesPerPrompt": 5} | PLAIN_GRPO, {"generator": {"workers": 2}}
+    job = a_job(algorithm=algorithm, training={"steps": 1, "promptsPerStep": 6}, roles=roles)
     stages = await Stages.open(job, prompts=1, generator=2, trainer=1)
     first, second = LongEngine(7), LongEngine(64)
     services = [stages.generator(0, first), stages.generator(1, second)]

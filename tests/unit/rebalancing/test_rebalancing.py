@@ -99,11 +99,8 @@ def test_numbers_of_generators_are_names_only(seed: int) -> None:
     order = np.random.default_rng(seed + 1).permutation(fleet.num_generators)  # new -> old
     new_of = np.argsort(order)
     sequences = np.argsort(new_of[fleet.generator], kind="stable")  # new -> old
-    per_generator = {
-        name: getattr(fleet, name)[order]
-        for name in Fleet.__slots__
-        if len(getattr(fleet, name)) == fleet.num_generators and name not in PER_SEQUENCE
-    }
+    columns = {name: getattr(fleet, name) for name in Fleet.__slots__ if name not in PER_SEQUENCE}
+    per_generator = {name: each[order] for name, each in columns.items() if len(each) == fleet.num_generators}
     per_sequence = {name: getattr(fleet, name)[sequences] for name in PER_SEQUENCE}
     per_sequence["generator"] = new_of[per_sequence["generator"]]
     renamed = plan(replace(fleet, **per_generator, **per_sequence), NOW, PROMPT)

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hypothesis import given, strategies as st
@@ -29,18 +30,10 @@ NEAR = st.integers(0, 2)
 STAGES = st.sampled_from([*BY_NAME, "view"])
 
 
-BEATS = st.builds(
-    Heartbeat,
-    id=st.just("b"),
-    job=st.just("sums"),
-    stage=STAGES,
-    worker=NEAR,
-    doing=st.sampled_from(["working", "waiting", "stopped"]),
-    what=st.text(max_size=3),
-    since_seconds=st.just(1.0),
-    overdue_seconds=st.just(-1.0),
-    busy_seconds=st.integers(0, 9).map(float),
-)
+FIXED = {"id": "b", "job": "sums", "since_seconds": 1.0, "overdue_seconds": -1.0}
+DOING = {"doing": st.sampled_from(["working", "waiting", "stopped"]), "what": st.text(max_size=3)}
+BUSY = st.integers(0, 9).map(float)
+BEATS = st.builds(partial(Heartbeat, **FIXED), stage=STAGES, worker=NEAR, busy_seconds=BUSY, **DOING)
 LOADS = st.builds(
     lambda worker, number: Load(
         id="l", job="sums", generator="g", worker=worker, step=number, num_running=number, num_waiting=0,
