@@ -54,10 +54,8 @@ def check_a_life(life: Life, told: list[dict[str, Any]], *, num_tokens: int) -> 
         check_steps(stay, has_kv=how == "kv" and "tokens_before" in stay.attributes)
     check_times(life, stays, moves)
     had = {line["id"]: line["num_tokens"] for line in told}
-    return {
-        had[move.attributes["move"]] - after.attributes["tokens_before"]
-        for move, after in zip(moves, stays[1:], strict=True)
-    }
+    pairs = zip(moves, stays[1:], strict=True)
+    return {had[move.attributes["move"]] - after.attributes["tokens_before"] for move, after in pairs}
 
 
 def check_steps(stay: Span, *, has_kv: bool) -> None:

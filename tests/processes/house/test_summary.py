@@ -80,10 +80,8 @@ def test_skips_are_counted_by_reason_and_tests_in_wrong_tiers_fail(repository: P
     said = pytest_says(repository, "-rf", *options)
     lines = said.splitlines()
     title = next(place for place, line in enumerate(lines) if "tests that did not run, by reason" in line)
-    assert lines[title + 1 : title + 3] == [
-        "2 skipped: the package nixl is not installed",
-        "1 skipped: there is no GPU",
-    ]
+    reasons = ["2 skipped: the package nixl is not installed", "1 skipped: there is no GPU"]
+    assert lines[title + 1 : title + 3] == reasons
     title = next(place for place, line in enumerate(lines) if "2 tests left to make test-whole" in line)
     assert lines[title + 1] == "2 left: it is slow"
     failed = {line.split("::")[1].split(" ")[0]: line for line in lines if line.startswith("FAILED")}

@@ -143,10 +143,8 @@ def test_with_credentials_only_ours_are_heard(tmp_path: Path, clock: FakeClock) 
         health.ready()
         assert status(health, role="control", credentials=ours) == SERVING
         (theirs / "ca.pem").write_bytes((ours / "ca.pem").read_bytes())  # it trusts us; we do not trust it
-        tries: list[Callable[[], object]] = [
-            lambda: status(health),
-            lambda: status(health, role="control", credentials=theirs),
-        ]
+        tries: list[Callable[[], object]] = [lambda: status(health)]
+        tries += [lambda: status(health, role="control", credentials=theirs)]
         for refused in tries:
             with pytest.raises(grpc.RpcError) as error:
                 refused()

@@ -194,10 +194,8 @@ def test_each_pair_has_prompts_of_its_own_text() -> None:
 
 def test_bands_of_activity_halve_down_to_one() -> None:
     actives = [8, 8, 7, 5, 4, 3, 1, 1]
-    steps = [
-        DrainingStep(seconds=i, num_active=n, num_tokens=n, num_verified_nodes=0, strategy="a" if n > 4 else "b")
-        for i, n in enumerate(actives)
-    ]
+    seen = [(i, n, "a" if n > 4 else "b") for i, n in enumerate(actives)]
+    steps = [DrainingStep(seconds=i, num_active=n, num_tokens=n, num_verified_nodes=0, strategy=s) for i, n, s in seen]
     bands = Trace(mode="adaptive", steps=steps).strategies_by_activity()
     assert bands == [(8, 5, "a"), (4, 3, "b"), (1, 1, "b")]
 

@@ -106,10 +106,8 @@ def test_low_rank_updates_are_exact_too(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_learner_reports_a_difference_of_zero_and_learns_like_the_plain_one(dtype: str) -> None:
     model = random_model("llama", seed=3)
-    learners = {
-        exact: Learner(spec({"exactOnPolicy": exact}, {}, dtype=dtype), prepared(copy.deepcopy(model)), num_threads=1)
-        for exact in (True, False)
-    }
+    specs = {exact: spec({"exactOnPolicy": exact}, {}, dtype=dtype) for exact in (True, False)}
+    learners = {name: Learner(each, prepared(copy.deepcopy(model)), num_threads=1) for name, each in specs.items()}
     engine, norms = make_generator(model, dtype=dtype), {}
     for step in range(3):
         if step:
@@ -270,10 +268,8 @@ def keep_keys_as(forward: ExactForward, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("window", "softcap", "with_sinks"), [(None, 0.0, False), (5, 0.0, False), (4, 3.0, True)])
 def test_attention_backward_is_right(dtype: torch.dtype, window: int | None, softcap: float, with_sinks: bool) -> None:
-    forward, parts = (
-        make_forward(random_model("qwen3", seed=0)),
-        (RowPart(9), RowPart(1, 0), RowPart(20, 0), RowPart(7)),
-    )
+    forward = make_forward(random_model("qwen3", seed=0))
+    parts = (RowPart(9), RowPart(1, 0), RowPart(20, 0), RowPart(7))
     keep_keys_as(forward, dtype)
     spec = dataclasses.replace(forward.parts.anatomy.attentions[0], window=window)
     torch.manual_seed(0)

@@ -111,10 +111,8 @@ def test_a_critic_is_trained_beside_the_policy_or_on_the_other_rank() -> None:
 
 def test_layers_are_computed_again_where_they_would_not_fit() -> None:
     shapes = {"path": shape_of(config_of("8b"), name="8b")}
-    little, much = (
-        trainer(spec_of(model={"dtype": "bfloat16"}, tokensPerMicroBatch=4096), shapes, size * 10**9)
-        for size in (80, 192)
-    )
+    settings = spec_of(model={"dtype": "bfloat16"}, tokensPerMicroBatch=4096)
+    little, much = (trainer(settings, shapes, size * 10**9) for size in (80, 192))
     assert ("layers computed again" in little.notes[0], "layers kept" in much.notes[0]) == (True, True)
     assert little.parts["activations"] < much.parts["activations"]
 

@@ -427,10 +427,8 @@ def test_by_the_simulator_it_settles_where_one_more_saves_little(curve: str) -> 
         trial.go_through(stage(trial.number, seed)[0])
     assert trial.num_reversals == 0
     settled = trial.number
-    mean = {
-        number: float(np.mean([stage(number, seed)[1] for seed in range(100, 106)]))
-        for number in range(max(settled - 1, 1), min(settled + 1, 8) + 1)
-    }
+    numbers = range(max(settled - 1, 1), min(settled + 1, 8) + 1)
+    mean = {number: float(np.mean([stage(number, seed)[1] for seed in range(100, 106)])) for number in numbers}
     if settled < 8:
         assert mean[settled + 1] >= (1 - MORE_SHARE - 0.1) * mean[settled], (settled, mean)
     if settled > 1:

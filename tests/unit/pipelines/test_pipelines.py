@@ -50,10 +50,8 @@ def needed(case: PipelineCase, task: Task) -> list[Task]:
 
 
 def under_way(case: PipelineCase, placed: dict[Task, PlacedTask], model: int, place: int, moment: float) -> int:
-    of_place = (
-        (placed[Task(model, micro, place, False)].start, placed[Task(model, micro, place, True)].end)
-        for micro in range(case.num_micro_batches)
-    )
+    tasks = ([Task(model, micro, place, back) for back in (False, True)] for micro in range(case.num_micro_batches))
+    of_place = ((placed[forward].start, placed[backward].end) for forward, backward in tasks)
     return sum(start <= moment < end for start, end in of_place)
 
 

@@ -29,10 +29,8 @@ def test_what_control_shows_becomes_a_table() -> None:
     )  # fmt: skip
     told = [*of("reward", 0, "waiting", "responses"), *of("generator", 1, "working", "step 3"), load]
     view = LiveView(run=after(RunState(), [(0.0, each) for each in told]), now=0.1)
-    pod = {
-        "metadata": {"labels": {"rlhfspec.io/role": "generator", "rlhfspec.io/worker": "1"}},
-        "spec": {"nodeName": "node2"},
-    }
+    labels = {"rlhfspec.io/role": "generator", "rlhfspec.io/worker": "1"}
+    pod = {"metadata": {"labels": labels}, "spec": {"nodeName": "node2"}}
     console = Console(width=150)
     with console.capture() as captured:
         console.print(table_of(document_of(view), [pod]))

@@ -196,10 +196,8 @@ async def follow(steps: list[tuple[Any, ...]]) -> None:
     clock, model = FakeClock(), Model()
     clock.SETTLING_ROUNDS = 2  # type: ignore[misc]
     transport = MemoryTransport(clock=clock)
-    consumers = [
-        Consumer(name=n, ack_wait_seconds=ACK_WAIT, max_deliveries=MAX_DELIVERIES, max_unacknowledged=MAX_HELD)
-        for n in NAMES
-    ]
+    limits = {"ack_wait_seconds": ACK_WAIT, "max_deliveries": MAX_DELIVERIES, "max_unacknowledged": MAX_HELD}
+    consumers = [Consumer(name=name, **limits) for name in NAMES]
     await transport.declare(SUBJECT, "work", consumers)
     await transport.declare(DEAD, "state")
     inboxes = {consumer.name: await transport.subscribe(SUBJECT, consumer) for consumer in consumers}
