@@ -1,11 +1,13 @@
 """Simulated machine and drafter for selector tests. Time is simulated (`World.now`). Example:
 
+>>> from rlhfspec.engine.drafting.fixed import FixedSelector
 >>> from rlhfspec.engine.drafting.outlook import default_plans
+>>> from rlhfspec.engine.drafting.selector import AdaptiveSelector
 >>> world = World(machine=FLAT_TO_16, agreement={"model": 0.5}, seed=1)
 >>> costs, acceptance = world.profiled(), AcceptanceModel(num_rows=8)
 >>> adaptive = AdaptiveSelector(costs, acceptance, default_plans(("model",)))
 >>> fast = world.run(adaptive, acceptance, num_sequences=8, num_steps=30)
->>> plain = world.run(FixedSelector(PLAIN), acceptance, num_sequences=8, num_steps=30)
+>>> plain = world.run(FixedSelector(base.PLAIN), acceptance, num_sequences=8, num_steps=30)
 >>> fast.tokens_per_second > 1.3 * plain.tokens_per_second
 True
 """
@@ -18,33 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhfspec.common.arrays import BoolArray, FloatArray, IntArray
+from rlhfspec.engine.drafting import base
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel
-from rlhfspec.engine.drafting.base import (
-    PLAIN,
-    BatchState,
-    DraftOutcome,
-    DraftPlan,
-    Forest,
-    LevelRule,
-    Selector,
-    empty_forest,
-)
 from rlhfspec.engine.drafting.cost import TARGET, CostModel
-from rlhfspec.engine.drafting.fixed import FixedSelector
-from rlhfspec.engine.drafting.selector import AdaptiveSelector
 from rlhfspec.job.choices.drafters import DRAFTERS
-
-__all__ = [
-    "CHEAP_LEVELS",
-    "EVERY_ROW_COSTS",
-    "FLAT_TO_16",
-    "PLAIN",
-    "AdaptiveSelector",
-    "FixedSelector",
-    "SimulatedMachine",
-    "SimulatedRun",
-    "World",
-]
 
 _PROMPT = 100  # tokens
 _SHARES = np.array([0.75, 0.45, 0.3])  # ranks 1, 2, 3: of what rank 0 leaves
@@ -136,7 +115,7 @@ class World:
 
     def run(
         self,
-        selector: Selector,
+        selector: base.Selector,
         acceptance: AcceptanceModel,
         *,
         num_sequences: int,
@@ -153,7 +132,7 @@ class World:
         return run
 
     def drain(
-        self, selector: Selector, acceptance: AcceptanceModel, *, num_sequences: int, num_tokens: int
+        self, selector: base.Selector, acceptance: AcceptanceModel, *, num_sequences: int, num_tokens: int
     ) -> SimulatedRun:
         """Run sequences that start together to `num_tokens` each, without replacement."""
         run, room = SimulatedRun(), np.full(num_sequences, num_tokens, np.int32)
@@ -174,21 +153,21 @@ class World:
 
     def step(
         self,
-        selector: Selector,
+        selector: base.Selector,
         acceptance: AcceptanceModel,
         rows: IntArray,
         run: SimulatedRun,
         *,
         room: IntArray | None = None,
-    ) -> DraftOutcome:
+    ) -> base.DraftOutcome:
         """Run a step. `room`: tokens that each sequence may still generate; None: no limit."""
         room = np.full(len(rows), 10_000, np.int32) if room is None else room
-        state = BatchState(
+        state = base.BatchState(
             rows=rows, room=room, num_prefill_rows=0, kv_tokens=_PROMPT * len(rows), unseen=self._unseen[rows]
         )
         started = self.now
         plan = selector.plan(state)
-        proposed, winner = empty_forest(), np.zeros(len(rows), np.int64)
+        proposed, winner = base.empty_forest(), np.zeros(len(rows), np.int64)
         if plan.drafter is not None:
             proposed, winner = self._propose(plan, state, acceptance, selector.rule(plan, state))
         draft_seconds = self.now - started
@@ -202,7 +181,7 @@ class World:
         took = {"draft_seconds": draft_seconds, "verify_seconds": verify_seconds, "step_seconds": self.now - started}
         counts = {"num_committed": len(rows) + int(accepted.sum()), "num_proposed": proposed.size}
         verified = {"forest": forest, "reached": reached, "accepted": accepted, "choice": choice}
-        outcome = DraftOutcome(plan=plan, state=state, **verified, **counts, **took)
+        outcome = base.DraftOutcome(plan=plan, state=state, **verified, **counts, **took)
         selector.observe(outcome)
         run.num_tokens += outcome.num_committed
         run.seconds += outcome.step_seconds
@@ -210,8 +189,8 @@ class World:
         return outcome
 
     def _propose(
-        self, plan: DraftPlan, state: BatchState, acceptance: AcceptanceModel, rule: LevelRule
-    ) -> tuple[Forest, npt.NDArray[np.int64]]:
+        self, plan: base.DraftPlan, state: base.BatchState, acceptance: AcceptanceModel, rule: base.LevelRule
+    ) -> tuple[base.Forest, npt.NDArray[np.int64]]:
         """Return a forest, and for each sequence and node the rank of the target's choice below it (9: none)."""
         name, table_rows = str(plan.drafter), state.rows[: plan.num_sequences]
         num_sequences = len(table_rows)
@@ -241,7 +220,7 @@ class World:
             levels.append(self._level(acceptance, table_rows, plan, level, last.sequence[best], parents, path, gaps))
         winners.append(np.full(levels[-1].size, 9))
         names = ("sequence", "parent", "depth", "token", "rank", "gap", "path_acceptance")
-        forest = Forest(**{n: np.concatenate([getattr(level, n) for level in levels]) for n in names})
+        forest = base.Forest(**{n: np.concatenate([getattr(level, n) for level in levels]) for n in names})
         return forest, np.concatenate(winners)
 
     def _children(self, name: str, rows: IntArray, branch: int) -> tuple[npt.NDArray[np.int64], FloatArray]:
@@ -261,13 +240,13 @@ class World:
     def _level(
         acceptance: AcceptanceModel,
         rows: IntArray,
-        plan: DraftPlan,
+        plan: base.DraftPlan,
         level: int,
         sequences: npt.NDArray[np.integer],
         parents: IntArray,
         path: FloatArray,
         gaps: FloatArray,
-    ) -> Forest:
+    ) -> base.Forest:
         """Return `plan.branch` children for each of n parents, given sequences and path acceptances, [n]."""
         n, branch = len(parents), plan.branch
         sequence = np.repeat(sequences, branch).astype(np.int32)
@@ -276,7 +255,7 @@ class World:
         conditional = acceptance.predict(str(plan.drafter), rows[sequence], depth, rank, gaps.ravel())
         paths, parent = np.repeat(path, branch) * conditional, np.repeat(parents, branch)
         grown = {"sequence": sequence, "parent": parent, "depth": depth, "path_acceptance": paths}
-        return Forest(token=rank, rank=rank, gap=gaps.ravel(), **grown)
+        return base.Forest(token=rank, rank=rank, gap=gaps.ravel(), **grown)
 
     def _spend(self, kind: str, rows: int) -> float:
         seconds = self._jittered(self.machine.seconds(kind, rows), outliers=self._outliers)
@@ -289,7 +268,7 @@ class World:
 
 
 def _walk(
-    forest: Forest, winner: npt.NDArray[np.int64], keep: IntArray, num_sequences: int
+    forest: base.Forest, winner: npt.NDArray[np.int64], keep: IntArray, num_sequences: int
 ) -> tuple[BoolArray, BoolArray]:
     """Return reached, accepted [N]. `winner` is indexed by sequence, then by node of the forest as proposed."""
     reached, accepted = np.zeros(forest.size, np.bool_), np.zeros(forest.size, np.bool_)

@@ -12,16 +12,7 @@ import torch
 from example_records import example_evaluation
 from small_job import JOB
 
-from rlhfspec.engine.base import (
-    Abilities,
-    Completion,
-    EngineStats,
-    EngineStep,
-    Gain,
-    Request,
-    SequenceStats,
-    SequenceView,
-)
+from rlhfspec.engine import base
 from rlhfspec.generator.service import GeneratorService
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import DatasetInfo, Prompt, Record, Sample, Score, Weights
@@ -66,25 +57,25 @@ class FakeEngine:
     def __init__(self, draw: random.Random) -> None:
         self.rows = 1024
         self._draw = draw
-        self._requests: list[Request] = []
+        self._requests: list[base.Request] = []
         self.weights_version = 0
         self.submitted: list[str] = []
 
     @property
-    def abilities(self) -> Abilities:
-        return Abilities()
+    def abilities(self) -> base.Abilities:
+        return base.Abilities()
 
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: base.Request) -> None:
         self._requests.append(request)
         self.submitted.append(request.id)
 
-    def step(self) -> EngineStep:
+    def step(self) -> base.EngineStep:
         request = self._requests.pop(self._draw.randrange(len(self._requests)))
-        done = Completion(
+        done = base.Completion(
             id=request.id,
             prompt_token_ids=request.prompt_token_ids,
             token_ids=(request.seed % 90, 1),
@@ -93,26 +84,26 @@ class FakeEngine:
             weights_versions=(self.weights_version,) * 2,
             finish_reason="stop",
             text=str(request.seed % 90),
-            stats=SequenceStats(num_verifications=2),
+            stats=base.SequenceStats(num_verifications=2),
         )
-        return EngineStep(
-            gains=(Gain.of_completion(done),), finished=(done,),
+        return base.EngineStep(
+            gains=(base.Gain.of_completion(done),), finished=(done,),
             num_decoding=1, num_prefill_tokens=0, num_verified_nodes=1, num_committed=2,
             strategy="off", seconds=0.001,
         )  # fmt: skip
 
-    def sequences(self) -> tuple[SequenceView, ...]:
+    def sequences(self) -> tuple[base.SequenceView, ...]:
         nothing: Any = {"num_generated": 0, "num_prefill": 0, "is_waiting": False}
         held = ((request.id, len(request.prompt_token_ids)) for request in self._requests)
-        return tuple(SequenceView(id=id, num_held=number, **nothing) for id, number in held)
+        return tuple(base.SequenceView(id=id, num_held=number, **nothing) for id, number in held)
 
     def load_weights(self, state_dict: dict[str, Any], *, version: int) -> None:
         assert version > self.weights_version
         assert float(state_dict["w"][0]) == version, "the weights of that version"
         self.weights_version = version
 
-    def stats(self) -> EngineStats:
-        return EngineStats(
+    def stats(self) -> base.EngineStats:
+        return base.EngineStats(
             num_running=len(self._requests), num_waiting=0, room=self.rows - len(self._requests),
             num_free_blocks=0, num_blocks=0,
             weights_version=self.weights_version, num_steps=0, num_generated_tokens=0, num_preemptions=0,

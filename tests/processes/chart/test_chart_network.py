@@ -11,22 +11,12 @@ from helm import ROOT, needs_helm, of_kind, rendered
 from operator_world import SETTINGS, World, job_body
 
 from rlhfspec.cluster import names
-from rlhfspec.cluster.names import (
-    GRPC_PORT,
-    HTTP_PORT,
-    LINK_PORT,
-    MOVES_PORT,
-    NATS_PORT,
-    RANKS_PORT,
-    REDIS_PORT,
-    REPORT_PORT,
-)
 from rlhfspec.operator.making.network import OWN_PORTS
 
 sys.path.insert(0, str(ROOT / "charts"))
 edges = importlib.import_module("edges")
-SERVED = (GRPC_PORT, MOVES_PORT, LINK_PORT, HTTP_PORT, RANKS_PORT)
-PORTS = (53, 5353, 443, *SERVED, NATS_PORT, REDIS_PORT, REPORT_PORT, names.DASHBOARD_PORT)
+SERVED = (names.GRPC_PORT, names.MOVES_PORT, names.LINK_PORT, names.HTTP_PORT, names.RANKS_PORT)
+PORTS = (53, 5353, 443, *SERVED, names.NATS_PORT, names.REDIS_PORT, names.REPORT_PORT, names.DASHBOARD_PORT)
 Policy = dict[str, Any]
 
 
@@ -129,7 +119,7 @@ def of_job(name: str, roles: dict[str, Any]) -> tuple[list[Policy], dict[str, Po
 
 
 def own_edges(policies: list[Policy], pods: dict[str, Pod], others: dict[str, Pod]) -> set[tuple[str, str, int]]:
-    ports = (RANKS_PORT, 41234, 65535, MOVES_PORT, LINK_PORT)
+    ports = (names.RANKS_PORT, 41234, 65535, names.MOVES_PORT, names.LINK_PORT)
     return {(one, o, p) for one in pods for o in others for p in ports if reaches(policies, pods[one], others[o], p)}
 
 
@@ -154,7 +144,7 @@ def test_a_job_opens_the_ports_that_it_needs_to_its_own_pods_alone(roles: dict[s
         if ports.name in opened
         for edge in edges.own_edges()
         if edge.source in ports.roles and edge.to in ports.roles and edge.why.startswith(ports.why)
-        for port in (RANKS_PORT, 41234, 65535, MOVES_PORT, LINK_PORT)
+        for port in (names.RANKS_PORT, 41234, 65535, names.MOVES_PORT, names.LINK_PORT)
         if edge.port <= port <= edge.last
     }
     assert own_edges([*chart, *own, *others], pods, pods) == wanted
@@ -166,20 +156,23 @@ def test_a_job_opens_the_ports_that_it_needs_to_its_own_pods_alone(roles: dict[s
 def test_the_map_has_the_edges_that_a_run_needs() -> None:
     """Written by hand, so that an edge missing in the map is found."""
     found = {(edge.source, edge.to, edge.port) for edge in edges.edges()}
-    assert {
-        ("generator", "trainer", GRPC_PORT), ("critic", "trainer", GRPC_PORT), ("generator", "critic", GRPC_PORT),
-        ("critic", "generator", GRPC_PORT), ("generator", "generator", GRPC_PORT),
-        ("control", "operator", REPORT_PORT), ("operator", "nats", NATS_PORT), ("operator", "redis", REDIS_PORT),
-        ("operator", "api", 443), ("prompts", "nats", NATS_PORT), ("control", "redis", REDIS_PORT),
-        ("dashboard", "redis", REDIS_PORT), ("prometheus", "trainer", HTTP_PORT),
+    by_grpc = {(source, "trainer", names.GRPC_PORT) for source in ("generator", "critic")}
+    by_grpc |= {(source, to, names.GRPC_PORT) for source, to in
+                (("generator", "critic"), ("critic", "generator"), ("generator", "generator"))}  # fmt: skip
+    assert by_grpc | {
+        ("control", "operator", names.REPORT_PORT), ("operator", "nats", names.NATS_PORT),
+        ("operator", "redis", names.REDIS_PORT), ("operator", "api", 443), ("prompts", "nats", names.NATS_PORT),
+        ("control", "redis", names.REDIS_PORT), ("dashboard", "redis", names.REDIS_PORT),
+        ("prometheus", "trainer", names.HTTP_PORT),
     } <= found  # fmt: skip
     assert not [edge for edge in found if edge[1] == "api" and edge[0] in names.ROLES]
-    assert ("trainer", "generator", GRPC_PORT) not in found, "weights are fetched, not pushed"
-    assert ("prepare", "nats", NATS_PORT) not in found
+    assert ("trainer", "generator", names.GRPC_PORT) not in found, "weights are fetched, not pushed"
+    assert ("prepare", "nats", names.NATS_PORT) not in found
     own = {(edge.source, edge.to, edge.port) for edge in edges.own_edges()}
     assert own == {
-        ("trainer", "trainer", RANKS_PORT), ("trainer", "generator", RANKS_PORT), ("generator", "trainer", RANKS_PORT),
-        ("generator", "generator", RANKS_PORT), ("generator", "generator", MOVES_PORT),
+        ("trainer", "trainer", names.RANKS_PORT), ("trainer", "generator", names.RANKS_PORT),
+        ("generator", "trainer", names.RANKS_PORT), ("generator", "generator", names.RANKS_PORT),
+        ("generator", "generator", names.MOVES_PORT),
     }  # fmt: skip
     lookers = {"control", "dashboard", "operator", "test"}
     assert {source for source, to, _ in found if to == "redis"} == lookers, "workers have nothing to do there"
@@ -199,10 +192,10 @@ def test_a_pod_without_our_labels_reaches_nobody_and_nobody_reaches_it(stranger:
 def test_a_job_of_a_namespace_that_is_not_ours_reaches_no_server() -> None:
     policies = policies_of({"operator": {"jobNamespaces": ["team"]}})
     nats = part_of_release("nats")
-    assert allows(policies, nats, job_pod("reward", namespace="team"), NATS_PORT, "Ingress")
-    assert not allows(policies, nats, job_pod("reward", namespace="elsewhere"), NATS_PORT, "Ingress")
+    assert allows(policies, nats, job_pod("reward", namespace="team"), names.NATS_PORT, "Ingress")
+    assert not allows(policies, nats, job_pod("reward", namespace="elsewhere"), names.NATS_PORT, "Ingress")
     trainer, generator = job_pod("trainer", namespace="team"), job_pod("generator", namespace="other-team")
-    assert not reaches(policies, generator, trainer, GRPC_PORT), "jobs of two namespaces do not meet"
+    assert not reaches(policies, generator, trainer, names.GRPC_PORT), "jobs of two namespaces do not meet"
 
 
 @needs_helm

@@ -12,21 +12,9 @@ from started import Started, hold_rewards
 from wire_records import SAMPLE, SCORE
 
 from rlhfspec.errors import InvalidRequest, MessageTooLarge, RLHFSpecError
-from rlhfspec.messages import loop
+from rlhfspec.messages import loop, records
 from rlhfspec.messages.access.connecting import connect
 from rlhfspec.messages.access.connections import Connections
-from rlhfspec.messages.records import (
-    DatasetInfo,
-    Demand,
-    Heartbeat,
-    Prompt,
-    Record,
-    Sample,
-    Score,
-    StepReport,
-    Weights,
-    WorkerInfo,
-)
 from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.servers.credentials.certificates import client_tls
 from rlhfspec.messages.transport import dead_letters
@@ -36,22 +24,22 @@ from rlhfspec.messages.wire.codec import encode
 
 JOB = "letters"
 MINE = {"job": JOB, "step": 1}
-EXAMPLES: dict[type[Record], Record] = {
-    Prompt: Prompt(
+EXAMPLES: dict[type[records.Record], records.Record] = {
+    records.Prompt: records.Prompt(
         id="letters/1/0/0", job=JOB, step=1, prompt=0, replica=0, text="!", token_ids=(1,), columns_json="{}", seed=1,
         weights_version=0,
     ),
-    Sample: replace(SAMPLE, id="letters/1/0/0", job=JOB, step=1),
-    Score: replace(SCORE, id="letters/1/0/0/reward", sample_id="letters/1/0/0", job=JOB, step=1),
-    Demand: Demand(id="letters/1/demand/1", job=JOB, step=1, round=1, num_prompts=9),
-    Weights: Weights(id="x", job=JOB, version=9, role="policy", uri="file:/etc/passwd", digest="00"),
-    DatasetInfo: DatasetInfo(id="x", job=JOB, num_prompts=1, num_held_out=0, last_step=0),
-    StepReport: StepReport(id="x", job=JOB, metrics=example_step(step=9)),
+    records.Sample: replace(SAMPLE, id="letters/1/0/0", job=JOB, step=1),
+    records.Score: replace(SCORE, id="letters/1/0/0/reward", sample_id="letters/1/0/0", job=JOB, step=1),
+    records.Demand: records.Demand(id="letters/1/demand/1", job=JOB, step=1, round=1, num_prompts=9),
+    records.Weights: records.Weights(id="x", job=JOB, version=9, role="policy", uri="file:/etc/passwd", digest="00"),
+    records.DatasetInfo: records.DatasetInfo(id="x", job=JOB, num_prompts=1, num_held_out=0, last_step=0),
+    records.StepReport: records.StepReport(id="x", job=JOB, metrics=example_step(step=9)),
 }  # fmt: skip
 PRODUCERS = {record: next(s.name for s in loop.STAGES if record in s.produces) for record in EXAMPLES}
 
 
-def hostile(record_type: type[Record]) -> list[bytes]:
+def hostile(record_type: type[records.Record]) -> list[bytes]:
     """Return messages that do not fit their subject, under unused ids."""
     example = EXAMPLES[record_type]
     valid = encode(example)
@@ -96,10 +84,11 @@ async def attack(connections: Connections) -> tuple[int, int]:
 
 async def strange_workers(connections: Connections) -> None:
     transport = await connected(connections, "reward")
-    lies: list[Record] = [
-        WorkerInfo(id="a", job=JOB, stage="reward", worker=9, host="h", pid=1, grpc_address="", http_address=""),
-        WorkerInfo(id="b", job=JOB, stage="nobody", worker=1, host="h", pid=1, grpc_address="", http_address=""),
-        Heartbeat(
+    here: dict[str, Any] = {"job": JOB, "host": "h", "pid": 1, "grpc_address": "", "http_address": ""}
+    lies: list[records.Record] = [
+        records.WorkerInfo(id="a", stage="reward", worker=9, **here),
+        records.WorkerInfo(id="b", stage="nobody", worker=1, **here),
+        records.Heartbeat(
             id="c", job=JOB, stage="nobody", worker=1, doing="working", what="!", since_seconds=float("nan"),
             overdue_seconds=float("inf"), busy_seconds=-1.0,
         ),
@@ -153,5 +142,5 @@ def test_hostile_messages_are_counted_and_change_nothing(job_file: Path, startin
     refused = [line for log in run.folder.glob("logs/*.jsonl") for line in log.read_text().splitlines()
                if "is refused" in json.loads(line)["message"]]  # fmt: skip
     assert num_published >= 60
-    assert num_buried >= 4 * len(hostile(Sample)), "each stage buries what it was given"
+    assert num_buried >= 4 * len(hostile(records.Sample)), "each stage buries what it was given"
     assert len(refused) >= num_buried

@@ -37,16 +37,8 @@ from rlhfspec.training.weights import (
     packed as packed_module,
 )
 from rlhfspec.training.weights.file import HASHES
-from rlhfspec.training.weights.group import channel, receiver, sender, shares
+from rlhfspec.training.weights.group import channel, messages, receiver, sender, shares
 from rlhfspec.training.weights.group.channel import TwoBuffers
-from rlhfspec.training.weights.group.messages import (
-    GROUP_METHOD,
-    GROUP_SERVICE,
-    GroupAsk,
-    GroupCommit,
-    GroupOrder,
-    Wish,
-)
 from rlhfspec.training.weights.group.plan import buckets, described, fill
 from rlhfspec.training.weights.group.receiver import GroupReceiver
 from rlhfspec.training.weights.group.sender import GroupSender, SendingRanks, hold_up_seconds
@@ -370,8 +362,8 @@ def test_a_version_that_is_mixed_with_another_is_found(monkeypatch: pytest.Monke
 
 def test_a_transfer_that_is_not_under_way_makes_no_version() -> None:
     with group_of(1) as group:
-        commit = GroupCommit(transfer="0" * 16, digest="ab" * 32, digests=[[]])
-        order = GroupOrder(order="0" * 16, commit=commit)
+        commit = messages.GroupCommit(transfer="0" * 16, digest="ab" * 32, digests=[[]])
+        order = messages.GroupOrder(order="0" * 16, commit=commit)
         with pytest.raises(RuntimeError, match="not under way here"):
             group.sender.tell_all({group.nodes[0].address: order}, 5.0)
         assert not group.nodes[0].has(1, weights(1))
@@ -468,12 +460,12 @@ def test_only_generators_of_the_run_may_take_part(tmp_path: Path) -> None:
     trainer.add_to(server)
     server.start()
     with grpc.secure_channel(address, channel_credentials(tmp_path, "critic")) as channel:
-        ask = GroupAsk(member="127.0.0.1:1", wish=Wish(wants=True)).model_dump_json().encode()
+        ask = messages.GroupAsk(member="127.0.0.1:1", wish=messages.Wish(wants=True)).model_dump_json().encode()
         with pytest.raises(grpc.RpcError, match="critic may not take part"):
-            channel.unary_unary(f"/{GROUP_SERVICE}/{GROUP_METHOD}")(ask, timeout=5.0)
+            channel.unary_unary(f"/{messages.GROUP_SERVICE}/{messages.GROUP_METHOD}")(ask, timeout=5.0)
     assert not trainer.members
     node = GroupReceiver(
-        Wish(wants=True), Ways("group"), address="127.0.0.1:2", trainer_address=lambda: address,
+        messages.Wish(wants=True), Ways("group"), address="127.0.0.1:2", trainer_address=lambda: address,
         credentials=channel_credentials(tmp_path, "generator"),
     )  # fmt: skip
     eventually(lambda: trainer.members == {"127.0.0.1:2"})
