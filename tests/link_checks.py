@@ -89,12 +89,9 @@ def nothing_left() -> Iterator[None]:
 
 def _held() -> Counter[str]:
     """Count resources. Only increases matter, as those of an earlier test may end meanwhile."""
-    numbers = {
-        "files": len(os.listdir("/proc/self/fd")),
-        "threads": threading.active_count(),
-        "tasks": len(os.listdir("/proc/self/task")),
-        "maps": Path("/proc/self/maps").read_text().count("rlhfspec-link"),
-    }
+    numbers = {"files": len(os.listdir("/proc/self/fd")), "threads": threading.active_count()}
+    numbers |= {"tasks": len(os.listdir("/proc/self/task"))}
+    numbers |= {"maps": Path("/proc/self/maps").read_text().count("rlhfspec-link")}
     return Counter(numbers) + Counter(shared_names())
 
 

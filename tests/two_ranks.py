@@ -42,12 +42,9 @@ def lead(leader: Leader, folder: Path, fuse: str) -> None:
     leader.learn(rollouts(1))
     assert digest(leader.policy_state()) == first, "a resumed step differs"
     reports.append(leader.learn(rollouts(2, num_samples=1)))
-    found = {
-        "metrics": [report.metrics for report in reports],
-        "log_probs": [report.log_probs for report in reports],
-        "policy": leader.policy_state(),
-        "critic": leader.critic_state(),
-    }
+    found = {"metrics": [report.metrics for report in reports]}
+    found |= {"log_probs": [report.log_probs for report in reports], "policy": leader.policy_state()}
+    found |= {"critic": leader.critic_state()}
     torch.save(found, folder / f"found-{fuse}.pt")
     leader.close()
 

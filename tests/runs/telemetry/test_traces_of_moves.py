@@ -20,12 +20,8 @@ from rlhfspec.telemetry.folder import read_spans
 from rlhfspec.telemetry.read import lives
 
 TWO = ("roles.generator.workers=2", "training.steps=3")
-LONG = (
-    "generation.maxTokens=256",
-    "generation.ignoreEos=true",
-    "generation.kvCacheTokens=65536",
-    "rebalance.intervalSeconds=0.02",
-)
+LONG = ("generation.maxTokens=256", "generation.ignoreEos=true", "generation.kvCacheTokens=65536")
+LONG += ("rebalance.intervalSeconds=0.02",)
 
 
 @pytest.fixture

@@ -41,13 +41,8 @@ def test_values_come_out_as_they_went_in(looped: Ranks) -> None:
     large = torch.arange(1 << 19, dtype=torch.int64)
     numbers = [0.1, 1e-310, float("inf"), -0.0, 1 << 70, True, None, "ä$", ()]
     types = {name: torch.ones(2, 3).to(dtype) for name, dtype in codec._DTYPES.items()}
-    value = {
-        "numbers": numbers,
-        "large": large,
-        "types": types,
-        "none": torch.zeros(0, 4, dtype=torch.int32).as_strided((0,), (0,)),
-        "single": torch.tensor(3.5),
-    }
+    value = {"numbers": numbers, "large": large, "types": types}
+    value |= {"none": torch.zeros(0, 4, dtype=torch.int32).as_strided((0,), (0,)), "single": torch.tensor(3.5)}
     found = through(value)
     assert repr(found["numbers"]) == repr(numbers)
     flat = value["types"] | {name: value[name] for name in ("large", "none", "single")}

@@ -61,13 +61,9 @@ def wanted(kind: str = "llama") -> list[Completion]:
     return [engine.generate([prompt], PARAMS, seeds=[seed])[0] for seed, prompt in enumerate(PROMPTS)]
 
 
-WAYS = {
-    "plain": {},
-    "a chunk of all": {"prefill_chunk": 512},
-    "trees of suffixes": {"speculation": TREE},
-    "trees of a model": {"speculation": DraftPlan(drafter="model", depth=3, width=2, branch=2), "drafts": True},
-    "nothing shared": {"prefix_sharing": False},
-}
+WAYS = {"plain": {}, "a chunk of all": {"prefill_chunk": 512}, "trees of suffixes": {"speculation": TREE}}
+WAYS |= {"trees of a model": {"speculation": DraftPlan(drafter="model", depth=3, width=2, branch=2), "drafts": True}}
+WAYS |= {"nothing shared": {"prefix_sharing": False}}
 
 
 @pytest.mark.parametrize("way", WAYS)

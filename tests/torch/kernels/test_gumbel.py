@@ -390,14 +390,9 @@ def test_a_wrong_argument_is_named(
 ) -> None:
     if not native:
         monkeypatch.setattr(gumbel, "_native", lambda name: None)
-    good: dict[str, Any] = {
-        "logits": torch.zeros(2, 4),
-        "seeds": np.zeros(2, np.int64),
-        "positions": np.zeros(2, np.int32),
-        "temperatures": np.ones(2, np.float32),
-        "top_k": np.zeros(2, np.int32),
-        "top_p": np.ones(2, np.float32),
-    }
+    good: dict[str, Any] = {"logits": torch.zeros(2, 4), "seeds": np.zeros(2, np.int64)}
+    good |= {"positions": np.zeros(2, np.int32), "temperatures": np.ones(2, np.float32)}
+    good |= {"top_k": np.zeros(2, np.int32), "top_p": np.ones(2, np.float32)}
     assert gumbel.sample(**good).finite.all()
     with pytest.raises(ValueError, match=rf"^{name}: "):
         gumbel.sample(**good | change)

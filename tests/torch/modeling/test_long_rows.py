@@ -22,16 +22,9 @@ LONGROPE = {
     "long_factor": [2.0 + pair for pair in range(8)],
 }  # fmt: skip
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "mistral": {"sliding_window": 1024},
-    "gpt_neox": {"rope_parameters": HALF},
-    "phi3": {"rope_parameters": LONGROPE, "max_position_embeddings": 4 * 4096},
-    "glm": {},
-    "olmo2": {},
-}
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {}, "qwen3": {}, "mistral": {"sliding_window": 1024}}
+FAMILIES |= {"gpt_neox": {"rope_parameters": HALF}}
+FAMILIES |= {"phi3": {"rope_parameters": LONGROPE, "max_position_embeddings": 4 * 4096}, "glm": {}, "olmo2": {}}
 SHARPENED = ("q_proj", "k_proj", "qkv_proj", "query_key_value", "q_norm", "k_norm")
 
 

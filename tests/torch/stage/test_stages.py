@@ -105,14 +105,9 @@ def _critic(stages: Stages) -> Service:
     )
 
 
-STAGES: dict[str, Callable[[Stages], Service]] = {
-    "prompts": Stages.prompts,
-    "generator": Stages.generator,
-    "reward": lambda stages: stages.reward(FakeSources()),
-    "critic": _critic,
-    "trainer": Stages.trainer,
-    "supervisor": lambda stages: DeadLetterWatch(stages.bus, stages.vitals),
-}
+STAGES: dict[str, Callable[[Stages], Service]] = {"prompts": Stages.prompts, "generator": Stages.generator}
+STAGES |= {"reward": lambda stages: stages.reward(FakeSources()), "critic": _critic, "trainer": Stages.trainer}
+STAGES |= {"supervisor": lambda stages: DeadLetterWatch(stages.bus, stages.vitals)}
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -234,12 +234,8 @@ def test_lines_that_should_be_there_are_missed(tmp_path: Path) -> None:
         folder.append_step(example_step(step=6))
 
 
-DAMAGES = {
-    "other bytes": lambda line: b"\x00\xff\xfe" + line[3:],
-    "cut": lambda line: line[:40] + b"\n",
-    "of another kind": lambda line: b"[1, 2]\n",
-    "empty": lambda line: b"\n",
-}
+DAMAGES = {"other bytes": lambda line: b"\x00\xff\xfe" + line[3:], "cut": lambda line: line[:40] + b"\n"}
+DAMAGES |= {"of another kind": lambda line: b"[1, 2]\n", "empty": lambda line: b"\n"}
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)

@@ -445,13 +445,9 @@ def test_all_that_tell_of_silence_tell_it_at_one_time(seconds: float, is_told: b
     live.seen(view)
     [state] = process_states(known.run, clock.now())
     [page], [tile] = live.content(clock.now())["workers"], live.content(clock.now())["generators"]
-    told = {
-        "roster": state.doing,
-        "dashboard": page["doing"],
-        "its generators": "silent" if tile["silent"] else "working",
-        "top": _row(state)[2],
-        "kubectl rlhf top": "silent" if "silent" in plugin_top(view) else "working",
-    }
+    told = {"roster": state.doing, "dashboard": page["doing"]}
+    told |= {"its generators": "silent" if tile["silent"] else "working", "top": _row(state)[2]}
+    told |= {"kubectl rlhf top": "silent" if "silent" in plugin_top(view) else "working"}
     assert set(told.values()) == {"silent" if is_told else "working"}, told
 
 
