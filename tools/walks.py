@@ -47,7 +47,7 @@ WALKS = {
         ("TrainerService.run", "GrpcWeightStore.put"),
         ("TrainerService.run", "NatsTransport.publish"),
         ("GeneratorService.run", "GrpcWeightStore.get"),
-        ("GeneratorService._load", "Engine.load_weights"),
+        ("GeneratorService._load_weights", "Engine.load_weights"),
         ("Engine.load_weights", "ModelRunner.load_weights"),
     ),
 }
