@@ -90,7 +90,7 @@ class Reconciler:
         await in_parallel([self._delete(key, each) for each in plan.delete])
         learned = await self._create(key, plan.create, now)
         learned |= await self._write_workload(key, plan.workload, now)
-        return 0.0 if learned or plan.trial else put_off
+        return 0.0 if learned or plan.trial or plan.references else put_off
 
     async def _try(self, key: Key, job: JobView, plan: ReconcilePlan, now: datetime) -> None:
         label, asked = self._settings.allowed.label, plan.references
@@ -201,7 +201,7 @@ def _deeds(plan: ReconcilePlan) -> object:
     """Return a value that is equal for plans that do the same."""
     made = [(thing["kind"], thing["metadata"]["name"]) for thing in plan.create]
     queued = plan.workload and (plan.workload.verb, plan.workload.uid)
-    return (made, plan.delete, queued, [pod["metadata"]["name"] for pod in plan.trial])
+    return (made, plan.delete, queued, plan.references, [pod["metadata"]["name"] for pod in plan.trial])
 
 
 @dataclass(slots=True)
