@@ -165,8 +165,7 @@ def snapshot(worker: int = 0, *, owned: tuple[str, ...] = (), what: str = "64 sa
     ready = WorkerInfo(
         id="w", job="sums", stage="generator", worker=worker, host="node-a", pid=4711, grpc_address="", http_address=""
     )
-    says = replace(beat(worker), stage="generator", what=what, busy_seconds=7.0)
-    return ready, says, load(worker, owned=owned)
+    return ready, replace(beat(worker), stage="generator", what=what, busy_seconds=7.0), load(worker, owned=owned)
 
 
 class LiveRun:

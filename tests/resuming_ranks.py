@@ -17,14 +17,12 @@ from rlhfspec.training.learning.network import _whole
 
 
 def make(ranks: Ranks, fuse: str) -> Learner:
-    settings = spec("ppo", tokensPerMicroBatch=40, fuse=fuse)
-    return Learner(settings, policy(), critic(), ranks=ranks, num_threads=1)
+    return Learner(spec("ppo", tokensPerMicroBatch=40, fuse=fuse), policy(), critic(), ranks=ranks, num_threads=1)
 
 
 def gathered(state: dict[str, Any]) -> dict[str, Any]:
     """Return every tensor whole: the slow twin. It is collective."""
-    whole = {name: gathered(value) if isinstance(value, dict) else value for name, value in state.items()}
-    return _whole(whole)
+    return _whole({name: gathered(value) if isinstance(value, dict) else value for name, value in state.items()})
 
 
 def lead(leader: Leader, folder: Path, step: int) -> None:

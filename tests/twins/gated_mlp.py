@@ -19,7 +19,6 @@ def unpacked_weights(mlp: PackedGatedMLP) -> tuple[Tensor, Tensor, Tensor]:
     down = mlp.down.unpacked_weight()
     if mlp.arithmetic == "torch":
         return mlp.gate_up[0].to(mlp.dtype), mlp.gate_up[1].to(mlp.dtype), down
-    both = unpack(mlp.gate_up, mlp.hidden_features, mlp.arithmetic)
-    groups = both.reshape(-1, 2, 16, mlp.hidden_features)
+    groups = unpack(mlp.gate_up, mlp.hidden_features, mlp.arithmetic).reshape(-1, 2, 16, mlp.hidden_features)
     gate, up = (groups[:, i].reshape(-1, mlp.hidden_features)[: mlp.intermediate_features] for i in (0, 1))
     return gate.contiguous(), up.contiguous(), down

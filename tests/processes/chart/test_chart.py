@@ -34,8 +34,7 @@ CLUSTER = {"operator": {"scope": "cluster"}}
 def test_what_is_made_from_the_code_is_as_it_would_be_made_now() -> None:
     made = generate.files()
     assert len(made) >= 9
-    stale = [str(path.relative_to(ROOT)) for path, text in made.items() if path.read_text() != text]
-    assert not stale, "make chart"
+    assert not [str(path.relative_to(ROOT)) for path, text in made.items() if path.read_text() != text], "make chart"
 
 
 NO_PODS = {"cli", "supervisor", "tiny"}  # folders of services that no pod runs
@@ -130,8 +129,7 @@ def test_nobody_may_touch_secrets_of_the_cluster_and_only_the_install_hook_reads
             assert role["metadata"]["name"] not in everywhere
     rules = [(role["metadata"]["name"], rule) for role in of_kind(objects, "Role") for rule in role["rules"]]
     reading = [(name, rule) for name, rule in rules if {"get", "list", "watch"} & set(rule["verbs"])]
-    readers = {name for name, rule in reading if "secrets" in rule["resources"]}
-    assert readers == {"rlhfspec-install"}
+    assert {name for name, rule in reading if "secrets" in rule["resources"]} == {"rlhfspec-install"}
     assert not any(
         "*" in [*rule["resources"], *rule["verbs"]]
         for role in of_kind(objects, "Role", "ClusterRole")
@@ -231,8 +229,7 @@ def test_names_begin_with_the_release_and_say_rlhfspec_once() -> None:
 
 @needs_helm
 def test_alerts_and_monitors_are_made_where_their_api_exists() -> None:
-    kinds = {each["kind"] for each in rendered({}, "--api-versions", MONITORING)}
-    assert {"PodMonitor", "PrometheusRule"} <= kinds
+    assert {"PodMonitor", "PrometheusRule"} <= {each["kind"] for each in rendered({}, "--api-versions", MONITORING)}
     assert not {"PodMonitor", "PrometheusRule"} & {each["kind"] for each in rendered()}
     never = {"monitoring": {"podMonitor": "never", "prometheusRule": "never"}}
     assert not {"PodMonitor", "PrometheusRule"} & {x["kind"] for x in rendered(never, "--api-versions", MONITORING)}

@@ -98,8 +98,7 @@ def test_exactly_the_edges_of_the_map_are_allowed() -> None:
     pairs = [(a, b) for a in everybody for b in everybody if not {a, b} <= {DNS, PROMETHEUS}]
     found = {(a.name, b.name, port) for a, b in pairs for port in PORTS if reaches(policies, a, b, port)}
     drawn = [edge for edge in edges.edges() if edge.to != "api"]
-    wanted = {(e.source, e.to, port) for e in drawn for port in PORTS if e.port <= port <= (e.last or e.port)}
-    assert found == wanted
+    assert found == {(e.source, e.to, port) for e in drawn for port in PORTS if e.port <= port <= (e.last or e.port)}
 
 
 ALL_OWN: dict[str, Any] = {"trainer": {"nodes": 2}, "generator": {"workers": 2, "weights": "group"}}

@@ -231,8 +231,7 @@ def test_each_rank_reads_its_own_share_and_names_what_is_wrong_with_it(copied: P
         "4/learner-00000-of-00002.safetensors", "4/learner.safetensors", "3/learner.safetensors",
     ]  # fmt: skip
     assert second == ["4/learner-00001-of-00002.safetensors", "3/state.json"], "nothing after what is wrong"
-    said = (tmp_path / "said").read_text()
-    assert "step-00000004: rank 1: learner-00001-of-00002.safetensors is damaged" in said
+    assert "step-00000004: rank 1: learner-00001-of-00002.safetensors is damaged" in (tmp_path / "said").read_text()
 
 
 def test_a_share_that_the_manifest_does_not_know_of_is_missed_by_its_tensor(copied: Path) -> None:

@@ -91,8 +91,7 @@ def test_help_imports_none_of_them() -> None:
 
 
 def test_an_unknown_command_is_none() -> None:
-    done = command(["nowhere"], 2)
-    assert "No such command 'nowhere'" in done.output
+    assert "No such command 'nowhere'" in command(["nowhere"], 2).output
 
 
 def check(*arguments: str | Path) -> tuple[int, str]:

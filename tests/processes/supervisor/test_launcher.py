@@ -44,8 +44,7 @@ class Started:
         self.processes: list[Launched] = []
 
     async def start(self, argument: str, name: str = "generator-0") -> Launched:
-        arguments = ["-m", "program", argument, "a word"]
-        self.processes.append(await self.launcher.start(name, arguments, self.log(name)))
+        self.processes.append(await self.launcher.start(name, ["-m", "program", argument, "a word"], self.log(name)))
         return self.processes[-1]
 
     def log(self, name: str = "generator-0") -> Path:

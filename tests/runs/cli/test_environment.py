@@ -80,8 +80,7 @@ def test_what_this_user_cannot_read_is_named_with_its_field(job_file: Path, mode
 
 def test_a_cache_that_cannot_be_made_is_named_with_what_to_set(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHFSPEC_CACHE", "/dev/null/cache")
-    result = invoke(job_file, "out", "model.path=tiny:sums", "model.drafter=null", code=1)
-    last = result.output.splitlines()[-1]
+    last = invoke(job_file, "out", "model.path=tiny:sums", "model.drafter=null", code=1).output.splitlines()[-1]
     assert last == "/dev/null/cache/models: cannot be made: Not a directory (RLHFSPEC_CACHE names another place)"
     assert not (job_file.parent / "out").exists()
 

@@ -67,8 +67,7 @@ def test_own_data_from_a_checkpoint_beside_a_job(models: Path, tmp_path: Path, m
     job["spec"]["model"]["path"] = "./my-model"
     (folder / "own-data.yaml").write_text(yaml.safe_dump(job))
     monkeypatch.chdir(tmp_path)
-    arguments = ["run", "my project/own-data.yaml", "--out", "trained", *small(folder / "own-data.yaml")]
-    command(arguments, 0)
+    command(["run", "my project/own-data.yaml", "--out", "trained", *small(folder / "own-data.yaml")], 0)
     assert len(curve_of(tmp_path / "job.yaml", "trained")) == 2
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "trained" / "export")
     first = AutoModelForCausalLM.from_pretrained(folder / "my-model")

@@ -48,8 +48,7 @@ def test_ctrl_c_ends_cleanly_and_a_resume_continues_the_curve(job_file: Path, wh
     run.process.send_signal(signal.SIGINT)
     run.until("stopping")
     hold.unlink()
-    output = run.ends(130)
-    assert "--resume" in output, "says how to go on"
+    assert "--resume" in run.ends(130), "says how to go on"
     done = len(lines_of(job_file, "stopped"))
     assert 1 <= done < 5
     manifest = json.loads((job_file.parent / "stopped" / "manifest.json").read_text())
@@ -74,8 +73,7 @@ def test_ctrl_c_before_the_first_step_is_quiet(job_file: Path) -> None:
     run = start(job_file, "early")
     run.until("importing torch")
     run.process.send_signal(signal.SIGINT)
-    output = run.ends(130)
-    assert "stopped" in output
+    assert "stopped" in run.ends(130)
     assert not (job_file.parent / "early").exists()
 
 
@@ -199,8 +197,7 @@ def test_a_disk_that_is_really_full_is_one_line(job_file: Path, whole: list[dict
         "    return letters(completion)\n"
     )
     options = (STEPS, "checkpoint.everySteps=100", "rewards.sources=[{type: function, function: 'rewards:full'}]")
-    output = start(job_file, "disk/out", *options).ends(1)
-    [line] = [line for line in output.splitlines() if "out: failed" in line]
+    [line] = [line for line in start(job_file, "disk/out", *options).ends(1).splitlines() if "out: failed" in line]
     assert "samples.jsonl: cannot be written: No space left on device" in line
     assert "failure.txt" in line
     assert "its end cannot be written down" in line
@@ -219,6 +216,5 @@ def test_one_folder_holds_one_run(job_file: Path) -> None:
 
 
 def test_bad_jobs_are_refused_before_anything_is_written(job_file: Path) -> None:
-    result = invoke(job_file, "never", "training.stpes=3", code=2)
-    assert "did you mean steps" in result.output
+    assert "did you mean steps" in invoke(job_file, "never", "training.stpes=3", code=2).output
     assert not (job_file.parent / "never").exists()

@@ -87,8 +87,7 @@ def test_exactly_on_policy_in_bfloat16(job_file: Path, lora: tuple[str, ...]) ->
 
 @pytest.mark.parametrize("overrides", [("training.autocast=bfloat16",), ("model.dtype=bfloat16",)])
 def test_rounded_arithmetic_is_seen_in_the_difference(job_file: Path, overrides: tuple[str, ...]) -> None:
-    steps = steps_of(job_file, "rounded", *overrides)
-    assert all(1e-4 < step["log_prob_difference"]["max"] < 0.5 for step in steps)
+    assert all(1e-4 < step["log_prob_difference"]["max"] < 0.5 for step in steps_of(job_file, "rounded", *overrides))
 
 
 def test_a_job_in_bfloat16_learns_as_one_in_float32(job_file: Path) -> None:
@@ -192,8 +191,7 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
     job_file: Path, overrides: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlhfspec.runs.folder.trackers.find_spec", lambda name: None)
-    result = invoke(job_file, "never", OFF, *overrides, code=2)
-    assert said in result.output
+    assert said in invoke(job_file, "never", OFF, *overrides, code=2).output
     assert not (job_file.parent / "never").exists()
 
 
@@ -279,8 +277,7 @@ def test_workers_and_arrival_order_change_nothing(
 
 def test_generator_and_trainer_agree(job_file: Path) -> None:
     train(job_file, "run")
-    differences = [json.loads(line)["log_prob_difference"]["max"] for line in lines_of(job_file, "run")]
-    assert 0 < max(differences) < 1e-5
+    assert 0 < max([json.loads(line)["log_prob_difference"]["max"] for line in lines_of(job_file, "run")]) < 1e-5
     result = invoke(job_file, "exact", "training.exactOnPolicy=true", code=0)
     assert [json.loads(line)["log_prob_difference"]["max"] for line in lines_of(job_file, "exact")] == [0.0] * 3
     assert "log-prob difference max 0" in result.output

@@ -85,15 +85,13 @@ def test_a_run_is_told_of_from_beginning_to_end(job: Job, job_file: Path) -> Non
     stages = job.start_stages(*STAGES)
     first = operator.until(lambda report: report.step >= 1, "the first step")
     if job.servers.redis_url is not None:
-        shown = shown_once(job, lambda names: names >= {f"{stage}-0" for stage in STAGES})
-        assert shown["steps"][0]["step"] == 1
+        assert shown_once(job, lambda names: names >= {f"{stage}-0" for stage in STAGES})["steps"][0]["step"] == 1
     viewing = job.show("--view")
     assert b"12 steps of" in viewing.stdout.readline()
     control.kill()
     control.wait()
     control = job.start("control")
-    again = operator.until(lambda report: report.step >= first.step, "the run after control was killed")
-    assert not again.troubles
+    assert not operator.until(lambda report: report.step >= first.step, "the run after control was killed").troubles
     job.servers._nats.send_signal(signal.SIGSTOP)
     try:
         away = operator.until(lambda report: report.troubles, "a broker that is away").troubles

@@ -72,8 +72,7 @@ def test_groups_are_whole_where_the_reward_wants_them_whole(job_file: Path) -> N
 def test_what_a_run_would_refuse_of_it_validate_refuses(job_file: Path) -> None:
     def said(*overrides: str) -> str:
         sets = [argument for override in overrides for argument in ("--set", override)]
-        result = command(["validate", str(job_file), *sets], 2)
-        return result.output
+        return command(["validate", str(job_file), *sets], 2).output
 
     assert "spec.evaluation.path: " in said("evaluation.path=held.jsonl")
     assert "spec.evaluation.numPrompts: must be < 24" in said("evaluation.numPrompts=24")

@@ -141,8 +141,7 @@ def test_servers_that_die_while_stages_start_are_restarted(job_file: Path, start
 def test_a_stage_that_fails_says_why_in_one_line(job_file: Path, starting: Callable[..., Started]) -> None:
     (job_file.parent / "failing.py").write_text("def reward(completion):\n    raise ValueError('no digits')\n")
     run = starting("failing", "rewards.sources=[{type: function, function: 'failing:reward', retries: 0}]")
-    output = run.ends(1)
-    [line] = [line for line in output.splitlines() if "failed:" in line and "reward 0" in line]
+    [line] = [line for line in run.ends(1).splitlines() if "failed:" in line and "reward 0" in line]
     assert "letters/1/" in line
     assert "no digits" in line
     last = json.loads((run.folder / "logs" / "reward-0.jsonl").read_text().splitlines()[-1])

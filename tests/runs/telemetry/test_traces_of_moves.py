@@ -43,8 +43,7 @@ def moved_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trace(*arguments: str) -> str:
-    result = command(["trace", *arguments], 0)
-    return result.output
+    return command(["trace", *arguments], 0).output
 
 
 @pytest.mark.sweep(parts=2)

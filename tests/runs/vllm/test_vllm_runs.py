@@ -72,6 +72,5 @@ def test_under_faults_samples_are_those_of_our_engine(tmp_path: Path) -> None:
 
 def test_without_vllm_one_line_says_what_to_install(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "/nowhere/python")
-    result = invoke(job_file, "none", VLLM, code=2)
-    assert INSTALL_VLLM in " ".join(result.output.split())
+    assert INSTALL_VLLM in " ".join(invoke(job_file, "none", VLLM, code=2).output.split())
     assert not (job_file.parent / "none").exists()

@@ -45,8 +45,7 @@ def status(health: Health, *, role: str = "reward", credentials: Path | None = N
         if credentials is None
         else grpc.secure_channel(address, channel_credentials(credentials, role))
     ) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=60).status)
+        return int(health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60).status)
 
 
 def test_it_serves_from_ready_to_draining(health: Health) -> None:

@@ -193,11 +193,9 @@ def test_each_pair_has_prompts_of_its_own_text() -> None:
 
 
 def test_bands_of_activity_halve_down_to_one() -> None:
-    actives = [8, 8, 7, 5, 4, 3, 1, 1]
-    seen = [(i, n, "a" if n > 4 else "b") for i, n in enumerate(actives)]
+    seen = [(i, n, "a" if n > 4 else "b") for i, n in enumerate([8, 8, 7, 5, 4, 3, 1, 1])]
     steps = [DrainingStep(seconds=i, num_active=n, num_tokens=n, num_verified_nodes=0, strategy=s) for i, n, s in seen]
-    bands = Trace(mode="adaptive", steps=steps).strategies_by_activity()
-    assert bands == [(8, 5, "a"), (4, 3, "b"), (1, 1, "b")]
+    assert Trace(mode="adaptive", steps=steps).strategies_by_activity() == [(8, 5, "a"), (4, 3, "b"), (1, 1, "b")]
 
 
 @pytest.fixture(scope="module")
@@ -239,8 +237,7 @@ def test_trees_compares_with_chains(untrained_pair: tiny_models.TinyModels, monk
         "bench", "trees", "--model", str(untrained_pair.wide), "--draft", str(untrained_pair.draft),
         "--batch", "4", "--tokens", "16",
     ]  # fmt: skip
-    outcome = command(arguments, 0)
-    assert "-n4" in outcome.output
+    assert "-n4" in command(arguments, 0).output
     gain = trees.TreeGain(num_nodes=32, chain_tokens=10.0, tree_tokens=10.9, tree="x")
     assert (gain.holds, replace(gain, tree_tokens=11.0).holds, replace(gain, num_nodes=8).holds) == (False, True, True)
 

@@ -85,8 +85,7 @@ TEXT_FILES = [write_json_lines, write_json_list, write_lines_named_json, write_c
 
 @pytest.mark.parametrize("write", [*TEXT_FILES, *map(compressed, TEXT_FILES), write_parquet, write_folder])
 def test_every_source_gives_the_same_rows(tmp_path: Path, write: Any) -> None:
-    rows = load_rows(Dataset(path=str(write(tmp_path))))
-    found = [(row["prompt"], int(row["answer"])) for row in rows.records]
+    found = [(row["prompt"], int(row["answer"])) for row in load_rows(Dataset(path=str(write(tmp_path)))).records]
     assert found == [(r["prompt"], r["answer"]) for r in RECORDS]
 
 

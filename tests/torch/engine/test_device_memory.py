@@ -58,8 +58,7 @@ def test_weights_reach_the_device_in_the_type_in_which_they_are_kept(second: Any
 
 
 def test_a_roomy_device_holds_every_row_at_full_context(second: Any) -> None:
-    engine = engine_on_second()
-    assert engine.state.config.num_blocks == EngineConfig(max_sequences=64, max_context=512).num_blocks
+    assert engine_on_second().state.config.num_blocks == EngineConfig(max_sequences=64, max_context=512).num_blocks
 
 
 @pytest.mark.parametrize("drafter", [False, True])
@@ -164,8 +163,7 @@ def test_steps_capture_nothing(second: Any, monkeypatch: pytest.MonkeyPatch, spe
     monkeypatch.setattr(graphs, "CudaCapture", lambda: capture)
     settings = {"max_sequences": 4, "max_context": 64, "profile": False, "prefill_chunk": 8, "tree_slots": 16}
     config = EngineConfig(device="second:0", speculation=speculation, exact=exact, **settings)
-    model = random_model("llama", seed=0)
-    engine = make_engine(model, config, draft=perturbed(random_model("llama", seed=0), 0.1))
+    engine = make_engine(random_model("llama", seed=0), config, draft=perturbed(random_model("llama", seed=0), 0.1))
     assert captured == [rows for space in captures(engine) for rows in space]
     at_the_start = len(captured)
     assert at_the_start > 0

@@ -248,8 +248,7 @@ def assert_refused(file: Path, field: str, fix: str, *options: str) -> None:
 def test_the_unspoiled_job_is_valid(folder: Path) -> None:
     file = folder / "good.yaml"
     file.write_text(yaml.safe_dump(LAPTOP_JOB))
-    result = command(["validate", str(file), "--prompts"], 0)
-    assert "3 of 5 to 5 tokens, 0 too long" in result.output
+    assert "3 of 5 to 5 tokens, 0 too long" in command(["validate", str(file), "--prompts"], 0).output
 
 
 @pytest.mark.parametrize(("edits", "field", "fix"), FIELDS, ids=lambda value: value if isinstance(value, str) else "")
@@ -369,8 +368,7 @@ def test_no_refusal_repeats_a_secret(folder: Path, edits: dict[str, Any], overri
     file = folder / "secret.yaml"
     file.write_text(laptop(edits))
     sets = [word for override in overrides for word in ("--set", override)]
-    result = command(["validate", str(file), *sets], 2)
-    assert SECRET not in result.output
+    assert SECRET not in command(["validate", str(file), *sets], 2).output
 
 
 def test_every_problem_is_said_at_once(folder: Path) -> None:

@@ -88,8 +88,7 @@ def near_ties(batch: Batch) -> Batch:
     """Return logits whose noisy scores are equal up to float32 rounding."""
     temperatures = torch.where(batch.temperatures > 0, batch.temperatures, 1).clamp(0.3, 2.0)
     noise = gumbel_noise(batch.seeds, batch.positions, batch.logits.shape[1])
-    logits = ((5.0 - noise) * temperatures[:, None].double()).float()
-    return batch._replace(logits=logits, temperatures=temperatures)
+    return batch._replace(logits=((5.0 - noise) * temperatures[:, None].double()).float(), temperatures=temperatures)
 
 
 def native_sample(isa: str, batch: Batch) -> gumbel.SampleResult:
@@ -426,8 +425,7 @@ def test_triton_gives_a_given_token_the_bits_of_sampling_it(vocab_size: int, tem
     drawn = triton_sample(batch)
     tempered = gumbel_triton.log_probs(batch.logits, drawn.tokens, batch.temperatures)
     assert bits((tempered,)) == bits((drawn.tempered_log_probs,))
-    untempered = gumbel_triton.log_probs(batch.logits, drawn.tokens, torch.ones(5))
-    assert bits((untempered,)) == bits((drawn.log_probs,))
+    assert bits((gumbel_triton.log_probs(batch.logits, drawn.tokens, torch.ones(5)),)) == bits((drawn.log_probs,))
     others = torch.randint(vocab_size, (5,), generator=g, dtype=torch.int32)
     found = gumbel_triton.log_probs(batch.logits, others, batch.temperatures)
     wanted = gumbel.token_log_probs_reference(batch.logits, others, batch.temperatures)

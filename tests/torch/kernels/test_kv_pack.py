@@ -44,8 +44,7 @@ dtypes = st.sampled_from(list(WORDS))
 
 @st.composite
 def some_of(draw: st.DrawFn, count: int) -> torch.Tensor:
-    chosen = draw(st.lists(st.integers(0, count - 1), unique=True, max_size=12))
-    return torch.tensor(chosen, dtype=torch.int32)
+    return torch.tensor(draw(st.lists(st.integers(0, count - 1), unique=True, max_size=12)), dtype=torch.int32)
 
 
 @settings(max_examples=60)

@@ -123,8 +123,7 @@ def test_the_check_of_bits_can_fail() -> None:
 @every_native
 @pytest.mark.parametrize(("hidden", "intermediate", "bias"), [(37, 65, True), (256, 4500, False), (600, 130, True)])
 def test_gated_mlps_are_layers(hidden: int, intermediate: int, bias: bool, dtype: torch.dtype, arithmetic: str) -> None:
-    parts = make_mlp_parts(hidden, intermediate, hidden, bias=bias)
-    mlp = pack_mlp(parts, dtype, arithmetic)
+    mlp = pack_mlp(parts := make_mlp_parts(hidden, intermediate, hidden, bias=bias), dtype, arithmetic)
     x = torch.randn(130, hidden)
     assert differing_batches(mlp, x) == []
     gate, up, down = (PackedLinear.from_linear(part, dtype=dtype, arithmetic=arithmetic) for part in parts)

@@ -77,8 +77,7 @@ def flat(number: int, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def targets_of(number: int, algorithm: Algorithm) -> Targets:
     rollouts = Rollouts.of(*records_of(number))
-    old = flat(number, "old_log_probs")
-    return prepare(algorithm, rollouts, policy_log_probs=old, max_tokens=MAX_TOKENS)[0]
+    return prepare(algorithm, rollouts, policy_log_probs=flat(number, "old_log_probs"), max_tokens=MAX_TOKENS)[0]
 
 
 def find(of: str, number: int, **parameters: Any) -> dict[str, Any]:
@@ -225,8 +224,7 @@ def test_without_a_coefficient_no_reference_is_needed_nor_used() -> None:
     targets, metrics = prepare(algorithm, rollouts, policy_log_probs=None, max_tokens=MAX_TOKENS)
     log_probs = flat(0, "log_probs")
     assert policy_terms(algorithm, log_probs, log_probs, targets, None).losses.keys() == {"policy_loss"}
-    before = metrics_before_updates(algorithm, rollouts, log_probs, torch.tensor([1.0, 2.0]))
-    assert before == {"entropy": 1.5}
+    assert metrics_before_updates(algorithm, rollouts, log_probs, torch.tensor([1.0, 2.0])) == {"entropy": 1.5}
     assert metrics["reward_source_exact"] == 1.5
 
 

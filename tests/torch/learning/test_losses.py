@@ -177,8 +177,7 @@ def test_the_clip_stops_gradients_only_of_a_policy_too_far(ratio: float, advanta
 
 
 def test_a_runaway_ratio_with_no_advantage_costs_nothing() -> None:
-    log_probs = torch.tensor([0.0], requires_grad=True)
-    ratio = token_ratio(log_probs, torch.tensor([-1000.0]))
+    ratio = token_ratio(log_probs := torch.tensor([0.0], requires_grad=True), torch.tensor([-1000.0]))
     loss = clipped_policy_loss(ratio, torch.tensor([0.0]), clip_low=0.2, clip_high=0.2)
     loss.sum().backward()
     assert loss.item() == 0.0

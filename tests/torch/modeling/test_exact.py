@@ -312,8 +312,7 @@ def test_layers_have_the_gradients_of_their_twins(dtype: torch.dtype, bias: bool
     linear_twin(x, kept[0], biases[0], "fma").square().sum().backward()
     if not bias:
         gated_mlp_twin(x, kept[0], kept[1], kept[2], "silu", "fma").square().sum().backward()
-    theirs = [tensor.grad for tensor in (x, *weights) if tensor.grad is not None]
-    for one, other in zip(ours, theirs, strict=True):
+    for one, other in zip(ours, [tensor.grad for tensor in (x, *weights) if tensor.grad is not None], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 

@@ -42,8 +42,7 @@ def one_by_one(model: Any, temperature: float) -> torch.Tensor:
     found = []
     for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
         logits = model(torch.tensor([[*prompt, *response]]), use_cache=False).logits[0].float() / temperature
-        rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-        found.append(rows.gather(1, torch.tensor(response)[:, None])[:, 0])
+        found.append(logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(response)[:, None])[:, 0])
     return torch.cat(found)
 
 

@@ -183,8 +183,7 @@ def test_the_mode_follows_the_terminal() -> None:
     assert a_view(terminal())[0].mode == "live"
     assert a_view(terminal(encoding="ascii"))[0].mode == "plain"
     assert a_view(Console(file=io.StringIO()))[0].mode == "plain"
-    dumb = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
-    assert a_view(dumb)[0].mode == "plain"
+    assert a_view(Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"}))[0].mode == "plain"
     assert a_view(terminal(), view="plain")[0].mode == "plain"
     with pytest.raises(InvalidRequest, match=r"observability\.view"):
         a_view(terminal(encoding="ascii"), view="live")

@@ -53,8 +53,7 @@ async def reward(completion):
     loops.add(asyncio.get_running_loop())
     return len(loops)
 """
-    scores = desk.score(code, [sample(prompt) for prompt in range(3)])
-    assert [score.values for score in scores] == [(1.0,)] * 3
+    assert [score.values for score in desk.score(code, [sample(prompt) for prompt in range(3)])] == [(1.0,)] * 3
 
 
 def test_a_batched_function_gets_a_prompt_group_in_id_order_whatever_the_order_of_arrival(desk: Desk) -> None:
@@ -179,8 +178,7 @@ def test_fail_is_stronger_than_drop(desk: Desk) -> None:
 
 def test_what_was_not_generated_is_not_scored(desk: Desk) -> None:
     code = "def reward(completions): return [float(len(completions))] * len(completions)"
-    group = [sample(replica=0, error="infinite logits"), sample(replica=1)]
-    missing, scored = desk.score(code, group, batched=True)
+    missing, scored = desk.score(code, [sample(replica=0, error="infinite logits"), sample(replica=1)], batched=True)
     assert (missing.values, missing.error) == ((), "not generated: infinite logits")
     assert scored.values == (1.0,)
 

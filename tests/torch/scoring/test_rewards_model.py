@@ -27,8 +27,7 @@ from rlhfspec.training.scoring.rewards.sources import RewardSources
 
 
 def run(folder: Path, source: dict[str, Any], *samples: Sample) -> list[Score]:
-    sources = Desk(folder).sources({"type": "model", "dtype": "float32", **source})
-    return reward_desks.run(sources, list(samples))
+    return reward_desks.run(Desk(folder).sources({"type": "model", "dtype": "float32", **source}), list(samples))
 
 
 @pytest.fixture(scope="module")

@@ -111,8 +111,7 @@ def test_a_trainer_that_dies_alone_trains_the_same_steps_again_to_the_same_bits(
 
 def _whole(found: dict[int, list[float]] = {}) -> dict[int, list[float]]:  # noqa: B006 (computed once)
     if not found:
-        job = a_job(training={"steps": NUM_STEPS, "promptsPerStep": 2})
-        found.update(asyncio.run(_trained(job, [])).chains)
+        found.update(asyncio.run(_trained(a_job(training={"steps": NUM_STEPS, "promptsPerStep": 2}), [])).chains)
     return found
 
 
@@ -198,8 +197,7 @@ class FarLearner(FakeLearner):
     """Learner whose log-probs leave the generator's from the second step on, as with a stale head."""
 
     def learn(self, rollouts: Rollouts) -> LearnReport:
-        report = super().learn(rollouts)
-        return replace(report, untempered_log_probs=rollouts.log_probs + 0.07 * (self.version > 1))
+        return replace(super().learn(rollouts), untempered_log_probs=rollouts.log_probs + 0.07 * (self.version > 1))
 
 
 async def test_nothing_of_a_step_that_differs_leaves_the_trainer() -> None:

@@ -207,8 +207,7 @@ def test_a_put_hashes_in_threads_what_one_thread_would(
 
     for module in (file_module, packed_module):
         monkeypatch.setattr(module, "hash_of", heard)
-    record = make(tmp_path).put("sums", "policy", 1, state(1))
-    assert record.digest == digest(state(1)) == slow_digest(state(1))
+    assert make(tmp_path).put("sums", "policy", 1, state(1)).digest == digest(state(1)) == slow_digest(state(1))
     assert all(name.startswith("hashing") for name, _ in hashed)
     assert sum(size for _, size in hashed) == sum(t.nbytes for name, t in state(1).items() if name != "head")
 

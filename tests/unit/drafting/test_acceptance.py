@@ -26,8 +26,7 @@ def feed(
     n = len(table_rows := np.repeat(np.array(rows, np.int32), 6))
     ones = np.ones(n, np.int32)
     for _ in range(steps):
-        gaps = np.full(n, gap, np.float32)
-        model.observe("model", table_rows, ones, ones * 0, gaps, random.random(n) < chance)
+        model.observe("model", table_rows, ones, ones * 0, np.full(n, gap, np.float32), random.random(n) < chance)
 
 
 def test_it_learns_the_truth_of_every_gap_and_reports_it() -> None:
@@ -105,8 +104,7 @@ def test_a_reset_falls_back_towards_the_prior() -> None:
 
 
 def test_odd_gaps_and_rows_beyond_the_announced_are_harmless() -> None:
-    model = AcceptanceModel(1)
-    chances = predicted(model, [float("nan"), float("inf"), -3.0, 1e30], row=7)
+    chances = predicted(model := AcceptanceModel(1), [float("nan"), float("inf"), -3.0, 1e30], row=7)
     assert ((chances > 0) & (chances < 1)).all()
     model.forget(100)
     empty = np.empty(0, np.int32)

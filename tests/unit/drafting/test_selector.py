@@ -140,8 +140,7 @@ def test_a_step_in_the_costs_is_taken_if_what_lies_behind_it_pays() -> None:
     target, level = CostTable([1, 8, 9, 64], [0.01, 0.01, 0.02, 0.02]), CostTable([1, 64], [1e-4, 1e-4])
     for frontier, expected in ((0.95, True), (0.2, False)):
         rule = PayingLevel(LevelTerms(target, level, tokens_per_second=400.0, success=0.95, verified_rows=8))
-        path = np.full(4, frontier, np.float32)
-        assert rule.go_on(frontier_acceptance=path, num_rows=4, level=2) is expected
+        assert rule.go_on(frontier_acceptance=np.full(4, frontier, np.float32), num_rows=4, level=2) is expected
 
 
 def test_a_plan_is_rated_by_what_its_forests_promised_and_what_came_true_of_it() -> None:
@@ -298,8 +297,7 @@ def test_it_recovers_when_acceptance_breaks_down_and_when_it_comes_back(batch: i
     assert good > 1.2 * plain
     world.agreement["model"] = -9.0
     world.run(selector, acceptance, num_sequences=batch, num_steps=60)
-    broken = world.run(selector, acceptance, num_sequences=batch, num_steps=100).tokens_per_second
-    assert broken > 0.95 * plain
+    assert world.run(selector, acceptance, num_sequences=batch, num_steps=100).tokens_per_second > 0.95 * plain
     world.agreement["model"] = 1.0
     world.run(selector, acceptance, num_sequences=batch, num_steps=400)
     assert world.run(selector, acceptance, num_sequences=batch, num_steps=100).tokens_per_second > 0.85 * good

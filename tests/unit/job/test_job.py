@@ -162,8 +162,7 @@ def test_an_algorithm_fills_in_its_defaults_and_keeps_what_is_given(file: Path, 
     block = read_job(file, [f"algorithm.name={algorithm}"]).spec.algorithm
     for name, value in ALGORITHMS[algorithm].defaults.items():
         assert getattr(block, name) == value
-    given = read_job(file, [f"algorithm.name={algorithm}", "algorithm.clipHigh=0.5"]).spec.algorithm
-    assert given.clip_high == 0.5
+    assert read_job(file, [f"algorithm.name={algorithm}", "algorithm.clipHigh=0.5"]).spec.algorithm.clip_high == 0.5
 
 
 def test_messages_take_the_place_of_the_prompt_column(file: Path) -> None:

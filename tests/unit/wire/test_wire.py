@@ -22,8 +22,7 @@ def test_every_record_has_a_strategy_and_a_place_in_the_envelope() -> None:
 
 @pytest.mark.parametrize("record_type", STRATEGIES, ids=lambda kind: kind.__name__)
 def test_message_has_the_record_s_fields(record_type: type[Record]) -> None:
-    field = Envelope.DESCRIPTOR.fields_by_name[ENVELOPE_FIELDS[record_type]]
-    assert not unlike(field.message_type, record_type)
+    assert not unlike(Envelope.DESCRIPTOR.fields_by_name[ENVELOPE_FIELDS[record_type]].message_type, record_type)
 
 
 def unlike(message: Any, kind: Any) -> list[str]:
