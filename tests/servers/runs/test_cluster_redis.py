@@ -14,21 +14,29 @@ from rlhfspec.messages.access.rights import CONTROL
 from rlhfspec.messages.loop import STAGES
 from rlhfspec.operator.shared.redis_users import RedisUsers
 from rlhfspec.operator.shared.release import redis_login
-from rlhfspec.runs.live import redis_users
 from rlhfspec.runs.live.live import LiveState, LiveView, read_live
 from rlhfspec.runs.live.redis_client import client, client_of
+from rlhfspec.runs.live.redis_users import (
+    DASHBOARD,
+    PASSWORD_FILE,
+    USER_FILE,
+    ClusterRun,
+    live_key,
+    password_of,
+    user_of,
+)
 from rlhfspec.runs.live.run_state import RunState, after
 
 pytestmark = pytest.mark.skipif(REDIS is None, reason=NO_REDIS)
 UID = "3f2a"
-MINE, THEIRS = redis_users.ClusterRun("team-a", UID), redis_users.ClusterRun("team-b", "9b9b")
+MINE, THEIRS = ClusterRun("team-a", UID), ClusterRun("team-b", "9b9b")
 EVERY_COMMAND = ("CONFIG GET *", "ACL LIST", "ACL SETUSER x", "FLUSHALL", "KEYS *", "SCAN 0", "DBSIZE", "RANDOMKEY",
                  "CLIENT LIST", "MONITOR", "INFO", "SUBSCRIBE x", "EVAL x 0", "SELECT 1")  # fmt: skip
 
 
-def redis_client(servers: SharedServers, role: str, run: redis_users.ClusterRun = MINE) -> Redis:
-    if role == redis_users.DASHBOARD:
-        folder = servers.release_credentials(redis_users.DASHBOARD)
+def redis_client(servers: SharedServers, role: str, run: ClusterRun = MINE) -> Redis:
+    if role == DASHBOARD:
+        folder = servers.release_credentials(DASHBOARD)
     else:
         folder = servers.credentials(role, run=run.uid, namespace=run.namespace)
     assert servers.redis_url is not None
@@ -58,12 +66,12 @@ def commands_on(redis: Redis, key: str) -> dict[str, tuple[object, bool]]:
 
 
 @pytest.mark.usefixtures("redis_users")
-@pytest.mark.parametrize("role", [CONTROL, redis_users.DASHBOARD])
+@pytest.mark.parametrize("role", [CONTROL, DASHBOARD])
 async def test_control_alone_writes_and_nothing_of_another_run(servers: SharedServers, role: str) -> None:
     async with redis_client(servers, role) as client:
         for run in (MINE, THEIRS):
-            wanted = {True: role == CONTROL and run == MINE, False: role == redis_users.DASHBOARD or run == MINE}
-            for command, (asked, writes) in commands_on(client, redis_users.live_key(run.uid)).items():
+            wanted = {True: role == CONTROL and run == MINE, False: role == DASHBOARD or run == MINE}
+            for command, (asked, writes) in commands_on(client, live_key(run.uid)).items():
                 assert await _may(asked) == wanted[writes], (command, run)
         for key in ("anything", f"rlhfspec:{UID}:worker:reward-0", f"rlhfspec:{UID}:live:more"):
             assert not await _may(client.set(key, b"x")), key
@@ -75,22 +83,18 @@ async def test_control_alone_writes_and_nothing_of_another_run(servers: SharedSe
 @pytest.mark.parametrize("role", [stage.name for stage in STAGES])
 async def test_a_worker_has_no_user_and_no_password_and_may_write_nothing(servers: SharedServers, role: str) -> None:
     folder = servers.credentials(role, run=UID, namespace=MINE.namespace)
-    assert not {redis_users.USER_FILE, redis_users.PASSWORD_FILE} & {path.name for path in folder.iterdir()}
+    assert not {USER_FILE, PASSWORD_FILE} & {path.name for path in folder.iterdir()}
     with pytest.raises(InvalidRequest, match="credentials: cannot be read"):
         redis_client(servers, role)
     # With all that its pod could guess: the names of users are no secrets.
-    control = redis_users.user_of(servers.keys.master, MINE)
+    control = user_of(servers.keys.master, MINE)
     assert servers.redis_url is not None
     authority = str(folder / "servers-ca.pem")
     for user in (control, control.replace(CONTROL, role), role):
-        options = {
-            "username": user,
-            "password": redis_users.password_of(bytes(32), UID, role),
-            "ssl_ca_certs": authority,
-        }
+        options = {"username": user, "password": password_of(bytes(32), UID, role), "ssl_ca_certs": authority}
         async with client(servers.redis_url, 20.0, options) as redis:
             with pytest.raises(AuthenticationError):
-                await redis.set(redis_users.live_key(UID), b"x")
+                await redis.set(live_key(UID), b"x")
 
 
 async def test_the_operator_itself_reads_nothing(servers: SharedServers) -> None:
@@ -100,7 +104,7 @@ async def test_the_operator_itself_reads_nothing(servers: SharedServers) -> None
     async with Redis.from_url(
         servers.redis_url, username=user, password=password, ssl_ca_data=authority, protocol=2
     ) as client:
-        asked_of = commands_on(client, redis_users.live_key(UID))
+        asked_of = commands_on(client, live_key(UID))
         assert {command for command, (asked, _) in asked_of.items() if await _may(asked)} == set()
         for words in ("CONFIG GET *", "FLUSHALL", "KEYS *", "ACL LIST", "SHUTDOWN"):
             assert not await _may(client.execute_command(*words.split())), words
