@@ -95,7 +95,8 @@ def policies_of(values: dict[str, Any] | None = None) -> list[Policy]:
 def test_exactly_the_edges_of_the_map_are_allowed() -> None:
     policies = policies_of()
     everybody = [*PARTIES, DNS, PROMETHEUS]
-    pairs = [(a, b) for a in everybody for b in everybody if not {a, b} <= {DNS, PROMETHEUS}]
+    others = (DNS, PROMETHEUS)
+    pairs = [(a, b) for a in everybody for b in everybody if a not in others or b not in others]
     found = {(a.name, b.name, port) for a, b in pairs for port in PORTS if reaches(policies, a, b, port)}
     drawn = [edge for edge in edges.edges() if edge.to != "api"]
     assert found == {(e.source, e.to, port) for e in drawn for port in PORTS if e.port <= port <= (e.last or e.port)}
