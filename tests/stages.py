@@ -152,7 +152,12 @@ class FakeLearner:
         zeros = torch.zeros(rollouts.num_tokens)
         log_probs = rollouts.log_probs
         return LearnReport(
-            version=self.version, metrics={}, advantages=zeros, log_probs=zeros, untempered_log_probs=log_probs
+            version=self.version,
+            metrics={},
+            advantages=zeros,
+            log_probs=zeros,
+            untempered_log_probs=log_probs,
+            has_run=torch.ones_like(log_probs, dtype=torch.bool),
         )
 
     def policy_state(self) -> dict[str, Any]:

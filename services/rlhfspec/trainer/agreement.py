@@ -40,7 +40,7 @@ class Agreement:
 
     def check(self, step: int, rollouts: Rollouts, report: LearnReport) -> None:
         """Raise LogProbMismatch if the step's difference exceeds what the precisions explain."""
-        is_current = rollouts.weights_versions == step - 1
+        is_current = (rollouts.weights_versions == step - 1) & report.has_run
         if not is_current.any():
             return
         differences = report.untempered_log_probs.double() - rollouts.log_probs.double()

@@ -210,11 +210,14 @@ def test_the_kl_is_told_by_the_jobs_estimator_and_by_k3(estimator: str) -> None:
     algorithm = Algorithm.model_validate({"name": "grpo", "klEstimator": estimator})
     rollouts = Rollouts.of(*records_of(0))
     assert rollouts.reference_log_probs is not None
-    told = metrics_before_updates(algorithm, rollouts, rollouts.reference_log_probs - 0.5, torch.tensor([1.0]))
+    everything = torch.ones_like(rollouts.reference_log_probs, dtype=torch.bool)
+    entropy = torch.ones(len(everything))
+    told = metrics_before_updates(algorithm, rollouts, rollouts.reference_log_probs - 0.5, entropy, everything)
     expected = {"k1": -0.5, "k2": 0.125, "k3": math.exp(0.5) - 1.5}
     assert told == pytest.approx({"entropy": 1.0} | {f"kl_{name}": expected[name] for name in {estimator, "k3"}})
     nearly = rollouts.reference_log_probs.double() + 1e-9
-    assert metrics_before_updates(algorithm, rollouts, nearly, torch.tensor([1.0]))["kl_k3"] >= 0, "rounding aside"
+    before = metrics_before_updates(algorithm, rollouts, nearly, entropy, everything)
+    assert before["kl_k3"] >= 0, "rounding aside"
 
 
 def test_without_a_coefficient_no_reference_is_needed_nor_used() -> None:
@@ -224,7 +227,9 @@ def test_without_a_coefficient_no_reference_is_needed_nor_used() -> None:
     targets, metrics = prepare(algorithm, rollouts, policy_log_probs=None, max_tokens=MAX_TOKENS)
     log_probs = flat(0, "log_probs")
     assert policy_terms(algorithm, log_probs, log_probs, targets, None).losses.keys() == {"policy_loss"}
-    assert metrics_before_updates(algorithm, rollouts, log_probs, torch.tensor([1.0, 2.0])) == {"entropy": 1.5}
+    has_run = torch.tensor([True, True, False])
+    before = metrics_before_updates(algorithm, rollouts, log_probs, torch.tensor([1.0, 2.0, 9.0]), has_run)
+    assert before == {"entropy": 1.5}
     assert metrics["reward_source_exact"] == 1.5
 
 

@@ -156,7 +156,14 @@ def rollouts_of(step: int, versions: tuple[int, int]) -> Rollouts:
 def report_of(step: int, rollouts: Rollouts, *differences: float) -> LearnReport:
     zeros = torch.zeros(2)
     untempered = rollouts.log_probs + torch.tensor(differences)
-    return LearnReport(version=step, metrics={}, advantages=zeros, log_probs=zeros, untempered_log_probs=untempered)
+    return LearnReport(
+        version=step,
+        metrics={},
+        advantages=zeros,
+        log_probs=zeros,
+        untempered_log_probs=untempered,
+        has_run=torch.ones_like(untempered, dtype=torch.bool),
+    )
 
 
 @pytest.mark.parametrize(("precision", "allowed", "spec"), CASES)

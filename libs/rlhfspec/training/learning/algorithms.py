@@ -82,6 +82,17 @@ def needs_policy_log_probs(algorithm: Algorithm) -> bool:
     return algorithm.kl_coefficient > 0 and algorithm.kl_placement == "reward"
 
 
+def has_gradient(algorithm: Algorithm, targets: Targets) -> Tensor:
+    """Return [n] bool: whether a sample's policy loss can have a gradient other than exactly 0.
+
+    It cannot where all its advantages are 0 and neither a KL nor an entropy bonus is part of the loss."""
+    is_in_loss = algorithm.kl_coefficient > 0 and algorithm.kl_placement == "loss"
+    if is_in_loss or algorithm.entropy_coefficient > 0:
+        return torch.ones(len(targets.lengths), dtype=torch.bool)
+    parts = torch.split(targets.advantages != 0, targets.lengths.tolist())
+    return torch.stack([part.any() for part in parts])
+
+
 def prepare(
     algorithm: Algorithm, rollouts: Rollouts, *, policy_log_probs: Tensor | None, max_tokens: int
 ) -> tuple[Targets, Metrics]:
@@ -122,10 +133,13 @@ def shaped_rewards(algorithm: Algorithm, rollouts: Rollouts, *, max_tokens: int)
     return rollouts.rewards + penalties, {"overlong_penalty_mean": float(penalties.mean())}
 
 
-def metrics_before_updates(algorithm: Algorithm, rollouts: Rollouts, log_probs: Tensor, entropy: Tensor) -> Metrics:
-    metrics = {"entropy": float(entropy.double().mean())}
+def metrics_before_updates(
+    algorithm: Algorithm, rollouts: Rollouts, log_probs: Tensor, entropy: Tensor, has_run: Tensor
+) -> Metrics:
+    """Return metrics over the tokens that have run; all tensors are [T], the numbers the trainer's."""
+    metrics = {"entropy": float(entropy[has_run].double().mean())}
     if rollouts.reference_log_probs is not None:
-        policy, reference = log_probs.double(), rollouts.reference_log_probs.double()
+        policy, reference = log_probs[has_run].double(), rollouts.reference_log_probs[has_run].double()
         for estimator in dict.fromkeys((algorithm.kl_estimator, "k3")):
             kl = kl_estimate(policy, reference, estimator)
             metrics[f"kl_{estimator}"] = float((kl if estimator == "k1" else kl.clamp(min=0)).mean())  # rounding aside

@@ -32,6 +32,7 @@ from rlhfspec.training.learning.aggregation import token_indices
 from rlhfspec.training.learning.algorithms import (
     Targets,
     TokenTerms,
+    has_gradient,
     metrics_before_updates,
     needs_policy_log_probs,
     policy_terms,
@@ -61,6 +62,7 @@ class LearnReport:
     advantages: Tensor  # [T] as trained towards
     log_probs: Tensor  # [T] the trainer's, before the step's first update
     untempered_log_probs: Tensor  # [T] likewise, at temperature 1
+    has_run: Tensor  # [T] bool; log-probs of samples without a gradient are not computed and stand as 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,35 +166,49 @@ class Learner:
         torch.set_num_threads(self._num_threads)  # torch keeps it per thread
         algorithm, epochs = self._spec.algorithm, self._spec.training.epochs
         tally = Tally(rollouts.num_tokens)
-        minis = self._mini_batches(rollouts)
-        if len(minis) * epochs > 1 or needs_policy_log_probs(algorithm) or self._lora_dropout:
-            self._keep_old_log_probs(rollouts, minis, tally)
+        if needs_policy_log_probs(algorithm):
+            self._keep_old_log_probs(rollouts, self._mini_batches(rollouts, range(rollouts.num_samples)), tally)
         old = tally.log_probs if tally.is_complete else None
         max_tokens = self._spec.generation.max_tokens
         targets, metrics = prepare(algorithm, rollouts, policy_log_probs=old, max_tokens=max_tokens)
+        trained = self._trained(targets)
+        minis = self._mini_batches(rollouts, trained)
+        if not tally.is_complete and (len(minis) * epochs > 1 or self._lora_dropout):
+            self._keep_old_log_probs(rollouts, minis, tally)
         for mini in minis * epochs:
             of_mini = targets.mini_batch(algorithm, mini.samples, max_tokens=max_tokens)
             for model in self._networks:
                 self._step(model, rollouts, of_mini, mini, tally)
         tally.share(self._all)
-        metrics |= metrics_before_updates(algorithm, rollouts, tally.log_probs, tally.entropy)
-        metrics |= tally.metrics(rollouts, self._all, epochs=epochs)
+        metrics |= metrics_before_updates(algorithm, rollouts, tally.log_probs, tally.entropy, tally.has_run)
+        num_terms = epochs * int(rollouts.lengths[list(trained)].sum())
+        metrics |= tally.metrics(rollouts, self._all, num_terms=num_terms)
+        metrics["skipped_fraction"] = 1 - len(trained) / rollouts.num_samples
         metrics["staleness_max"] = float(self.version - int(rollouts.weights_versions.min()))
         self.version += 1
         return LearnReport(
             version=self.version, metrics=metrics, advantages=targets.advantages, log_probs=tally.log_probs,
-            untempered_log_probs=tally.untempered,
+            untempered_log_probs=tally.untempered, has_run=tally.has_run,
         )  # fmt: skip
 
-    def _mini_batches(self, rollouts: Rollouts) -> list[MiniBatch]:
-        training = self._spec.training
+    def _trained(self, targets: Targets) -> Sequence[int]:
+        """Return the samples to run: those with a gradient, or the first, so that each step's log-probs are compared.
+
+        A critic learns from every sample."""
+        if self._trains_critic:
+            return range(len(targets.lengths))
+        learning: list[int] = has_gradient(self._spec.algorithm, targets).nonzero().flatten().tolist()
+        return learning or [0]
+
+    def _mini_batches(self, rollouts: Rollouts, trained: Sequence[int]) -> list[MiniBatch]:
+        """Return the step's mini-batches, in which only the `trained` samples, in ascending order, are packed."""
         minis = []
-        for samples in split_evenly(rollouts.num_samples, training.mini_batches):
-            prompts = rollouts.prompt_token_ids[samples.start : samples.stop]
-            answers: list[int] = (rollouts.lengths[samples.start : samples.stop] - 1).tolist()  # the last is not run
-            packed = self._pack(prompts, answers)
-            shares = self._ranks.mine(packed)
-            minis.append(MiniBatch(samples=samples, micro_batches=[[samples[i] for i in micro] for micro in shares]))
+        for samples in split_evenly(rollouts.num_samples, self._spec.training.mini_batches):
+            chosen = [sample for sample in trained if sample in samples]
+            prompts = [rollouts.prompt_token_ids[sample] for sample in chosen]
+            answers: list[int] = (rollouts.lengths[chosen] - 1).tolist()  # the last is not run
+            shares = self._ranks.mine(self._pack(prompts, answers))
+            minis.append(MiniBatch(samples=samples, micro_batches=[[chosen[i] for i in micro] for micro in shares]))
         return minis
 
     def _pack(self, prompts: Sequence[tuple[int, ...]], answers: Sequence[int]) -> list[list[int]]:

@@ -19,10 +19,10 @@ class Tally:
     def __init__(self, num_tokens: int) -> None:
         self.is_complete = False  # all tokens of all ranks are there
         self.problem: str | None = None  # the first non-finite number, and its sample
-        self._num_tokens = num_tokens
         self.log_probs = torch.zeros(num_tokens)  # [T] before the first update
         self.untempered = torch.zeros(num_tokens)  # [T] likewise, at temperature 1
         self.entropy = torch.zeros(num_tokens)
+        self.has_run = torch.zeros(num_tokens, dtype=torch.bool)  # [T] whether a forward gave the token's numbers
         self._losses: Counter[str] = Counter()
         self._sums: Counter[str] = Counter()
         self._updates: dict[str, list[tuple[float, float]]] = {}  # by model: norm and learning rate of each
@@ -33,6 +33,7 @@ class Tally:
         self.log_probs[tokens] = said.log_probs.detach().cpu()
         self.untempered[tokens] = said.untempered.cpu()
         self.entropy[tokens] = said.entropy.detach().cpu()
+        self.has_run[tokens] = True
 
     def share(self, ranks: Ranks) -> None:
         """Gather on all ranks the numbers that each kept of its micro-batches."""
@@ -40,6 +41,7 @@ class Tally:
             self.log_probs, self.untempered, self.entropy = map(
                 ranks.add, (self.log_probs, self.untempered, self.entropy)
             )
+            self.has_run = ranks.add(self.has_run.float()) > 0
             self.is_complete = True
 
     def watch(self, ids: Sequence[str], lengths: Sequence[int], numbers: Tensor, what: str) -> None:
@@ -55,7 +57,8 @@ class Tally:
     def add_update(self, model: str, update: Update) -> None:
         self._updates.setdefault(model, []).append((update.grad_norm, update.learning_rate))
 
-    def metrics(self, rollouts: Rollouts, ranks: Ranks, *, epochs: int) -> dict[str, float]:
+    def metrics(self, rollouts: Rollouts, ranks: Ranks, *, num_terms: int) -> dict[str, float]:
+        """Return the step's metrics; num_terms: tokens of all epochs that were trained."""
         of_ranks = ranks.gather_of_micro_batches([self._losses, self._sums, self._updates])
         losses, sums = (_added([each[place] for each in of_ranks]) for place in (0, 1))
         updates_of: dict[str, list[tuple[float, float]]] = {}
@@ -63,7 +66,7 @@ class Tally:
             updates_of = updates | updates_of
         num_updates = len(updates_of["policy"])
         metrics = {name: total / num_updates for name, total in losses.items()}
-        metrics |= {name: total / (self._num_tokens * epochs) for name, total in sums.items()}
+        metrics |= {name: total / num_terms for name, total in sums.items()}
         metrics["clip_fraction"] = metrics["clip_fraction_low"] + metrics["clip_fraction_high"]
         for model, updates in updates_of.items():
             prefix = "" if model == "policy" else f"{model}_"
