@@ -64,3 +64,8 @@ def _say_what_is_slow(spec: Spec) -> None:
         slow.append("model.dtype")
     for field in slow:
         log.warning("%s: float32 uses none of a GPU's fast matrix units; auto takes bfloat16 there", field)
+
+
+def name_of(device: torch.device) -> str:
+    """Return the device's product name; all CPUs are "cpu"."""
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)

@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rlhfspec.common.folder_lock import locked
 from rlhfspec.errors import InvalidRequest, StorageError
@@ -63,12 +64,13 @@ def _convert(source: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM
 
     how = GgufConfig(dequantize=True)
-    read = AutoModelForCausalLM.from_pretrained(
+    read: Any = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=how
     )
     config = read.config
     config.__dict__.pop("quantization_config", None)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16)
     model.load_state_dict(read.state_dict())
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)

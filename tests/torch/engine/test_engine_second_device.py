@@ -9,8 +9,8 @@ from on_device import DEVICE
 from rlhfspec.engine import Completion, Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import make_engine
-from rlhfspec.engine.forward import checksums
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.huggingface import checksums
 from rlhfspec.kernels import linear
 from rlhfspec.sweep.classes import tiny_config, tiny_model
 from rlhfspec.tiny import random_model

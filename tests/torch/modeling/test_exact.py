@@ -320,7 +320,7 @@ def test_a_large_vocabulary_in_parts_gives_the_same(monkeypatch: pytest.MonkeyPa
     model = random_model("llama", seed=5)
     whole, parts = make_forward(model), make_forward(model)
     weighted(whole(some_batch(), entropy_gradient=True)).backward()
-    monkeypatch.setattr(log_probs, "LOGITS_AT_A_TIME", 97 * 5)
+    monkeypatch.setattr(log_probs, "LOGITS_ON_A_CPU", 97 * 5)
     found = parts(some_batch(), entropy_gradient=True)
     weighted(found).backward()
     assert torch.equal(found.log_probs, whole(some_batch()).log_probs)

@@ -19,20 +19,21 @@ from transformers import AttentionInterface
 from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine.base import Bytes
 from rlhfspec.engine.forward import constant_shape
-from rlhfspec.engine.forward.checksums import checksums
 from rlhfspec.engine.forward.chunks import LEAST_ROWS, ChunkedMeta, Chunks, chunk_attention, told, why_ours
 from rlhfspec.engine.forward.device import check_fits
 from rlhfspec.engine.forward.graphs import GraphedForward, can_capture
 from rlhfspec.engine.forward.led import Others
 from rlhfspec.engine.kv.cache import give_back, new_kv
 from rlhfspec.errors import UnsupportedModel
+from rlhfspec.huggingface.checksums import checksums
 from rlhfspec.huggingface.cutting import cut_of
 from rlhfspec.huggingface.fused.casting import Precision, cast, narrow, precision_of
 from rlhfspec.huggingface.fused.experts import ExpertLoad
 from rlhfspec.huggingface.fused.fuse import FusedModel, fuse
 from rlhfspec.huggingface.fused.native import native_decoder
 from rlhfspec.huggingface.fused.widened import widen
-from rlhfspec.huggingface.proof.check import OWN_BITS, RunnerProof, prove
+from rlhfspec.huggingface.proof import kept
+from rlhfspec.huggingface.proof.check import OWN_BITS, RunnerProof, adopt, prove
 from rlhfspec.huggingface.proof.probes import choose
 from rlhfspec.huggingface.proof.reference import TOLERANCES, Rounding, ask
 from rlhfspec.huggingface.structure.anatomy import examine
@@ -94,7 +95,12 @@ class ModelRunner:
         precision = precision_of(model, config.dtype)
         narrow(model, precision)
         rounding = Rounding(model, precision, arithmetic=config.arithmetic, activations=self.activation_dtype)
-        reference = ask(model, anatomy, probes, name=config.name, rounding=rounding)
+        key = kept.key_of(
+            model, probes, config.device, config.dtype, config.arithmetic, config.attention_split, config.block_size,
+            bool(config.exact_rows), config.must_be_exact,
+        )  # fmt: skip
+        verdict = kept.find(key)
+        reference = ask(model, anatomy, probes, name=config.name, rounding=rounding) if verdict is None else None
         check_fits(
             config.device, config.gpu_memory_fraction,
             weights=sum(parameter.numel() for parameter in model.parameters()) * config.dtype.itemsize,
@@ -111,14 +117,19 @@ class ModelRunner:
         self._digest = ""
         own_kernel = self._why_own_kernel()
         self._by_flash = frozenset(index for index, reason in enumerate(own_kernel) if not reason)
-        tolerances = TOLERANCES if config.device.type == "cpu" else _TOLERANCES_OF_CUDA
-        tolerance = tolerances[config.dtype]
-        kept_as = str(config.dtype).removeprefix("torch.")
-        proof = RunnerProof(
-            self, anatomy, reference, self.is_row_invariant, config.must_be_exact, tolerance, config.attention_split,
-            kept_as, told(own_kernel) if own_kernel else "",
-        )  # fmt: skip
-        self.report: ModelReport = prove(proof, began=began)
+        if verdict is not None:
+            adopt(self, anatomy, probes, verdict)
+        else:
+            assert reference is not None
+            tolerances = TOLERANCES if config.device.type == "cpu" else _TOLERANCES_OF_CUDA
+            kept_as = str(config.dtype).removeprefix("torch.")
+            proof = RunnerProof(
+                self, anatomy, reference, self.is_row_invariant, config.must_be_exact, tolerances[config.dtype],
+                config.attention_split, kept_as, told(own_kernel) if own_kernel else "",
+            )  # fmt: skip
+            verdict = prove(proof)
+            kept.keep(key, verdict)
+        self.report: ModelReport = replace(verdict.report, seconds=time.perf_counter() - began)
         if self.report.bits != OWN_BITS:
             self.config = replace(self.config, exact_rows=0)
         give_back(self.kv)

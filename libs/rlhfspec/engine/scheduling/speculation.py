@@ -6,7 +6,9 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from rlhfspec.common import kept
 from rlhfspec.common.arrays import IntArray
 from rlhfspec.engine.drafting.acceptance import AcceptanceModel
 from rlhfspec.engine.drafting.base import (
@@ -21,7 +23,7 @@ from rlhfspec.engine.drafting.base import (
     Selector,
     empty_forest,
 )
-from rlhfspec.engine.drafting.cost import CostModel
+from rlhfspec.engine.drafting.cost import CostModel, CostTable
 from rlhfspec.engine.drafting.fixed import FixedSelector, static_grid
 from rlhfspec.engine.drafting.outlook import default_plans
 from rlhfspec.engine.drafting.selector import AdaptiveSelector
@@ -33,6 +35,7 @@ from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.engine.scheduling.scheduler import Scheduler, StepRows
 from rlhfspec.engine.scheduling.sequences import Sequence
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.huggingface.devices import name_of
 from rlhfspec.job.choices.drafters import ADAPTIVE, DRAFTERS, OFF
 
 
@@ -77,10 +80,18 @@ class Speculator:
         return self.state.config.profile and not self.state.by_row
 
     def _profile(self) -> CostModel:
+        config, runners = self.state.config, [space.runner for space in self.state.spaces]
+        key = kept.key_of(
+            "costs", [runner.architecture for runner in runners], config.max_sequences, config.max_context,
+            name_of(runners[0].config.device), torch.get_num_threads(),
+        )  # fmt: skip
+        if (found := kept.read(key)) is not None:
+            return CostModel({kind: CostTable(**table) for kind, table in found.items()})
         self.scheduler.drop_kv()
         costs = profile(self.state)
-        for space in self.state.spaces:
-            give_back(space.runner.kv)
+        kept.write(key, {kind: table.to_dict() for kind, table in costs.tables.items()})
+        for runner in runners:
+            give_back(runner.kv)
         return costs
 
     def propose(self, schedule: StepRows) -> Proposal:

@@ -6,7 +6,7 @@ bits depend on neighbouring rows run inside a `Guard`, or the model is refused."
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,16 +146,21 @@ def guard_rows(model: Any, guard: Guard, parts: CausalLM, run: Callable[[], obje
     Raise UnsupportedModel where the guard does not help."""
     found = _audit(model, run)
     guarded = _outermost({path for path, _ in found})
-    for path in guarded:
-        if path:
-            guard_forward(model.get_submodule(path), guard)
-        else:
-            parts.guard_head(guard)
+    guard_paths(model, guard, parts, guarded)
     for path, function in _audit(model, run) if found else []:
         kind = type(model.get_submodule(path)).__name__
         where = path or "behind the trunk"
         raise UnsupportedModel(name, kind, f"{where}: torch's {function} gives a row other bits in other company")
     return guarded
+
+
+def guard_paths(model: Any, guard: Guard, parts: CausalLM, paths: Sequence[str]) -> None:
+    """Make these modules run inside the guard; the path "" is the head."""
+    for path in paths:
+        if path:
+            guard_forward(model.get_submodule(path), guard)
+        else:
+            parts.guard_head(guard)
 
 
 def guard_forward(module: nn.Module, guard: Guard) -> None:

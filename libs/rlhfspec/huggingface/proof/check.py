@@ -6,7 +6,6 @@ tree branches, NaN in unused memory), and no bit may change."""
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from torch import Tensor
 
 from rlhfspec.common.arrays import IntArray
 from rlhfspec.errors import UnsupportedModel
-from rlhfspec.huggingface.fused.fuse import FusedModel, guard_rows
+from rlhfspec.huggingface.fused.fuse import FusedModel, guard_paths, guard_rows
+from rlhfspec.huggingface.proof.kept import Proved
 from rlhfspec.huggingface.proof.probes import Probe, random_past
 from rlhfspec.huggingface.proof.reference import ExpertChoices, ProbeResult, Reference, compare, same_bits
 from rlhfspec.huggingface.structure.attention import fit_cache
@@ -32,6 +32,7 @@ from rlhfspec.messages.records.models import ModelReport
 
 log = logging.getLogger(__name__)
 _ATTRIBUTE = "rlhfspec_report"
+_NATIVE = "native"
 OWN_BITS, BITS_BY_COMPANY = "every row's own", "may depend on the rows beside it"
 
 
@@ -67,7 +68,7 @@ class RunnerProof:
     prefill: str  # for the report: runs a prompt's chunks
 
 
-def prove(proof: RunnerProof, *, began: float) -> ModelReport:
+def prove(proof: RunnerProof) -> Proved:
     """Run the proof; raise UnsupportedModel with the property that fails."""
     runner, reference = proof.runner, proof.reference
     name, kind = reference.name, reference.kind
@@ -89,9 +90,9 @@ def prove(proof: RunnerProof, *, began: float) -> ModelReport:
         if runner.native is not None and not same_bits(check.together(), alone):
             log.warning("%s: the one-call decoder gives other bits than the layers of %s: they run instead", name, kind)
             runner.native = None
-    return ModelReport(
+    report = ModelReport(
         model=kind,
-        path="layers" if runner.native is None else "native",
+        path="layers" if runner.native is None else _NATIVE,
         dtype=proof.dtype,
         attentions=proof.anatomy.kinds_of_attention,
         guarded=tuple(dict.fromkeys(type(runner.fused.model.get_submodule(path)).__name__ for path in guarded)),
@@ -101,8 +102,19 @@ def prove(proof: RunnerProof, *, began: float) -> ModelReport:
         bits=OWN_BITS if is_invariant else BITS_BY_COMPANY,
         attention_split=proof.attention_split,
         prefill=proof.prefill,
-        seconds=time.perf_counter() - began,
+        seconds=0.0,
     )
+    return Proved(report, guarded)
+
+
+def adopt(runner: Runnable, anatomy: Anatomy, probes: Sequence[Probe], verdict: Proved) -> None:
+    """Prepare the runner as the proof that gave the verdict has left it."""
+    guard_paths(runner.fused.model, runner.fused.guard, runner.parts, verdict.guarded)
+    check = Check(runner, anatomy, probes)
+    check.a_forward()()  # tables of positions are made by the first
+    check.clean()
+    if verdict.report.path == _NATIVE:
+        runner.native = runner.native_decoder()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

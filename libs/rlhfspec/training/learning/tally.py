@@ -72,7 +72,7 @@ class Tally:
             prefix = "" if model == "policy" else f"{model}_"
             metrics[f"{prefix}grad_norm"] = sum(norm for norm, _ in updates) / len(updates)
             metrics[f"{prefix}learning_rate"] = updates[-1][1]
-        difference = (self.untempered.double() - rollouts.log_probs.double()).abs()
+        difference = (self.untempered.double() - rollouts.log_probs.double()).abs()[self.has_run]
         metrics["log_prob_difference_max"] = float(difference.max())
         metrics["log_prob_difference_mean"] = float(difference.mean())
         return metrics

@@ -117,7 +117,7 @@ class ExactForward(TorchForward):
         with torch.no_grad():
             untempered = log_probs.detach() if self.temperature == 1 else exact_log_probs(logits, targets, 1.0)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy = entropy_of(logits if self.temperature == 1 else logits / self.temperature)
+            entropy = entropy_of((logits if self.temperature == 1 else logits / self.temperature).log_softmax(dim=-1))
         return {"log_probs": log_probs, "untempered": untempered, "entropy": entropy}
 
     def _repack_if_changed(self) -> None:

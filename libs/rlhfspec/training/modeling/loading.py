@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.fused.casting import Precision, cast, narrow, precision_of
 from rlhfspec.huggingface.fused.widened import one_layer_wide, widen
 from rlhfspec.huggingface.loading import load_stored
+from rlhfspec.huggingface.proof import kept
 from rlhfspec.huggingface.proof.check import BITS_BY_COMPANY, keep_report, report_of
 from rlhfspec.huggingface.proof.reference import TOLERANCES, FollowedChoices, ProbeResult, Reference, Rounding, ask
 from rlhfspec.huggingface.structure.anatomy import examine
@@ -100,7 +101,13 @@ def prepared(
     anatomy = examine(model.eval(), name=name, max_context=max_context)
     narrow(model, precision_of(model, kept_as))
     rounding = Rounding(model, Precision(torch.float32), arithmetic="fma", activations=kept_as)
-    reference = ask(model, anatomy, probes_of(model, max_context), name=name, rounding=rounding)
+    probes = probes_of(model, max_context)
+    key = kept.key_of(model, probes, torch.device("cpu"), "trainer", kept_as, stored)
+    verdict = kept.find(key)
+    if verdict is not None:
+        report = replace(verdict.report, seconds=time.perf_counter() - began)
+        return _made_ready(_in_its_type(model, dtype, stored), anatomy, report)
+    reference = ask(model, anatomy, probes, name=name, rounding=rounding)
     use_packed_attention(_in_its_type(model, dtype, stored))
     with nullcontext() if kept_as == torch.bfloat16 else one_layer_wide(model):
         found = _packed_answers(model, reference)
@@ -118,6 +125,7 @@ def prepared(
         attention_split=None,
         seconds=time.perf_counter() - began,
     )
+    kept.keep(key, kept.Proved(report))
     return _made_ready(model, anatomy, report)
 
 

@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from rlhfspec.huggingface.structure.causal_lm import CausalLM
 from rlhfspec.training.modeling.packed import PackedRow, hidden_states
 
-LOGITS_AT_A_TIME = 1 << 26  # 256 MB in float32; more are computed in parts, and again in the backward pass
+# More logits are computed in parts, and again in the backward pass: 256 MB on a device, and what a CPU's caches hold.
+LOGITS_AT_A_TIME = 1 << 26
+LOGITS_ON_A_CPU = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class TorchForward(nn.Module):
 
     def forward(self, batch: PackedRow, *, entropy_gradient: bool = False) -> TokenLogProbs:
         hidden = self.hidden(batch)  # [t, hidden]
-        size = max(1, LOGITS_AT_A_TIME // self.parts.anatomy.vocab_size)
+        size = max(1, (LOGITS_ON_A_CPU if hidden.is_cpu else LOGITS_AT_A_TIME) // self.parts.anatomy.vocab_size)
         if len(hidden) <= size:
             return TokenLogProbs(**self._of(hidden, batch.targets, entropy_gradient))
         parts = [
@@ -62,11 +64,12 @@ class TorchForward(nn.Module):
     def _of(self, hidden: torch.Tensor, targets: torch.Tensor, entropy_gradient: bool) -> dict[str, torch.Tensor]:
         logits = self.parts.logits(hidden)  # [t, vocab] float32
         tempered = logits if self.temperature == 1 else logits / self.temperature
-        log_probs = of_targets(tempered, targets)
+        all_log_probs = tempered.log_softmax(dim=-1)
+        log_probs = -nn.functional.nll_loss(all_log_probs, targets, reduction="none")
         with torch.no_grad():
             untempered = log_probs.detach() if self.temperature == 1 else of_targets(logits, targets)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy = entropy_of(tempered)
+            entropy = entropy_of(all_log_probs)  # last: without a gradient, the backward pass does not repeat it
         return {"log_probs": log_probs, "untempered": untempered, "entropy": entropy}
 
 
@@ -74,6 +77,6 @@ def of_targets(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return -nn.functional.cross_entropy(logits, targets, reduction="none")
 
 
-def entropy_of(logits: torch.Tensor) -> torch.Tensor:
-    log_probs = logits.log_softmax(dim=-1)
+def entropy_of(log_probs: torch.Tensor) -> torch.Tensor:
+    """Return the entropy of distributions given by their log-probs: [t, vocab] -> [t]."""
     return -(log_probs.exp() * log_probs).sum(dim=-1)

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rlhfspec.engine.forward.checksums import checksums
+from rlhfspec.huggingface.checksums import checksums
 from rlhfspec.messages.records import Role
 from rlhfspec.training.modeling.stored import local_of
 from rlhfspec.training.weights.packed import ALIGNMENT, DTYPES, TensorPlace, WeightsHeader, described_tensors, end_of
