@@ -102,8 +102,8 @@ def test_a_resumed_run_goes_on_from_what_was_learnt_and_is_the_same_without(
     assert samples_of(job_file, "run") == samples_of(job_file, "plain")
     assert took[:1] == ([version] if found in ("whole", "another's") else [])
     if found == "whole":
-        for command in (["report"], ["export", "--out", str(job_file.parent / "exported")]):
-            command(["drafter", command[0], str(job_file.parent / "run"), *command[1:]], 0)
+        for words in (["report"], ["export", "--out", str(job_file.parent / "exported")]):
+            command(["drafter", words[0], str(job_file.parent / "run"), *words[1:]], 0)
         assert load_model(job_file.parent / "exported").config.num_hidden_layers == 2
     said = [r.getMessage() for r in caplog.records if "drafter" in r.getMessage() and r.levelname == "WARNING"]
     assert len(said) == (found in ("damaged", "another's")), said

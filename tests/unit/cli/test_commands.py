@@ -289,8 +289,8 @@ def test_a_line_that_a_generator_was_killed_in_is_left_out(tmp_path: Path) -> No
 
 def test_where_no_drafter_learnt_it_says_so_in_a_line(tmp_path: Path) -> None:
     for run in (tmp_path, tmp_path / "none"):
-        for command in (["report", str(run)], ["export", str(run), "--out", str(tmp_path / "out")]):
-            result = command(["drafter", *command], 2)
+        for words in (["report", str(run)], ["export", str(run), "--out", str(tmp_path / "out")]):
+            result = command(["drafter", *words], 2)
             assert "no drafter learnt there" in result.stderr
             assert len(result.stderr.splitlines()) == 1
 
