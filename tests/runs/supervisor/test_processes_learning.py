@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import train, write_job, write_models
+from runs import command, train, write_job, write_models
 from scraping import OF_LEARNING, Scraper, names_of
 from started import Started, eventually, hold_rewards
 

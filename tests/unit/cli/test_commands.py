@@ -8,6 +8,7 @@ import pytest
 from places import ROOT
 from rich.console import Console
 from run_folders import example_job
+from runs import command
 from typer.testing import CliRunner, Result
 
 from rlhfspec.cli.main import app
