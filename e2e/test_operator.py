@@ -41,7 +41,7 @@ from rlhfspec.operator.shared.release import redis_login
 from rlhfspec.runs.live.redis_users import run_of
 
 pytestmark = pytest.mark.ci
-NAMESPACES = ("life", "again", "wrong", "quota", "policy", "gone", "reports", "two", "asleep", "owners", "nodes")
+NAMESPACES = ("life", "again", "wrong", "claim", "quota", "policy", "gone", "reports", "two", "asleep", "owners", "nodes")
 
 
 @pytest.fixture(scope="module")
@@ -159,10 +159,24 @@ def test_a_trainer_of_two_nodes_has_a_service_that_its_ranks_meet_by(world: Worl
 def test_a_wrong_job_says_which_field(world: World, operator: Operator) -> None:
     world.apply("wrong", "sums", {"rewards": {"sources": [{"type": "function", "function": "no_such:reward"}]}})
     world.wait_for_pods("wrong", {"sums-prepare-0"})
-    world.ends("wrong", "sums-prepare-0", 78, "spec.rewards.sources.0.function: no module no_such")
+    world.ends("wrong", "sums-prepare-0")
+    until(lambda: "sums-reward-0" in world.pods("wrong"), "the pod that imports the function")
+    world.ends("wrong", "sums-reward-0", 78, "spec.rewards.sources[0].function: no module no_such")
     status = world.wait_for_reason("wrong", "sums", "BadConfig")
     assert status["phase"] == "Failed"
-    assert "spec.rewards.sources.0.function" in status["message"]
+    told = "reward-0: spec.rewards.sources[0].function is refused; its words: kubectl rlhf why"
+    assert status["message"] == told
+
+
+def test_a_claim_with_the_label_is_mounted(world: World, operator: Operator) -> None:
+    metadata = {"name": "mine", "labels": {"rlhfspec.io/jobs-may-use": "true"}}
+    spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
+    world.core.create_namespaced_persistent_volume_claim("claim", {"metadata": metadata, "spec": spec})
+    world.apply("claim", "sums", {"storage": {"claim": "mine"}})
+    world.wait_for_pods("claim", {"sums-prepare-0"})
+    volumes = world.pods("claim")["sums-prepare-0"].spec.volumes
+    claims = [each.persistent_volume_claim.claim_name for each in volumes if each.persistent_volume_claim]
+    assert claims == ["mine"]
 
 
 def test_a_quota_is_named_and_when_it_is_raised_the_job_goes_on(world: World, operator: Operator) -> None:

@@ -23,7 +23,7 @@ from rlhfspec.operator.looking.views import job_view, pod_view
 pytestmark = pytest.mark.ci
 GPU = {"limits": {"nvidia.com/gpu": 1, "cpu": "2"}}
 EXTRA = {
-    "metadata": {"annotations": {"a": "b"}},
+    "metadata": {"labels": {"a": "b"}},
     "spec": {
         "containers": [
             {"name": "worker", "env": [{"name": "X", "value": "1"}], "volumeMounts": [{"name": "e", "mountPath": "/e"}]}
@@ -63,7 +63,7 @@ def cluster() -> Iterator[ControlPlane]:
 
 def things_of(**spec: Any) -> list[dict[str, Any]]:
     """All that is ever created for the job, but the pod groups of schedulers that are not here."""
-    world = World(job_body(**spec))
+    world = World(job_body(**spec), labelled={"c"})
     things = made_by(world)
     world.run_all()
     world.end_pod("sums-prepare-0", 0)

@@ -253,10 +253,14 @@ def test_a_server_that_is_not_there_is_temporary(tmp_path: Path, job_file: Path)
         "folder": str(tmp_path), "nats_url": "nats://127.0.0.1:1", "weights_folder": str(tmp_path),
     }  # fmt: skip
     (tmp_path / "connections.json").write_text(json.dumps(connections))
-    arguments = ["-m", "rlhfspec.reward", "--connections", str(tmp_path / "connections.json"), "--worker", "0"]
-    done = python(*arguments)
+    arguments = ["--connections", str(tmp_path / "connections.json"), "--worker", "0"]
+    soon = (
+        "import runpy; from rlhfspec.worker import worker; worker.OPENING_SECONDS = 0.5\n"
+        "runpy.run_module('rlhfspec.reward', run_name='__main__')"
+    )
+    done = python("-c", soon, *arguments)
     assert done.returncode == 75, done.stderr
     assert "nats://127.0.0.1:1" in json.loads(done.stderr.splitlines()[-1])["message"]
-    done = python(*arguments[:1], "rlhfspec.critic", *arguments[2:])
+    done = python("-m", "rlhfspec.critic", *arguments)
     assert done.returncode == 78
     assert "this job runs prompts, generator, reward, reference, trainer" in done.stderr
