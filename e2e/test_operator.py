@@ -41,7 +41,9 @@ from rlhfspec.operator.shared.release import redis_login
 from rlhfspec.runs.live.redis_users import run_of
 
 pytestmark = pytest.mark.ci
-NAMESPACES = ("life", "again", "wrong", "claim", "quota", "policy", "gone", "reports", "two", "asleep", "owners", "nodes")
+NAMESPACES = (
+    "life", "again", "wrong", "claim", "quota", "policy", "gone", "reports", "two", "asleep", "owners", "nodes",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
