@@ -13,7 +13,7 @@ from rlhfspec.messages.records.metrics import Lengths, Seconds, Spread, StepMetr
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.folder.sample_lines import evaluation_of
 from rlhfspec.runs.folder.trackers import Trackers
-from rlhfspec.runs.view.equal_rewards import equal_reward_groups
+from rlhfspec.runs.view.learning_signs import DISTINCT, equal_reward_groups
 from rlhfspec.trainer.collector import Chosen, Collector
 from rlhfspec.training.checkpoint import CheckpointStore
 from rlhfspec.training.checkpoint.folders import Writes, verify
@@ -141,13 +141,15 @@ def step_metrics(job: RLHFJob, trained: Trained) -> StepMetrics:
     seconds = _seconds(trained.time, chosen.all_samples, chosen.all_scores)
     num_generated = sum(len(sample.token_ids) for sample in chosen.all_samples)
     lengths = [len(sample.token_ids) for sample in samples]
+    num_prompts = len({sample.group_id for sample in samples})
+    distinct = len({tuple(sample.token_ids) for sample in samples}) / num_prompts
     return StepMetrics(
         step=trained.step,
         weights_version=trained.report.version,
         weights_digest=trained.weights_digest,
         num_samples=len(samples),
         num_dropped=chosen.num_dropped,
-        num_prompts=len({sample.group_id for sample in samples}),
+        num_prompts=num_prompts,
         reward=Spread.of(trained.rollouts.rewards.tolist()),
         reward_components={name: float(v.mean()) for name, v in trained.rollouts.reward_components.items()},
         advantage=Spread.of(trained.report.advantages.tolist()),
@@ -161,7 +163,7 @@ def step_metrics(job: RLHFJob, trained: Trained) -> StepMetrics:
         seconds=seconds,
         started_unix_seconds=trained.time.began_unix,
         finished_unix_seconds=trained.time.began_unix + seconds.step,
-        **learner_fields(trained.report.metrics),
+        **learner_fields(trained.report.metrics | {DISTINCT: distinct}),
     )
 
 

@@ -2,6 +2,7 @@
 
 import io
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from run_folders import example_job
 
 from rlhfspec.messages.records.metrics import StepMetrics, example_step
-from rlhfspec.runs.view.equal_rewards import equal_reward_groups, equal_rewards_warning
+from rlhfspec.runs.view.learning_signs import DISTINCT, equal_reward_groups, warning_of
 from rlhfspec.runs.view.panel import panel
 from rlhfspec.runs.view.plots import compare, comparison_figure, ends, overview, overview_figure
 from rlhfspec.runs.view.progress import RunProgress
@@ -195,8 +196,8 @@ def test_counting(groups: str, rewards: list[float], equal: int | None) -> None:
     [((2, 2, 2), True), ((0, 2, 2, 2), True), ((2, 2), False), ((2, 1, 2), False), ((2, 2, 2, 1), False)],
 )
 def test_three_steps_running_are_said(equal_groups: tuple[int, ...], warns: bool) -> None:
-    assert equal_rewards_warning(steps(*equal_groups)).startswith(SAID) is warns
-    assert not equal_rewards_warning(steps(None, None, None))
+    assert warning_of(steps(*equal_groups)).startswith(SAID) is warns
+    assert not warning_of(steps(None, None, None))
 
 
 def test_it_is_said_in_the_summary_the_picture_and_the_line() -> None:
@@ -208,6 +209,30 @@ def test_it_is_said_in_the_summary_the_picture_and_the_line() -> None:
     assert SAID in step_line(progress.steps[-1], progress)
     assert SAID in dict(facts(progress.steps))["warning"]
     assert "warning" not in dict(facts(steps(2, 2, 1)))
+
+
+def collapsing(entropies: Sequence[float], distinct: Sequence[float]) -> list[StepMetrics]:
+    return [
+        replace(example_step(step=number), entropy=entropy, num_prompts=8, learning={DISTINCT: different})
+        for number, (entropy, different) in enumerate(zip(entropies, distinct, strict=True), 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entropies", "distinct", "warns"),
+    [
+        ((2.0, 0.3, 0.28, 0.25, 0.2), (6.0, 0.5, 0.375, 0.25, 0.25), True),
+        ((2.0, 0.3, 0.28, 0.25), (6.0, 0.5, 0.375, 0.25), False),  # two steps are chance
+        ((2.0, 0.1, 0.1, 0.1), (6.0, 1.0, 1.0, 1.0), False),  # sure of a different answer to each prompt
+        ((0.7, 0.6, 0.6, 0.6), (0.25, 0.25, 0.25, 0.25), False),  # yes or no, and undecided
+    ],
+)
+def test_a_policy_with_one_answer_to_all_prompts_is_said_to_collapse(
+    entropies: Sequence[float], distinct: Sequence[float], warns: bool
+) -> None:
+    made = collapsing(entropies, distinct)
+    assert warning_of(made).startswith("the policy collapses: 2 different responses to 8 prompts") is warns
+    assert ("warning" in dict(facts(made))) is warns
 
 
 def test_lines_of_before_can_still_be_read() -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 from rlhfspec.messages.records import Load, Sample
 from rlhfspec.messages.records.evaluations import Evaluation, best
 from rlhfspec.messages.records.metrics import StepMetrics
-from rlhfspec.runs.view.equal_rewards import equal_rewards_warning
+from rlhfspec.runs.view.learning_signs import warning_of
 from rlhfspec.runs.view.progress import RunProgress
 from rlhfspec.runs.view.roster import ProcessState
 from rlhfspec.runs.view.text import bar, duration, estimates, histogram, number, one_line, signed, sparkline, visible
@@ -82,7 +82,7 @@ def _metrics(progress: RunProgress, width: int) -> Iterator[Text]:
     yield _row("log-probs", _agreement(last))
     if progress.moves or progress.why_moved:
         yield _row("moves", _moves(progress))
-    if warning := equal_rewards_warning(progress.steps):
+    if warning := warning_of(progress.steps):
         yield _row("warning", Text(warning, "bold red"))
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfspec.messages.records.evaluations import Evaluation, best
 from rlhfspec.messages.records.metrics import StepMetrics
+from rlhfspec.runs.view.learning_signs import DISTINCT
 from rlhfspec.runs.view.text import number
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ Points = Mapping[int, float]  # by step
 Panels = list[tuple[float, Callable[["Axes"], None]]]  # (width, function that draws the panel)
 _FEW_STEPS = 20
 _MOST_BESIDE = 3
+_ROUNDING = 1e-6  # the mean of a step's advantages is 0 up to it
 _WIDE = 2.0  # relative to a normal panel
 _NOTHING = 1e-6  # with one update per step the policy loss is only rounding
 
@@ -83,13 +85,25 @@ def _learning_panels(steps: Steps) -> Panels:
     gradient = ("policy", GREEN, {metrics.step: metrics.grad_norm for metrics in steps})
     critic = ("critic", ORANGE, _found(steps, lambda metrics: metrics.learning.get("critic_grad_norm")))
     clipped = ("", SKY, {metrics.step: 100 * metrics.clip_fraction for metrics in steps})
+    equal = _found(
+        steps, lambda metrics: None if metrics.equal_reward_groups is None
+        else 100 * metrics.equal_reward_groups / metrics.num_prompts
+    )  # fmt: skip
+    distinct = _found(steps, lambda metrics: metrics.learning.get(DISTINCT))
     return [
-        *_curves("loss of the policy", steps, loss, kl_loss),
+        *(_curves("loss of the policy", steps, loss, kl_loss) if _varies(loss, kl_loss) else []),
         *_curves("gradient norm, before clipping", steps, gradient, critic),
-        *_curves("clipped tokens, %", steps, clipped),
+        *(_curves("clipped tokens, %", steps, clipped) if _varies(clipped) else []),
+        *_curves("groups of equal rewards, %", steps, ("", RED, equal)),
+        *_curves("different responses a prompt", steps, ("", BLUE, distinct)),
         *_curves("entropy, nats a token", steps, ("", PURPLE, {metrics.step: metrics.entropy for metrics in steps})),
         *_kl(steps),
     ]
+
+
+def _varies(*curves: tuple[str, str, Points]) -> bool:
+    """Return whether a curve leaves 0, where one update a step keeps loss and clipping by construction."""
+    return any(abs(value) > _ROUNDING for _, _, points in curves for value in points.values())
 
 
 def _running_panels(steps: Steps) -> Panels:

@@ -17,7 +17,7 @@ from rlhfspec.messages.records.evaluations import Evaluation, best
 from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.runs.folder.manifest import RunManifest, RunOutcome
 from rlhfspec.runs.folder.run_folder import RunFolder
-from rlhfspec.runs.view.equal_rewards import equal_rewards_warning
+from rlhfspec.runs.view.learning_signs import warning_of
 from rlhfspec.runs.view.plots import STAGE_COLOURS, ends, num_of_ends, overview
 from rlhfspec.runs.view.text import duration, estimates, number, signed, visible
 from rlhfspec.runs.view.view import print_line
@@ -194,7 +194,7 @@ def facts(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) 
     rows.append(("log-probs", f"generator/trainer log-prob difference max {number(worst)}"))
     passed = sum(metrics.seconds.step for metrics in steps)
     rows.append(("time", f"{duration(passed)}, {duration(passed / len(steps))} a step"))
-    if warning := equal_rewards_warning(steps):
+    if warning := warning_of(steps):
         rows.append(("warning", warning))
     return rows
 

@@ -16,7 +16,7 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records.evaluations import Evaluation, best
 from rlhfspec.messages.records.metrics import StepMetrics
-from rlhfspec.runs.view.equal_rewards import equal_rewards_warning
+from rlhfspec.runs.view.learning_signs import warning_of
 from rlhfspec.runs.view.panel import panel
 from rlhfspec.runs.view.progress import RunProgress
 from rlhfspec.runs.view.text import duration, estimates, number, visible
@@ -86,7 +86,7 @@ def step_line(metrics: StepMetrics, progress: RunProgress) -> str:
         f"{duration(metrics.seconds.step):>5}",
         f"ETA {duration(eta):<5}" if eta else "",
         f"generator/trainer log-prob difference max {number(metrics.log_prob_difference.max)}",
-        equal_rewards_warning(progress.steps),
+        warning_of(progress.steps),
     ]
     return "  ".join(part for part in parts if part)
 

@@ -23,6 +23,7 @@ def compare(runs: Runs, plot: Plot = None) -> None:
     """Compare runs: reward from first to last, on held-out prompts where all were evaluated, KL, length, speed."""
     from rlhfspec.runs.folder.run_folder import RunFolder
     from rlhfspec.runs.view import plots
+    from rlhfspec.runs.view.learning_signs import warning_of
 
     steps: dict[str, list[StepMetrics]] = {}
     evaluations: dict[str, list[Evaluation]] = {}
@@ -33,6 +34,9 @@ def compare(runs: Runs, plot: Plot = None) -> None:
     if not all(evaluations.values()):
         evaluations = {}
     wide_console().print(_table(steps, evaluations))
+    for name in steps:
+        if warning := warning_of(steps[name]):
+            typer.echo(f"{name}: {warning}")
     if plot is not None:
         plot.parent.mkdir(parents=True, exist_ok=True)
         plots.compare(steps, plot, evaluations=evaluations)
