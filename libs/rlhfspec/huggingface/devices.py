@@ -67,5 +67,5 @@ def _say_what_is_slow(spec: Spec) -> None:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the device's product name; all CPUs are "cpu"."""
-    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    """Return the product name of a GPU, and the type of any other device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
