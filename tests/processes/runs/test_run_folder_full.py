@@ -11,12 +11,13 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     code = (
         "import resource, sys; from rlhfspec.runs.folder.run_folder import *\n"
         "from rlhfspec.messages.records.metrics import *\n"
+        "sys.path += sys.argv[2:]; from run_folders import example_job\n"
         "folder = RunFolder(sys.argv[1]); folder.begin(example_job(), resume=True); folder.go_on_after(2)\n"
         "size = folder.steps_file.stat().st_size + 100\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))\n"
         "folder.append_step(example_step(step=3))"
     )
-    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path), *sys.path], capture_output=True, text=True)
     assert ended.returncode == 1
     assert "StorageError" in ended.stderr
     assert "steps.jsonl: cannot be written: File too large" in ended.stderr
