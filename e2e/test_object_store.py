@@ -45,9 +45,8 @@ def installed_with_a_store(installed: Installed, server: ObjectServer) -> Instal
 
 def add_secret(cluster: Cluster, name: str, variables: dict[str, str]) -> None:
     data = {key: base64.b64encode(value.encode()).decode() for key, value in variables.items()}
-    cluster.apply(
-        {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name, "namespace": NAMESPACE}, "data": data}
-    )
+    metadata = {"name": name, "namespace": NAMESPACE, "labels": {"rlhfspec.io/jobs-may-use": "true"}}
+    cluster.apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data})
 
 
 @pytest.mark.ci
