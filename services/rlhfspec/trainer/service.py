@@ -86,6 +86,8 @@ class TrainerService(Service):
                 await self._train_all()
             if self._learner.version > self._saved_at:
                 await self._save()
+            if self.is_done:
+                await self._acknowledge_what_is_left()
         if self.is_done:
             await self._work("writing the policy", self._finish)
 
@@ -181,6 +183,12 @@ class TrainerService(Service):
     async def _acknowledge_what_is_saved(self) -> None:
         for purpose, step in [key for key in self._held if self._is_saved(*key)]:
             await ack_all(self._held.pop((purpose, step)))
+
+    async def _acknowledge_what_is_left(self) -> None:
+        """Acknowledge records of the last steps that a trainer saved and died before it acknowledged them."""
+        for inbox in (self._samples, self._scores):
+            while arrived := await inbox.pull(max_records=1024, timeout_seconds=0.0):
+                await ack_all(delivery.held for delivery in arrived)
 
     def _collector(self, purpose: Purpose, step: int) -> Collector:
         if (purpose, step) not in self._collectors:

@@ -88,6 +88,21 @@ async def _trained(job: Any, deaths: list[int]) -> KeepingRecorder:
     return recorder
 
 
+def test_a_trainer_that_starts_after_the_last_step_acknowledges_what_is_left() -> None:
+    """The one before it died between its last checkpoint and the acknowledgements."""
+    assert asyncio.run(_has_read_what_is_left())
+
+
+async def _has_read_what_is_left() -> bool:
+    stages = await Stages.open(a_job(training={"steps": 1}), prompts=1, generator=1, reward=1, trainer=1)
+    await stages.publish("generator", example_sample(0, 0))
+    await stages.publish("reward", example_score(0, 0, 1.0))
+    assert not stages.has_read("trainer")
+    stages.learner = FakeLearner(version=1)
+    await stages.trainer().run()
+    return stages.has_read("trainer")
+
+
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(
     deaths=st.lists(st.integers(0, 5), min_size=1, max_size=4),
