@@ -28,7 +28,7 @@ from pathlib import Path
 
 
 def boom(completion):
-    failed = Path(__file__).with_name("first-failure")
+    failed = Path("/storage/runs/judged/first-failure")
     if not failed.exists():
         failed.touch()
     raise LookupError("the judge is not in")
@@ -309,8 +309,9 @@ def test_a_reward_function_that_fails(
     installed: Installed, submit: Callable[..., Job], shows: Callable[..., None]
 ) -> None:
     (installed.storage / "judges.py").write_text(BAD_REWARD)
-    first = installed.storage / "first-failure"
-    job = submit("reward", rewards={"sources": [{"type": "function", "function": "judges:boom"}]})
+    first = installed.storage / "runs" / "judged" / "first-failure"
+    sources = [{"type": "function", "function": "judges:boom"}]
+    job = submit("reward", rewards={"sources": sources}, storage={"runFolder": "runs/judged"})
 
     def happened() -> datetime | None:
         return datetime.fromtimestamp(first.stat().st_mtime, UTC) if first.exists() else None

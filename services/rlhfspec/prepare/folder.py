@@ -20,6 +20,7 @@ from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.loop import workers_of
 from rlhfspec.messages.servers.program import write_secret
 from rlhfspec.prepare.checks import check_made_here, check_without_code, checked_rows
+from rlhfspec.prepare.claim import check_digests, refuse_shared
 from rlhfspec.prepare.hub import with_hub_models
 from rlhfspec.prepare.tiny_paths import fetch_made, with_tiny_paths
 from rlhfspec.runs.folder.run_folder import RunFolder
@@ -68,8 +69,10 @@ def _prepare(connections: Connections, source: Path, store: ObjectStore | None) 
         job = with_tiny_paths(written, log.info)
         if store is None:  # without a place that all pods see each fetches its own
             job = with_hub_models(job, log.info)
+            check_digests(job)
         checked_rows(job)
         check_without_code(job)
+        refuse_shared(connections.folder, base)
         with RunFolder(connections.folder) as folder:
             _begin(folder, written)
             write_secret(connections.job_file, job.model_dump_json(by_alias=True).encode())

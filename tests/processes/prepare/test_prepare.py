@@ -167,6 +167,52 @@ def test_a_folder_of_another_job_is_refused_by_the_field_that_names_it(place: Pl
     assert place.said().startswith("spec.storage.runFolder: holds the run of another job: spec.training.seed was 0")
 
 
+@pytest.mark.parametrize("name", [".", "runs", "cache", "cache/mine", "runs/other/mine"])
+def test_a_folder_that_other_jobs_share_is_refused(place: Place, name: str) -> None:
+    """Pods of the job could write what is in it."""
+    (place.storage / "runs" / "other").mkdir(parents=True)
+    (place.storage / "runs" / "other" / "manifest.json").write_text("{}")
+    folder = place.storage / name
+    place.connections = place.connections.model_copy(update={"folder": folder})
+    place.connections_file.write_text(place.connections.model_dump_json())
+    assert place.run() == exits.PERMANENT
+    assert place.said().startswith("spec.storage.runFolder: "), place.said()
+    assert place.said().split(": ")[1].startswith(("is shared by all jobs", "lies in the run folder"))
+    assert not (folder / "processes").exists()
+
+
+@pytest.mark.parametrize("name", [".lock", "processes", "processes/job.json", ".job.yaml.tmp"])
+def test_links_of_the_run_folder_lead_nowhere(place: Place, name: str) -> None:
+    """Code of the user writes there; this pod writes the whole claim."""
+    place.prepare()
+    other = place.storage / "other"
+    other.mkdir() if name == "processes" else other.write_text("mine")
+    link = place.folder / name
+    shutil.rmtree(link) if link.is_dir() else link.unlink(missing_ok=True)
+    link.symlink_to(other)
+    assert place.run() == exits.PERMANENT
+    assert place.said().startswith(f"spec.storage.runFolder: holds a symbolic link: {link}")
+    assert list(other.iterdir()) == [] if name == "processes" else other.read_text() == "mine"
+
+
+def test_a_cached_model_that_was_changed_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHFSPEC_CACHE", str(place.storage / "cache"))
+    place.job["spec"]["model"]["path"] = "tiny:sums"
+    place.prepare()
+    place.prepare()
+    folder = model_folder("tiny:sums")
+    assert folder is not None
+    (folder / "added.txt").write_text("a file more, as of a download that goes on")
+    place.prepare()
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    assert place.run() == exits.ERROR
+    assert place.said() == f"{folder}: model.safetensors was changed after it was cached; delete the folder"
+    shutil.rmtree(folder)
+    assert place.run() == exits.DONE, place.said()
+
+
 def test_a_run_goes_on_with_another_template_of_its_pods(place: Place) -> None:
     place.prepare()
     place.job["spec"]["podTemplate"] = {"spec": {"tolerations": [{"operator": "Exists"}]}}

@@ -62,6 +62,77 @@ def test_a_pod_mounts_its_own_credentials_and_no_others(role: str) -> None:
     assert set(mounts.values()) == {volume["name"] for volume in pod["spec"]["volumes"]}
 
 
+WHOLE, OWN = "/storage", {"mountPath": "/storage/runs/sums-6f1c-42", "subPath": "runs/sums-6f1c-42"}
+READ_ONLY = [{"mountPath": WHOLE, "readOnly": True}]
+WALLED = [*READ_ONLY, OWN]
+
+
+def storage_mounts(container: Json) -> list[Json]:
+    return [
+        {name: value for name, value in mount.items() if name != "name"}
+        for mount in container["volumeMounts"]
+        if mount["name"] == "storage"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("role", "spec", "mounts"),
+    [
+        ("prepare", {}, [{"mountPath": WHOLE}]),
+        *((role, {}, WALLED) for role in ROLES if role != "prepare"),
+        *((role, {"observability": {"traces": False}}, WALLED) for role in ("control", "generator", "trainer")),
+        *((role, {"observability": {"traces": False}}, READ_ONLY) for role in ("prompts", "reward")),
+        (
+            "reward",
+            {"storage": {"runFolder": "./a//b/"}},
+            [*READ_ONLY, {"mountPath": "/storage/a/b", "subPath": "a/b"}],
+        ),
+        *((role, {"storage": {"uri": "s3://bucket/team"}}, [{"mountPath": WHOLE}]) for role in ("prepare", "reward")),
+    ],
+)  # fmt: skip
+def test_of_the_claim_a_pod_writes_its_run_folder_alone(role: str, spec: Json, mounts: list[Json]) -> None:
+    container = container_of(role, **spec)
+    assert storage_mounts(container) == mounts
+    writes_all = mounts == [{"mountPath": WHOLE}]
+    environment = {each["name"]: each.get("value") for each in container["env"]}
+    assert environment["HF_HOME"] == ("/storage/cache/huggingface" if writes_all else "/tmp/huggingface")
+    assert environment["RLHFSPEC_CACHE"] == "/storage/cache"
+    assert environment["RLHFSPEC_KEPT"].endswith("/.kept")
+    assert writes_all or environment["RLHFSPEC_KEPT"].startswith(f"{mounts[-1]['mountPath']}/")
+
+
+def test_claims_that_a_job_mounts_itself_are_read_only() -> None:
+    """The job's own claim under another name would have no walls."""
+    mount = {"name": "v", "mountPath": "/v"}
+    template = {
+        "volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "c"}}, {"name": "scratch", "emptyDir": {}}],
+        "containers": [{"name": "worker", "volumeMounts": [mount, {"name": "scratch", "mountPath": "/scratch"}]}],
+        "initContainers": [{"name": "side", "image": "mine", "volumeMounts": [{**mount, "readOnly": False}]}],
+    }
+    reward = {"reward": {"podTemplate": {"spec": template}}}
+    spec = pod_of("reward", storage={"claim": "c"}, roles=reward)["spec"]
+    assert spec["initContainers"][0]["volumeMounts"] == [{**mount, "readOnly": True}]
+    assert {**mount, "readOnly": True} in spec["containers"][0]["volumeMounts"]
+    assert {"name": "scratch", "mountPath": "/scratch"} in spec["containers"][0]["volumeMounts"]
+    assert storage_mounts(spec["containers"][0]) == WALLED
+    stored = {"volumes": [{"name": "storage", "persistentVolumeClaim": {"claimName": "c"}}]}
+    container = container_of("reward", storage={"uri": "s3://a/b"}, roles={"reward": {"podTemplate": {"spec": stored}}})
+    assert storage_mounts(container) == READ_ONLY
+
+
+def test_claims_of_the_charts_template_are_as_it_says() -> None:
+    mount = {"name": "datasets", "mountPath": "/datasets"}
+    nfs = {"name": "storage", "persistentVolumeClaim": {"claimName": "another"}}
+    template = {
+        "volumes": [{"name": "datasets", "persistentVolumeClaim": {"claimName": "datasets"}}, nfs],
+        "containers": [{"name": "worker", "volumeMounts": [mount]}],
+    }
+    pod = objects_of(SETTINGS.model_copy(update={"pod_template": {"spec": template}}))["Pod", "sums-reward-0"]
+    assert nfs in pod["spec"]["volumes"]
+    assert mount in pod["spec"]["containers"][0]["volumeMounts"]
+    assert storage_mounts(pod["spec"]["containers"][0]) == WALLED
+
+
 def test_control_s_token_is_for_the_operator_alone() -> None:
     (volume,) = (volume for volume in pod_of("control")["spec"]["volumes"] if volume["name"] == "token")
     assert volume["projected"]["sources"][0]["serviceAccountToken"]["audience"] == names.AUDIENCE

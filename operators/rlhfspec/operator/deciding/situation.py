@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import cached_property
 from itertools import chain
+from pathlib import PurePosixPath
 from typing import Any, Literal, Self
 
 from rlhfspec.cluster import names
@@ -148,6 +149,11 @@ class Situation:
     @property
     def run_uid(self) -> str:
         return names.run_uid(self.job.uid, self.memory.number)
+
+    @property
+    def run_folder(self) -> PurePosixPath:
+        written = self.spec.storage.run_folder
+        return names.STORAGE / written if written else names.run_folder(self.job.name, self.job.uid)
 
     @cached_property
     def pods(self) -> tuple[PodView, ...]:

@@ -13,7 +13,6 @@ from rlhfspec.operator.deciding.observed import JobView, Said
 from rlhfspec.operator.deciding.reasons import all_ready, finding
 from rlhfspec.operator.deciding.situation import Event, Situation
 from rlhfspec.operator.making import kueue
-from rlhfspec.operator.making.objects import run_folder
 from rlhfspec.operator.making.pods import num_gpus
 
 # Minimal intervals of status writes: for steps and pod counts, and for gauges such as tokens/s.
@@ -103,7 +102,7 @@ def _run(known: Situation) -> dict[str, Any]:
     if not known.memory.number:
         return {"number": 0}
     run: dict[str, Any] = {"number": known.memory.number, "uid": known.run_uid, "restartId": known.memory.restart_id}
-    folder = run_folder(known) if known.job.job else (known.job.status.get("run") or {}).get("folder", "")
+    folder = str(known.run_folder) if known.job.job else (known.job.status.get("run") or {}).get("folder", "")
     return run | {"folder": folder}
 
 

@@ -42,7 +42,7 @@ def pod(known: Situation, key: Worker) -> dict[str, Any]:
 
 def connections(known: Situation) -> dict[str, Any]:
     """Return a `service.connections.Connections` as JSON."""
-    job, settings, folder = known.job, known.settings, run_folder(known)
+    job, settings, folder = known.job, known.settings, str(known.run_folder)
     told: dict[str, Any] = {
         "uid": known.run_uid,
         "job_file": f"{folder}/processes/job.json",
@@ -64,11 +64,6 @@ def connections(known: Situation) -> dict[str, Any]:
     if known.spec.storage.uri is not None:
         told["storage_uri"] = known.spec.storage.uri
     return told
-
-
-def run_folder(known: Situation) -> str:
-    written = known.spec.storage.run_folder
-    return str(names.STORAGE / written if written else names.run_folder(known.job.name, known.job.uid))
 
 
 def config_map(known: Situation) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from rlhfspec.messages.loop import BY_NAME
 from rlhfspec.operator.deciding.allowed import CONTAINERS, containers_of
 from rlhfspec.operator.deciding.observed import Worker, worker_name
 from rlhfspec.operator.deciding.situation import Situation
+from rlhfspec.operator.making import storage
 
 _UNPRIVILEGED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _USER = 65532  # of the images; any other works too
@@ -55,6 +56,7 @@ def pod(known: Situation, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
     whole["metadata"] |= {"name": metadata["name"], "namespace": metadata["namespace"], "ownerReferences": [owner]}
     whole["spec"]["restartPolicy"] = "Never"
     _take_privileges(whole["spec"], ours)
+    storage.protect_claims(known, role, whole["spec"], ours)
     return whole
 
 
@@ -152,7 +154,7 @@ def _container(known: Situation, key: Worker, options: PodOptions) -> dict[str, 
         "env": [*_environment(known, role), *_threads(resources, _num_processes(known, role))],
         **_variables_of(known.spec.storage.secret),
         "resources": {name: dict(amounts) for name, amounts in resources.items()},
-        "volumeMounts": _mounts(role),
+        "volumeMounts": _mounts(known, role),
         "securityContext": {"readOnlyRootFilesystem": True, **_UNPRIVILEGED},
         "terminationMessagePath": "/dev/termination-log",
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -191,9 +193,8 @@ def _is_node(known: Situation, role: str) -> bool:
 
 
 def _environment(known: Situation, role: str) -> list[dict[str, Any]]:
-    values = {
-        "RLHFSPEC_CACHE": str(names.CACHE), "RLHFSPEC_RUN": known.run_uid, "HOME": "/tmp",
-        "HF_HOME": str(names.CACHE / "huggingface"), "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # keep them out of the log
+    values = storage.variables(known, role) | {
+        "RLHFSPEC_RUN": known.run_uid, "HOME": "/tmp", "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # keep them out of the log
     }  # fmt: skip
     if role != "trainer":  # its optimizer may be a module beside the data; no other role imports from the storage
         values["PYTHONSAFEPATH"] = "1"
@@ -248,7 +249,7 @@ def _volumes(known: Situation, role: str) -> list[dict[str, Any]]:
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": names.config_name(job, uid), "defaultMode": 0o444}},
         {"name": "credentials", "secret": {"secretName": names.secret_name(job, role, uid), "defaultMode": 0o440}},
-        {"name": "storage", **_storage(known)},
+        storage.volume(known),
         {"name": "tmp", "emptyDir": {}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": known.settings.shared_memory}},
     ]
@@ -260,19 +261,11 @@ def _volumes(known: Situation, role: str) -> list[dict[str, Any]]:
     return volumes
 
 
-def _storage(known: Situation) -> dict[str, Any]:
-    """Return the storage volume; with an object store an emptyDir that goes with the pod."""
-    storage = known.spec.storage
-    if storage.uri is not None:
-        return {"emptyDir": {}}
-    return {"persistentVolumeClaim": {"claimName": storage.claim or known.settings.claim}}
-
-
-def _mounts(role: str) -> list[dict[str, Any]]:
+def _mounts(known: Situation, role: str) -> list[dict[str, Any]]:
     mounts: list[dict[str, Any]] = [
         {"name": "config", "mountPath": str(names.CONFIG), "readOnly": True},
         {"name": "credentials", "mountPath": str(names.CREDENTIALS), "readOnly": True},
-        {"name": "storage", "mountPath": str(names.STORAGE)},
+        *storage.mounts(known, role),
         {"name": "tmp", "mountPath": "/tmp"},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]

@@ -1,0 +1,100 @@
+"""Walls within a claim that jobs share: what the user's code, and any pod but `prepare`, writes is its own run folder."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+from installed import IMAGES, NAMESPACE, Installed, Job, example
+
+from rlhfspec.cluster import names
+
+CLUSTER = {"images": IMAGES}
+
+
+def raid() -> dict[str, str]:
+    """Try to write everywhere; return the error of each file, or that there was none."""
+    from pathlib import Path
+
+    told = {}
+    for root in (Path("/storage"), Path("/mine")):
+        in_cache = [path for path in (root / "cache" / "models").glob("*/config.json")]
+        theirs = [root / "runs/theirs/steps.jsonl", root / "runs/theirs/new", root / "theirs.jsonl", root / "raider.py"]
+        for path in (*theirs, *in_cache, root / "cache" / "new", root / "new", root / "runs" / "new"):
+            try:
+                path.parent.mkdir(exist_ok=True)
+                path.open("a").write("raided")
+                told[str(path)] = "written"
+            except OSError as error:
+                told[str(path)] = str(error.strerror)
+    return told
+
+
+REWARD = f"""
+import json
+from pathlib import Path
+
+{inspect.getsource(raid)}
+
+def reward(completion):
+    told = Path("/storage/runs/raider/told.json")
+    if not told.exists():
+        told.write_text(json.dumps(raid()))
+    return float(len(completion) % 2)
+"""
+
+
+@pytest.fixture(scope="module")
+def job(installed: Installed) -> Job:
+    """With the claim a second time, under a name of its own."""
+    storage = installed.storage
+    (storage / "raider.py").write_text(REWARD)
+    (storage / "theirs.jsonl").write_text("theirs")
+    (storage / "runs" / "theirs").mkdir(parents=True)
+    (storage / "runs" / "theirs" / "steps.jsonl").write_text("theirs")
+    for path in (*storage.rglob("runs"), *storage.rglob("*theirs*"), *storage.rglob("steps.jsonl")):
+        path.chmod(0o777 if path.is_dir() else 0o666)
+    (storage / "raider.py").chmod(0o666)
+    installed.cluster.kubectl("label", "pvc/jobs", "-n", NAMESPACE, "rlhfspec.io/jobs-may-use=true")
+    mine = {
+        "volumes": [{"name": "mine", "persistentVolumeClaim": {"claimName": "jobs"}}],
+        "containers": [{"name": "worker", "volumeMounts": [{"name": "mine", "mountPath": "/mine", "readOnly": False}]}],
+    }
+    shipped = example(
+        "grpo", training={"steps": 500}, evaluation=None, storage={"runFolder": "runs/raider"},
+        rewards={"sources": [{"type": "function", "function": "raider:reward"}]},
+        roles={"reward": {"podTemplate": {"spec": mine}}, "generator": {"workers": 2}},
+    )  # fmt: skip
+    job = installed.submit(shipped | {"metadata": {"name": "raider"}})
+    job.wait_for_step(2, seconds=300)
+    return job
+
+
+def contents(storage: Path) -> dict[str, bytes]:
+    files = [*(storage / "cache").rglob("*"), *storage.glob("*"), *(storage / "runs" / "theirs").rglob("*")]
+    return {str(path.relative_to(storage)): path.read_bytes() for path in files if path.is_file()}
+
+
+def test_a_reward_function_writes_its_run_folder_alone(installed: Installed, job: Job) -> None:
+    told = json.loads((job.folder / "told.json").read_text())
+    assert len(told) >= 16
+    assert {path: error for path, error in told.items() if error != "Read-only file system"} == {}
+    assert {path for path, content in contents(installed.storage).items() if content.endswith(b"raided")} == set()
+
+
+def test_no_other_pod_writes_more(installed: Installed, job: Job) -> None:
+    before = contents(installed.storage)
+    program = f"{inspect.getsource(raid)}\nimport json; print(json.dumps(raid()))"
+    asked = set()
+    for pod in job.pods():
+        role = pod["metadata"]["labels"][names.ROLE]
+        if pod["status"]["phase"] == "Running":
+            asked.add(role)
+            said = job.kubectl("exec", "-n", NAMESPACE, pod["metadata"]["name"], "--", "python", "-c", program)
+            wrong = {path: error for path, error in json.loads(said).items() if error != "Read-only file system"}
+            assert {path for path in wrong if path.startswith("/storage")} == set(), role
+            assert (job.folder / "traces" / f"{role}-0.jsonl").exists() or role == names.CONTROL
+    assert asked == {"control", "prompts", "generator", "reward", "reference", "trainer"}
+    assert contents(installed.storage) == before
