@@ -1,4 +1,4 @@
-"""Walls within a claim that jobs share: what the user's code, and any pod but `prepare`, writes is its own run folder."""
+"""Walls within a claim that jobs share: all pods but `prepare`, and so the user's code, write their run folder alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def raid() -> dict[str, str]:
 
     told = {}
     for root in (Path("/storage"), Path("/mine")):
-        in_cache = [path for path in (root / "cache" / "models").glob("*/config.json")]
+        in_cache = (root / "cache" / "models").glob("*/config.json")
         theirs = [root / "runs/theirs/steps.jsonl", root / "runs/theirs/new", root / "theirs.jsonl", root / "raider.py"]
         for path in (*theirs, *in_cache, root / "cache" / "new", root / "new", root / "runs" / "new"):
             try:
@@ -95,6 +95,7 @@ def test_no_other_pod_writes_more(installed: Installed, job: Job) -> None:
             said = job.kubectl("exec", "-n", NAMESPACE, pod["metadata"]["name"], "--", "python", "-c", program)
             wrong = {path: error for path, error in json.loads(said).items() if error != "Read-only file system"}
             assert {path for path in wrong if path.startswith("/storage")} == set(), role
-            assert (job.folder / "traces" / f"{role}-0.jsonl").exists() or role == names.CONTROL
-    assert asked == {"control", "prompts", "generator", "reward", "reference", "trainer"}
+    assert asked >= {"control", "prompts", "generator", "reward", "reference", "trainer"}
+    spans = job.folder / "traces" / "reward-0.jsonl"
+    job.wait("traces", spans.exists, seconds=30)
     assert contents(installed.storage) == before

@@ -9,7 +9,7 @@ from rlhfspec.cluster import names
 from rlhfspec.operator.deciding.allowed import CONTAINERS, containers_of
 from rlhfspec.operator.deciding.situation import Situation
 
-NAME = "storage"
+_VOLUME = "storage"
 _WRITERS = ("control", "generator", "trainer", "rebalancer")  # others write their traces alone
 
 
@@ -17,17 +17,17 @@ def volume(known: Situation) -> dict[str, Any]:
     """Return the storage volume; with an object store an emptyDir that goes with the pod."""
     storage = known.spec.storage
     if storage.uri is not None:
-        return {"name": NAME, "emptyDir": {}}
+        return {"name": _VOLUME, "emptyDir": {}}
     claim = storage.claim or known.settings.claim
-    return {"name": NAME, "persistentVolumeClaim": {"claimName": claim}}
+    return {"name": _VOLUME, "persistentVolumeClaim": {"claimName": claim}}
 
 
 def mounts(known: Situation, role: str) -> list[dict[str, Any]]:
-    whole = {"name": NAME, "mountPath": str(names.STORAGE)}
+    whole = {"name": _VOLUME, "mountPath": str(names.STORAGE)}
     if _writes_all(known, role):
         return [whole]
     folder = known.run_folder  # made by `prepare`: the kubelet would make it as root
-    own = {"name": NAME, "mountPath": str(folder), "subPath": str(folder.relative_to(names.STORAGE))}
+    own = {"name": _VOLUME, "mountPath": str(folder), "subPath": str(folder.relative_to(names.STORAGE))}
     writes = role in _WRITERS or known.spec.observability.traces
     return [{**whole, "readOnly": True}, *([own] if writes else [])]
 
@@ -44,7 +44,9 @@ def variables(known: Situation, role: str) -> dict[str, str]:
 
 def protect_claims(known: Situation, role: str, spec: dict[str, Any], cluster: Mapping[Any, Any]) -> None:
     """Make mounts of claims read-only, except those of the operator and of the chart's template."""
-    ours = next(each for each in (*cluster.get("spec", {}).get("volumes", ()), volume(known)) if each["name"] == NAME)
+    ours = next(
+        each for each in (*cluster.get("spec", {}).get("volumes", ()), volume(known)) if each["name"] == _VOLUME
+    )
     kept = [mount for each in containers_of(cluster) for mount in each.get("volumeMounts") or ()]
     kept += mounts(known, role) if ours in spec["volumes"] else []
     claims = {each["name"] for each in spec["volumes"] if "persistentVolumeClaim" in each}
