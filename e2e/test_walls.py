@@ -48,7 +48,7 @@ def reward(completion):
 
 @pytest.fixture(scope="module")
 def job(installed: Installed) -> Job:
-    """With the claim a second time, under a name of its own."""
+    """With the volume mounted a second time, and asked for as writable there."""
     storage = installed.storage
     (storage / "raider.py").write_text(REWARD)
     (storage / "theirs.jsonl").write_text("theirs")
@@ -57,11 +57,8 @@ def job(installed: Installed) -> Job:
     for path in (*storage.rglob("runs"), *storage.rglob("*theirs*"), *storage.rglob("steps.jsonl")):
         path.chmod(0o777 if path.is_dir() else 0o666)
     (storage / "raider.py").chmod(0o666)
-    installed.cluster.kubectl("label", "pvc/jobs", "-n", NAMESPACE, "rlhfspec.io/jobs-may-use=true")
-    mine = {
-        "volumes": [{"name": "mine", "persistentVolumeClaim": {"claimName": "jobs"}}],
-        "containers": [{"name": "worker", "volumeMounts": [{"name": "mine", "mountPath": "/mine", "readOnly": False}]}],
-    }
+    again = {"name": "storage", "mountPath": "/mine", "readOnly": False}
+    mine = {"containers": [{"name": "worker", "volumeMounts": [again]}]}
     shipped = example(
         "grpo", training={"steps": 500}, evaluation=None, storage={"runFolder": "runs/raider"},
         rewards={"sources": [{"type": "function", "function": "raider:reward"}]},
