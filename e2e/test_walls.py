@@ -48,7 +48,7 @@ def reward(completion):
 
 @pytest.fixture(scope="module")
 def job(installed: Installed) -> Job:
-    """With the volume mounted a second time, and asked for as writable there."""
+    """With another claim at /mine, asked for as writable."""
     storage = installed.storage
     (storage / "raider.py").write_text(REWARD)
     (storage / "theirs.jsonl").write_text("theirs")
@@ -57,8 +57,14 @@ def job(installed: Installed) -> Job:
     for path in (*storage.rglob("runs"), *storage.rglob("*theirs*"), *storage.rglob("steps.jsonl")):
         path.chmod(0o777 if path.is_dir() else 0o666)
     (storage / "raider.py").chmod(0o666)
-    again = {"name": "storage", "mountPath": "/mine", "readOnly": False}
-    mine = {"containers": [{"name": "worker", "volumeMounts": [again]}]}
+    other = installed.cluster.volume("other", NAMESPACE)
+    (other / "theirs.jsonl").write_text("theirs")
+    (other / "theirs.jsonl").chmod(0o666)
+    installed.cluster.kubectl("label", "pvc/other", "-n", NAMESPACE, "rlhfspec.io/jobs-may-use=true")
+    mine = {
+        "volumes": [{"name": "mine", "persistentVolumeClaim": {"claimName": "other"}}],
+        "containers": [{"name": "worker", "volumeMounts": [{"name": "mine", "mountPath": "/mine", "readOnly": False}]}],
+    }
     shipped = example(
         "grpo", training={"steps": 500}, evaluation=None, storage={"runFolder": "runs/raider"},
         rewards={"sources": [{"type": "function", "function": "raider:reward"}]},
@@ -76,7 +82,8 @@ def contents(storage: Path) -> dict[str, bytes]:
 
 def test_a_reward_function_writes_its_run_folder_alone(installed: Installed, job: Job) -> None:
     told = json.loads((job.folder / "told.json").read_text())
-    assert len(told) >= 16
+    assert {"/storage/theirs.jsonl", "/storage/runs/theirs/steps.jsonl", "/mine/theirs.jsonl"} < set(told)
+    assert any("/cache/models/" in path for path in told)
     assert {path: error for path, error in told.items() if error != "Read-only file system"} == {}
     assert {path for path, content in contents(installed.storage).items() if content.endswith(b"raided")} == set()
 

@@ -115,10 +115,6 @@ def test_claims_that_a_job_mounts_itself_are_read_only() -> None:
     assert {**mount, "readOnly": True} in spec["containers"][0]["volumeMounts"]
     assert {"name": "scratch", "mountPath": "/scratch"} in spec["containers"][0]["volumeMounts"]
     assert storage_mounts(spec["containers"][0]) == WALLED
-    again = {"name": "storage", "mountPath": "/again", "readOnly": False}
-    template = {"containers": [{"name": "worker", "volumeMounts": [again]}]}
-    container = container_of("reward", roles={"reward": {"podTemplate": {"spec": template}}})
-    assert {**again, "readOnly": True} in container["volumeMounts"]
     stored = {"volumes": [{"name": "storage", "persistentVolumeClaim": {"claimName": "c"}}]}
     container = container_of("reward", storage={"uri": "s3://a/b"}, roles={"reward": {"podTemplate": {"spec": stored}}})
     assert storage_mounts(container) == READ_ONLY
