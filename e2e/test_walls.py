@@ -49,17 +49,16 @@ def reward(completion):
 @pytest.fixture(scope="module")
 def job(installed: Installed) -> Job:
     """With another claim at /mine, asked for as writable."""
-    storage = installed.storage
+    storage, other = installed.storage, installed.cluster.volume("other", NAMESPACE)
     (storage / "raider.py").write_text(REWARD)
-    (storage / "theirs.jsonl").write_text("theirs")
-    (storage / "runs" / "theirs").mkdir(parents=True)
-    (storage / "runs" / "theirs" / "steps.jsonl").write_text("theirs")
-    for path in (*storage.rglob("runs"), *storage.rglob("*theirs*"), *storage.rglob("steps.jsonl")):
-        path.chmod(0o777 if path.is_dir() else 0o666)
+    for root in (storage, other):
+        (root / "runs" / "theirs").mkdir(parents=True)
+        for path in (root / "theirs.jsonl", root / "runs" / "theirs" / "steps.jsonl"):
+            path.write_text("theirs")
+            path.chmod(0o666)
+        for path in (root / "runs", root / "runs" / "theirs"):
+            path.chmod(0o777)
     (storage / "raider.py").chmod(0o666)
-    other = installed.cluster.volume("other", NAMESPACE)
-    (other / "theirs.jsonl").write_text("theirs")
-    (other / "theirs.jsonl").chmod(0o666)
     installed.cluster.kubectl("label", "pvc/other", "-n", NAMESPACE, "rlhfspec.io/jobs-may-use=true")
     mine = {
         "volumes": [{"name": "mine", "persistentVolumeClaim": {"claimName": "other"}}],
