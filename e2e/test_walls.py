@@ -1,4 +1,4 @@
-"""Walls within a claim that jobs share: all pods but `prepare`, and so the user's code, write their run folder alone."""
+"""Walls within a claim that jobs share: all pods but `prepare`, thus the user's code, write their run folder alone."""
 
 from __future__ import annotations
 
