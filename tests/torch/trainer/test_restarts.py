@@ -99,7 +99,9 @@ async def _has_read_what_is_left() -> bool:
     await stages.publish("reward", example_score(0, 0, 1.0))
     assert not stages.has_read("trainer")
     stages.learner = FakeLearner(version=1)
-    await stages.trainer().run()
+    trainer = stages.trainer()
+    await trainer.run()
+    trainer.close()
     return stages.has_read("trainer")
 
 
