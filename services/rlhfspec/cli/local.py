@@ -40,10 +40,8 @@ from rlhfspec.worker.worker import incarnation_of
 
 
 class LocalRun(JobRun):
-    def __init__(
-        self, written: RLHFJob, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View, *, resume: bool
-    ) -> None:
-        super().__init__(written, job, base_folder, folder, view, resume=resume)
+    def __init__(self, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View) -> None:
+        super().__init__(job, base_folder, folder, view)
         self._run = Run(uid=secrets.token_hex(4), base_folder=base_folder, folder=folder.path)
         self._vitals = Vitals(AwakeClock())
         self._transport = MemoryTransport(clock=self._vitals.clock, max_pending=MOST_PENDING)
@@ -92,7 +90,7 @@ class LocalRun(JobRun):
 
     def begin(self) -> None:
         models = {role: asdict(report) for service in self._services for role, report in service.models.items()}
-        self._begin_folder(models, {})
+        self.folder.loaded(models)
 
     async def stages(self) -> None:
         observability = self._job.spec.observability

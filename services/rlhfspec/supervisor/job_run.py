@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 
 from rlhfspec.job import RLHFJob
-from rlhfspec.messages.servers.scratch import end_run_in
 from rlhfspec.runs.folder.manifest import RunOutcome
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.view.summary import finish_folder
@@ -23,24 +22,19 @@ Models = dict[str, dict[str, Any]]  # by role: how each was found right when it 
 
 
 class JobRun(ABC):
-    """One run of a job in one folder: call `build`, `begin`, `stages`, `finish`, `close`, in this order.
+    """One run of a job in a folder that has begun: call `build`, `begin`, `stages`, `finish`, `close`, in this order.
 
-    written: the user's job; job: the same with resolved `tiny:` names; base_folder: the job file's."""
+    base_folder: the job file's."""
 
-    def __init__(
-        self, written: RLHFJob, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View, *, resume: bool
-    ) -> None:
+    def __init__(self, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View) -> None:
         self.folder = folder
         self.stop = asyncio.Event()
         self.runner = asyncio.Runner()
-        self._written = written
         self._job = job
         self._base_folder = base_folder
         self._view = view
         self._say: Say = view.say
-        self._resume = resume
         self._leaving = ExitStack()
-        self._is_new = False  # the folder, and begun
 
     def say(self, text: str) -> None:
         self._say(text)
@@ -64,20 +58,10 @@ class JobRun(ABC):
     def finish(self, outcome: RunOutcome, reason: str, *, resume_command: str, console: Console) -> None:
         finish_folder(self.folder, self._job, outcome, reason, resume_command=resume_command).print(console)
 
-    def leave_no_trace(self) -> None:
-        """Delete the folder if nothing began."""
-        if self._is_new and not self.folder.steps():
-            self.folder.discard()
+    def abandon(self) -> None:  # noqa: B027 (what runs in this process ends with it)
+        """End what `build` started, at once."""
 
     def close(self) -> None:
         self._leaving.close()
         self.folder.close()
         self.runner.close()
-
-    def _begin_folder(self, models: Models, processes: dict[str, int]) -> None:
-        is_new = not self.folder.job_file.exists()
-        if self.folder.begin(self._written, resume=self._resume, models=models, processes=processes):
-            self._view.say("manifest.json could not be read and was begun anew")
-        self._is_new = is_new
-        end_run_in(self.folder.processes)
-        self._view.progress.history(self.folder.steps(), self.folder.evaluations())

@@ -50,10 +50,8 @@ _DATASET_SECONDS = 5.0  # for what the server has to arrive
 
 
 class ProcessRun(JobRun):
-    def __init__(
-        self, written: RLHFJob, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View, *, resume: bool
-    ) -> None:
-        super().__init__(written, job, base_folder, folder, view, resume=resume)
+    def __init__(self, job: RLHFJob, base_folder: Path, folder: RunFolder, view: View) -> None:
+        super().__init__(job, base_folder, folder, view)
         self._place = ProcessPlace(folder)
         self._vitals = Vitals(AwakeClock())
         self._known = KnownRun(self._vitals.clock)
@@ -65,16 +63,12 @@ class ProcessRun(JobRun):
     def build(self, say: Say) -> None:
         self._say = say
         gpus = deal(self._job, visible(os.environ))
-        self._begin_folder({}, workers_of(self._job))  # the trainer's process writes in it as soon as it runs
-        with ExitStack() as failing:
-            failing.callback(self.leave_no_trace)
-            try:
-                self._leaving.callback(self._remove_all)
-                self._place.make()
-                self.runner.run(self._start(gpus))
-            except StageError as error:  # some workers trained already while others were loading: the run has begun
-                self._failure = error
-            failing.pop_all()
+        try:
+            self._leaving.callback(self._remove_all)
+            self._place.make()
+            self.runner.run(self._start(gpus))
+        except StageError as error:  # some workers trained already while others were loading: the run has begun
+            self._failure = error
 
     async def _start(self, gpus: Dealt) -> None:
         weights_folder = self._weights_folder()
@@ -191,10 +185,9 @@ class ProcessRun(JobRun):
             await watching.close()
         return None
 
-    def leave_no_trace(self) -> None:
+    def abandon(self) -> None:
         if self._processes is not None:
             self._processes.abandon()
-        super().leave_no_trace()
 
     def _remove_all(self) -> None:
         with ExitStack() as leaving:

@@ -72,6 +72,8 @@ def test_killed_at_any_moment_it_resumes_from_the_last_checkpoint(job_file: Path
 def test_ctrl_c_before_the_first_step_is_quiet(job_file: Path) -> None:
     run = start(job_file, "early")
     run.until("importing torch")
+    manifest = json.loads((job_file.parent / "early" / "manifest.json").read_text())
+    assert manifest["outcome"] == "running", "others see the run before anything is loaded"
     run.process.send_signal(signal.SIGINT)
     assert "stopped" in run.ends(130)
     assert not (job_file.parent / "early").exists()

@@ -325,6 +325,22 @@ def test_resume_begins_where_nothing_is(tmp_path: Path) -> None:
         assert not begin(folder, example_job(), resume=True).resumed
 
 
+def test_a_run_that_could_not_begin_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        folder.begin(example_job(), resume=False)
+        folder.discard()
+    assert not folder.path.exists()
+    with RunFolder(tmp_path / "run") as folder:
+        folder.begin(example_job(), resume=False)
+        folder.finish("stopped", "Ctrl-C")
+    before = {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
+    with RunFolder(folder.path) as again:
+        again.begin(example_job(), resume=True)
+        assert again.manifest().outcome == "running"
+        again.discard()
+    assert {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()} == before
+
+
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder:
         begin(folder, example_job(), resume=False)

@@ -24,7 +24,7 @@ from rlhfspec.job.file.secrets import holds_secrets
 from rlhfspec.messages.records import Sample, Score
 from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import StepMetrics
-from rlhfspec.runs.folder.manifest import RunManifest, RunOutcome
+from rlhfspec.runs.folder.manifest import RunManifest, RunOutcome, machine
 from rlhfspec.runs.folder.same_job import as_content, as_yaml, first_difference, with_new_fields
 from rlhfspec.runs.folder.sample_lines import sample_lines
 from rlhfspec.telemetry.folder import TRACES
@@ -75,6 +75,8 @@ class RunFolder:
         self.traces = self.path / TRACES
         self._manifest_lock = self.path / ".manifest.lock"
         self._last_step = 0
+        self._is_new = False
+        self._found = self._begun = b""  # the manifest before `begin`, and after it
         self.lock: int | None = None  # file descriptor; a process that inherits it holds the lock too
 
     def check(self, job: RLHFJob, *, resume: bool) -> None:
@@ -104,11 +106,13 @@ class RunFolder:
         _write(self.job_file, [as_yaml(job).encode()], private=holds_secrets(job))
         loaded = {role: dict(report) for role, report in (models or {}).items()}
         before = None
-        with suppress(StorageError):
+        with suppress(StorageError, OSError):
             before = self.manifest() if found else None
+            self._found = self.manifest_file.read_bytes() if found else b""
         begun = before or RunManifest.begin(job.metadata.name, loaded)
         begun = begun.resume(loaded) if found else begun
         self._write_manifest(replace(begun, processes=dict(processes or {})))
+        self._begun, self._is_new = self.manifest_file.read_bytes(), not found
         return found and before is None
 
     def hold(self) -> None:
@@ -119,12 +123,17 @@ class RunFolder:
             raise StorageError(self.path, str(error.strerror)) from error
 
     def loaded(self, models: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write the model reports by role, if they were unknown when the run began."""
+        """Write the model reports by role, and the machine as torch sees it."""
         with self._manifest_alone() as manifest:
-            self._write_manifest(replace(manifest, models={role: dict(report) for role, report in models.items()}))
+            found = {role: dict(report) for role, report in models.items()}
+            self._write_manifest(replace(manifest, models=found, machine=machine()))
 
     def discard(self) -> None:
-        """Undo `begin`; remove the folder too if it is otherwise empty."""
+        """Undo `begin`, unless a run went on since; remove the folder too if it is otherwise empty."""
+        if self._found and self.manifest_file.read_bytes() == self._begun:
+            _write(self.manifest_file, [self._found])
+        if not self._is_new or self.steps():
+            return
         for path in (self.job_file, self.manifest_file, self._manifest_lock, self.path / ".lock"):
             path.unlink(missing_ok=True)
         for folder in (self.processes, self.logs):

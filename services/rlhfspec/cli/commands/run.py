@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from rlhfspec.job import RLHFJob
     from rlhfspec.runs.folder.manifest import RunOutcome
+    from rlhfspec.runs.folder.run_folder import RunFolder
+    from rlhfspec.runs.view.view import View
     from rlhfspec.supervisor.job_run import JobRun
 
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Run folder.  [default: out/NAME-OF-THE-JOB]")]
@@ -91,12 +93,22 @@ class _Command:
 
 
 def _run(job: RLHFJob, command: _Command, console: Console) -> RunOutcome:
+    from rlhfspec.runs.folder.run_folder import RunFolder
+    from rlhfspec.runs.view.view import View
+
+    folder, view = RunFolder(command.out), View(job, console)
     with ExitStack() as leaving:
-        with StatusLine() as status:
-            run = _prepared(job, command, console, status)
+        leaving.callback(folder.close)
+        with ExitStack() as failing, StatusLine() as status:
+            _begin(folder, job, command, view)
+            failing.callback(folder.discard)
+            with on_signals(lambda: _leave_before_it_began(folder)):
+                run = _prepared(job, command, folder, view, status)
             leaving.callback(run.close)
-            with on_signals(lambda: _leave_before_it_began(run)):
+            failing.callback(run.abandon)
+            with on_signals(lambda: _leave_before_it_began(folder, run)):
                 run.build(status)
+            failing.pop_all()
         run.begin()
         outcome, reason = _outcome_of(run)
         more_steps = 2 * job.spec.training.steps if outcome == "completed" and not reason else None
@@ -108,20 +120,27 @@ def _run(job: RLHFJob, command: _Command, console: Console) -> RunOutcome:
         return outcome
 
 
-def _prepared(job: RLHFJob, command: _Command, console: Console, status: StatusLine) -> JobRun:
+def _begin(folder: RunFolder, job: RLHFJob, command: _Command, view: View) -> None:
+    """Begin the folder before anything heavy is imported."""
+    from rlhfspec.messages.loop import workers_of
+    from rlhfspec.messages.servers.scratch import end_run_in
+
+    processes = workers_of(job) if command.processes else {}
+    if folder.begin(job, resume=command.resume, processes=processes):
+        view.say("manifest.json could not be read and was begun anew")
+    end_run_in(folder.processes)
+    view.progress.history(folder.steps(), folder.evaluations())
+
+
+def _prepared(job: RLHFJob, command: _Command, folder: RunFolder, view: View, status: StatusLine) -> JobRun:
     """Prepare the run, with --processes without importing anything heavy."""
     kind = _process_run() if command.processes else _local_run(status)
     from rlhfspec.messages.servers.scratch import end_dead_runs
     from rlhfspec.prepare.tiny_paths import with_tiny_paths
-    from rlhfspec.runs.folder.run_folder import RunFolder
-    from rlhfspec.runs.view.view import View
 
     for uid in end_dead_runs():
         status(f"what was left of run {uid} is removed: its supervisor had died")
-    folder, view = RunFolder(command.out), View(job, console)
-    folder.check(job, resume=command.resume)
-    base_folder = command.job.absolute().parent
-    return kind(job, with_tiny_paths(job, status), base_folder, folder, view, resume=command.resume)
+    return kind(with_tiny_paths(job, status), command.job.absolute().parent, folder, view)
 
 
 def _local_run(status: StatusLine) -> type[JobRun]:
@@ -143,8 +162,10 @@ def _process_run() -> type[JobRun]:
     return ProcessRun
 
 
-def _leave_before_it_began(run: JobRun) -> None:
-    run.leave_no_trace()
+def _leave_before_it_began(folder: RunFolder, run: JobRun | None = None) -> None:
+    if run is not None:
+        run.abandon()
+    folder.discard()
     leave_at_once("stopped")
 
 
