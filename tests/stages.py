@@ -194,7 +194,7 @@ class FakeRecorder:
         self.trained.append(trained)
         return example_step(step=trained.step)
 
-    def finish(self, policy_state: dict[str, Any]) -> None:
+    def finish(self, step: int, policy_state: Callable[[], dict[str, Any]]) -> None:
         self.is_finished = True
 
     def close(self) -> None:

@@ -22,8 +22,8 @@ MOST_LINES = 450
 MOST_LINES_OF_TESTS = 600
 MOST_LINES_OF_A_FUNCTION = 60
 COMMANDS = {
-    "bench", "compare", "dashboard", "drafter", "explain-moves", "init", "models", "plan", "run", "schema", "simulate",
-    "tiny", "top", "trace", "validate",
+    "bench", "compare", "dashboard", "drafter", "explain-moves", "export", "init", "models", "plan", "run", "schema",
+    "simulate", "tiny", "top", "trace", "validate",
 }  # fmt: skip
 # Where a process, or what stands for one, ends: nobody above could do better than to say what was raised.
 MAY_CATCH_ALL = {

@@ -274,7 +274,9 @@ class Checkpoint(Block):
         10, description="Write a checkpoint every so many steps, and also at the end and on Ctrl-C."
     )
     keep: Positive = Field(2, description="Number of newest checkpoints to keep.")
-    export: bool = Field(True, description="Save the trained policy in Hugging Face format at the end.")
+    export: bool = Field(
+        True, description="At the end, save the best evaluated policy, or else the last, in Hugging Face format."
+    )
 
 
 class Wandb(Block):

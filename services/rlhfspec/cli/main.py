@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rlhfspec.cli.beside import WithCommandsBeside
-from rlhfspec.cli.commands import compare, dashboard, drafter, explain_moves, job, plan, run, tiny, top, trace
+from rlhfspec.cli.commands import compare, dashboard, drafter, explain_moves, export, job, plan, run, tiny, top, trace
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # our status line says what goes on
 
@@ -26,6 +26,7 @@ job.register(app)
 app.command()(plan.plan)
 app.command()(run.run)
 app.command()(compare.compare)
+app.command()(export.export)
 app.command()(top.top)
 app.command()(dashboard.dashboard)
 app.command()(trace.trace)

@@ -10,12 +10,14 @@ from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import Sample, Score
 from rlhfspec.messages.records.evaluations import Evaluation, best
 from rlhfspec.messages.records.metrics import Lengths, Seconds, Spread, StepMetrics, learner_fields
+from rlhfspec.runs.folder.choosing import best_or_last
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.folder.sample_lines import evaluation_of
 from rlhfspec.runs.folder.trackers import Trackers
 from rlhfspec.runs.view.learning_signs import DISTINCT, equal_reward_groups
 from rlhfspec.trainer.collector import Chosen, Collector
 from rlhfspec.training.checkpoint import CheckpointStore
+from rlhfspec.training.checkpoint.export import policy_of
 from rlhfspec.training.checkpoint.folders import Writes, verify
 from rlhfspec.training.checkpoint.shares import LEARNER
 from rlhfspec.training.learning.learner import LearnReport
@@ -115,8 +117,8 @@ class RunRecorder:
 
     def checkpoint(self, step: int, state: dict[str, Any] | Writes) -> None:
         assert self._checkpoints is not None, "restore comes first"
-        kept = best(self._evaluations).step if self._evaluations else None
-        self._checkpoints.save(step, {LEARNER: state}, best=kept)
+        evaluated = [evaluation for evaluation in self._evaluations if evaluation.step]  # step 0 has no checkpoint
+        self._checkpoints.save(step, {LEARNER: state}, best=best(evaluated).step if evaluated else None)
         self._send()
 
     def _send(self) -> None:
@@ -124,9 +126,17 @@ class RunRecorder:
         if self._mirror is not None:
             self._mirror.send()
 
-    def finish(self, policy_state: dict[str, Any]) -> None:
-        if self._job.spec.checkpoint.export:
-            self._export(policy_state)
+    def finish(self, step: int, policy_state: Callable[[], dict[str, Any]]) -> None:
+        """Export the best evaluated checkpoint, or else the policy as it is after `step`."""
+        if not self._job.spec.checkpoint.export:
+            return
+        choice = best_or_last(self._folder)
+        is_here = choice.step == step
+        self._export(
+            policy_state() if is_here else policy_of(self._folder.checkpoint(choice.step), self._job.spec.model)
+        )
+        self._folder.note_export(str(choice))
+        self._say(f"exported: {choice}")
 
     def close(self) -> None:
         if self._trackers is not None:

@@ -269,7 +269,7 @@ class TrainerService(Service):
         self._recorder.checkpoint(step, self._learner.state())
 
     def _finish(self) -> None:
-        self._recorder.finish(self._learner.policy_state())
+        self._recorder.finish(self._learner.version, self._learner.policy_state)
 
     async def _work(self, what: str, function: Any, *arguments: Any) -> Any:
         with self.vitals.working(what, deadline_seconds=self._deadline):

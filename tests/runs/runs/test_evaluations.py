@@ -58,6 +58,40 @@ def test_the_best_checkpoint_is_kept(job_file: Path) -> None:
     assert {int(path.name.removeprefix("step-")) for path in folder.checkpoints.glob("step-*")} == {top, 5}
 
 
+def test_the_best_checkpoint_is_exported_unless_another_is_asked_for(job_file: Path) -> None:
+    export = ("checkpoint.export=true", "training.optimizer.learningRate=0.05")
+    train(job_file, "run", *EVALUATE, *export, "checkpoint.keep=1")
+    folder = RunFolder(job_file.parent / "run")
+    top = best([run for run in folder.evaluations() if run.step]).step
+    assert top < 5, "the last is not the best"
+    assert f"exported policy | step {top}, the best " in folder.summary_file.read_text()
+    written = {step: exported_weights(folder, *words) for step, words in ((top, []), (5, ["--step", "last"]))}
+    assert written[top] == weights_in(folder.export) != written[5]
+    train(job_file, "to-the-top", *EVALUATE, *export, f"training.steps={top}")
+    assert weights_in(job_file.parent / "to-the-top" / "export") == written[top]
+    refused = command(["export", str(folder.path), "--step", "1"], 2).output
+    assert f"--step: must be last, or a step with a checkpoint: {top}, 5" in refused
+
+
+def test_a_low_rank_update_is_merged_as_at_the_end_of_the_run(job_file: Path) -> None:
+    train(job_file, "run", "checkpoint.export=true", "model.lora={}")
+    folder = RunFolder(job_file.parent / "run")
+    assert exported_weights(folder) == weights_in(folder.export)
+
+
+def exported_weights(folder: RunFolder, *words: str) -> dict[str, bytes]:
+    out = folder.path.parent / "written"
+    said = command(["export", str(folder.path), *words, "--out", str(out)], 0).output
+    assert f"{out}: step " in said
+    return weights_in(out)
+
+
+def weights_in(folder: Path) -> dict[str, bytes]:
+    from safetensors.torch import load_file
+
+    return {name: tensor.numpy().tobytes() for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
 def test_more_held_out_prompts_than_the_data_has_are_refused(job_file: Path) -> None:
     result = invoke(job_file, "run", "evaluation.numPrompts=24", code=2)
     assert "spec.evaluation.numPrompts: must be < 24, the rows of the dataset" in result.output

@@ -50,6 +50,7 @@ class RunManifest:
     outcome: RunOutcome = "running"
     reason: str = ""
     num_steps: int = 0
+    exported: str = ""  # which checkpoint is in export/, and why
 
     @classmethod
     def begin(cls, job: str, models: dict[str, dict[str, Any]]) -> RunManifest:

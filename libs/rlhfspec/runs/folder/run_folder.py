@@ -128,6 +128,11 @@ class RunFolder:
             found = {role: dict(report) for role, report in models.items()}
             self._write_manifest(replace(manifest, models=found, machine=machine()))
 
+    def note_export(self, exported: str) -> None:
+        """Write into the manifest which checkpoint was exported, and why."""
+        with self._manifest_alone() as manifest:
+            self._write_manifest(replace(manifest, exported=exported))
+
     def discard(self) -> None:
         """Undo `begin`, unless a run went on since; remove the folder too if it is otherwise empty."""
         if self._found and self.manifest_file.read_bytes() == self._begun:
@@ -215,6 +220,10 @@ class RunFolder:
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
+
+    def checkpoint_steps(self) -> list[int]:
+        names = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def job(self) -> RLHFJob:
         return RLHFJob.model_validate(self._job_content())

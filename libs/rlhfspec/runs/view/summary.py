@@ -74,7 +74,8 @@ class Summary:
             print_line(console, f"  {label:<20} {value}")
 
     def _facts(self) -> list[Row]:
-        return facts(self.steps, self.evaluations) if self.steps else []
+        rows = facts(self.steps, self.evaluations) if self.steps else []
+        return [*rows, ("exported policy", self.manifest.exported)] if self.manifest.exported else rows
 
     def _responses_in_markdown(self) -> Iterator[str]:
         for title, responses in self.texts:

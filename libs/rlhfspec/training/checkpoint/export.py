@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from rlhfspec import job
 from rlhfspec.errors import InvalidRequest, StorageError
+from rlhfspec.training.checkpoint.folders import open_checkpoint
+from rlhfspec.training.checkpoint.shares import LEARNER
+from rlhfspec.training.modeling.stored import StoredTensor
 from rlhfspec.training.modeling.tensor_files import sync
 
 
@@ -44,6 +48,38 @@ def export_hf(
     finally:
         shutil.rmtree(writing, ignore_errors=True)
     return folder
+
+
+def policy_of(checkpoint: Path, model: job.Model) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's policy under Hugging Face names, a low-rank update merged into the weights of `model`."""
+    stored = open_checkpoint(checkpoint)[LEARNER]["policy"]
+    weights = {name: each.whole() if isinstance(each, StoredTensor) else each for name, each in stored.items()}
+    if model.lora is None:
+        return weights
+    from rlhfspec.training.modeling.loading import load_policy
+    from rlhfspec.training.modeling.lora import merged_state
+
+    policy = load_policy(model)
+    with torch.no_grad():
+        return merged_state(policy.state_dict() | weights, model.lora.alpha / model.lora.rank)
+
+
+def export_checkpoint(checkpoint: Path, model: job.Model, folder: Path, *, tokenizer: Any) -> Path:
+    """Write a checkpoint's policy as a Hugging Face folder, with the configuration of `model`."""
+    from transformers import AutoConfig, GenerationConfig
+
+    state = policy_of(checkpoint, model)
+    try:
+        generation_config = GenerationConfig.from_pretrained(model.path)
+    except OSError:
+        generation_config = None
+    return export_hf(
+        folder.absolute(),
+        state,
+        AutoConfig.from_pretrained(model.path),
+        tokenizer=tokenizer,
+        generation_config=generation_config,
+    )
 
 
 def _model(state_dict: Mapping[str, torch.Tensor], config: Any) -> Any:
