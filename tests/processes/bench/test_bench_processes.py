@@ -21,6 +21,7 @@ from rlhfspec.bench.moving.migrating import plot as migrate_plot, report as migr
 from rlhfspec.bench.moving.migrating.migrate import MigrateBenchmark, MigrateSettings
 from rlhfspec.bench.moving.pair import Pair
 from rlhfspec.bench.moving.rebalancing import plot as rebalance_plot, report as rebalance_report
+from rlhfspec.bench.moving.rebalancing.arms import ARMS, OURS
 from rlhfspec.bench.moving.rebalancing.rebalance import RebalanceBenchmark, RebalanceSettings
 from rlhfspec.bench.moving.rebalancing.rebalancer import RunsRebalancer
 from rlhfspec.bench.moving.rebalancing.workloads import stages
@@ -221,13 +222,46 @@ class Hasty:
                      reason="hasty") for name in names]  # fmt: skip
 
 
+# A generator whose engine makes no step between the first end of a stage and the first move from it.
+PATIENT = """
+from rlhfspec.bench.moving import __main__, generator
+class Patient(generator.Generator):
+    waits = False
+    async def _on_stage(self, *, name, **rest):
+        self._has_moves = name == {stage!r} and not self._number
+        await super()._on_stage(name=name, **rest)
+    def _tell(self, name, **what):
+        super()._tell(name, **what)
+        if name == "finished":
+            self.waits = self._has_moves
+        elif name == "moved" and what["how"] != "kept":
+            self.waits = self._has_moves = False
+            self._wake.set()
+    def _step(self):
+        if self.waits:
+            self._wake.wait(0.01)
+        else:
+            super()._step()
+generator.Generator = Patient
+__main__.main()
+"""
+
+
+def patient_command(number: int, core: int) -> list[str]:
+    stage = f"run-{ARMS.index(OURS) + 1}"
+    return [sys.executable, "-c", PATIENT.format(stage=stage), str(number), str(core)]
+
+
 @pytest.mark.whole("a benchmark of generators that are processes")
-def test_rebalance_runs_every_arm_with_the_same_tokens(model: str, tmp_path: Path) -> None:
+def test_rebalance_runs_every_arm_with_the_same_tokens(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pair, "start", partial(Pair.start, patient_command))
     once: dict[str, Any] = {"sizes": (1, 8), "seeds": 1, "repeats": 1, "scale": 0.3}
     settings = RebalanceSettings(model=model, draft=model, workloads=("skew",), decoding=("adaptive",), **once)
     said: list[str] = []
     lengths = stages("skew", 1, 0.3)[0].lengths
-    hasty = partial(Hasty, longest=sorted(range(len(lengths)), key=lengths.__getitem__)[-6:])  # some may end meanwhile
+    hasty = partial(Hasty, longest=sorted(range(len(lengths)), key=lengths.__getitem__)[-6:])
     results = RebalanceBenchmark(settings, said.append, make_rebalancer=hasty).run()
     [stage] = results.stages
     assert set(stage.runs) == {"dealt", "pulled", "ours", "clairvoyant"} <= set(stage.predicted)

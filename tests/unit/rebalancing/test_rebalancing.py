@@ -54,11 +54,11 @@ def moves_of(planned: PlannedMoves) -> list[tuple[int, int, int]]:
     return list(zip(planned.sequence.tolist(), planned.source.tolist(), planned.destination.tolist(), strict=True))
 
 
-def after(fleet: Fleet, planned: PlannedMoves) -> Fleet:
+def after(fleet: Fleet, planned: PlannedMoves, now: float = NOW) -> Fleet:
     generator, moved_at = fleet.generator.copy(), fleet.moved_at.copy()
     rows, tokens = fleet.free_rows.copy(), fleet.free_tokens.copy()
     for sequence, source, destination in moves_of(planned):
-        generator[sequence], moved_at[sequence] = destination, NOW
+        generator[sequence], moved_at[sequence] = destination, now
         held = int(fleet.held[sequence])
         rows[source], rows[destination] = rows[source] + 1, rows[destination] - 1
         tokens[source], tokens[destination] = tokens[source] + held, tokens[destination] - held
@@ -168,24 +168,22 @@ def test_a_memory_bound_fleet_is_left_alone(seed: int) -> None:
 
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=30, deadline=None)
+@example(48)  # of two thousand one of those that move most: 12 times a sequence
 def test_lengths_that_work_against_it_cannot_make_it_swing(seed: int) -> None:
-    """Expectations change at every plan so as to lure a sequence back; it rests a second in between."""
+    """Lure sequences back by other expectations at every plan: each moves at most once in its rest."""
     rng = np.random.default_rng(seed)
-    fleet = replace(random_fleet(seed, is_alike=True), is_leaving=np.zeros(0, bool))
+    fleet = random_fleet(seed, is_alike=True)
     fleet = replace(fleet, is_leaving=np.zeros(fleet.num_generators, bool))
-    now, num_moves = NOW, 0
     fleet = replace(fleet, moved_at=np.full(fleet.num_sequences, -np.inf))
-    for _ in range(40):
+    num_moves, num_plans, plan_seconds = 0, 40, PROMPT.rest_seconds / 2
+    for now in NOW + plan_seconds * np.arange(num_plans):
         planned = plan(fleet, now, PROMPT)
-        last = fleet.moved_at[planned.sequence]
-        assert (now - last >= PROMPT.rest_seconds).all()
+        assert (now - fleet.moved_at[planned.sequence] >= PROMPT.rest_seconds).all()
         num_moves += planned.num_moves
-        fleet = replace(after(fleet, planned))
-        fleet = replace(fleet, moved_at=np.where(fleet.moved_at == NOW, now, fleet.moved_at))
+        fleet = after(fleet, planned, now)
         crowded = fleet.generator == rng.integers(0, fleet.num_generators)
         fleet = replace(fleet, remaining=np.where(crowded, 900.0, 30.0) * rng.uniform(0.9, 1.1, fleet.num_sequences))
-        now += 0.25
-    assert num_moves <= fleet.num_sequences * 10  # 40 plans are 10 s
+    assert num_moves <= fleet.num_sequences * num_plans * plan_seconds / PROMPT.rest_seconds
 
 
 def test_a_leaving_generators_sequences_go_first_and_all_of_them() -> None:
