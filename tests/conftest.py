@@ -21,7 +21,7 @@ from runs import write_data, write_job, write_models
 from shared_servers import SharedServers
 from started import Started
 
-pytest_plugins = ["asked_once", "coroutines", "on_device", "pictures", "same_environment", "skips", "sweeps", "tiers"]
+pytest_plugins = ["coroutines", "on_device", "pictures", "proved_once", "same_environment", "skips", "sweeps", "tiers"]
 
 # Deterministic examples and no per-example deadline: a busy machine must not fail a correct test.
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)

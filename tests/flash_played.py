@@ -40,6 +40,7 @@ def have_flash(patch: pytest.MonkeyPatch, attention: Any = played, *, least_rows
     """Give every device a FlashAttention `attention` for float32 and any head size, with chunks of `least_rows`."""
     from rlhfspec.engine.forward import runner
 
+    patch.setenv("RLHFSPEC_KEPT", "")  # what was proved has another
     patch.setattr(flash, "has_flash", lambda device: True)
     patch.setattr(flash, "varlen_attn", attention)
     patch.setattr(flash, "_DTYPES", (torch.float32, torch.bfloat16))

@@ -31,7 +31,7 @@ BESIDE = ("tests", "e2e", "tools", "charts")  # where `import name` finds what i
 TIERS = ("tests/unit", "tests/torch")
 FOR_ALL = (
     "pyproject.toml", "constraints.txt",
-    *(f"tests/{name}.py" for name in ("asked_once", "conftest", "coroutines", "on_device", "sweeps", "tiers")),
+    *(f"tests/{name}.py" for name in ("proved_once", "conftest", "coroutines", "on_device", "sweeps", "tiers")),
 )  # fmt: skip
 DOCSTRINGS = "tests/processes/house/test_docstrings.py::test_module_imports_and_its_examples_are_true"
 

@@ -17,7 +17,7 @@ from rlhfspec.engine.vllm.finding import INSTALL_VLLM, VARIABLE, find_python  # 
 QUICK = [name for name in gpu_day.PARTS if name not in ("loop", "vllm")]  # a run of its own, which other tests have
 
 
-@pytest.mark.sweep(parts=3)
+@pytest.mark.sweep(parts=len(QUICK))
 @pytest.mark.parametrize("part", QUICK)
 def test_part_runs_through(part: str, tmp_path: Path) -> None:
     day = Day.on("cpu", tmp_path / "day.jsonl")
@@ -42,7 +42,7 @@ def test_the_part_of_vllm_runs_through(tmp_path: Path) -> None:
 def test_without_vllm_its_part_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     day = Day.on("cpu", tmp_path / "day.jsonl")
     monkeypatch.setenv(VARIABLE, "/nowhere/python")
-    gpu_day.run_all(["vllm"], day, minutes=2.5)
+    gpu_day.run_part("vllm", day)
     assert (day.results()[-1]["name"], day.results()[-1]["value"]) == ("left out", INSTALL_VLLM)
 
 

@@ -19,7 +19,7 @@ def tokens_of(folder: Path) -> list[list[int]]:
     return [json.loads(line)["tokens"] for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.sweep(parts=2)
+@pytest.mark.whole("whole runs in which processes are killed, one after the other")
 @pytest.mark.parametrize("which", [1, 0])
 def test_parts_killed_keep_the_curve_of_one(which: int, job_file: Path, starting: Callable[..., Started]) -> None:
     hold = hold_rewards(job_file, "0 many")

@@ -76,6 +76,7 @@ class Hostile(Listener):
         ]  # fmt: skip
 
 
+@pytest.mark.whole("whole runs in which processes are killed, one after the other")
 def test_a_rebalancer_killed_held_or_mad_costs_balance_alone(job_file: Path, starting: Callable[..., Started]) -> None:
     hold = hold_rewards(job_file, "1 many")
     whole = train(job_file, "one", *LONG)

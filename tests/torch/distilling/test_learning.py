@@ -66,7 +66,7 @@ def weights_of(engine: Engine) -> str:
     return engine.state.draft.runner.fingerprint()
 
 
-@pytest.mark.sweep(parts=3)
+@pytest.mark.sweep(parts=6)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
 @pytest.mark.parametrize("draft", ["auto", "bad"])
@@ -110,6 +110,7 @@ def test_weights_that_change_in_mid_sequence_change_no_token(model: Any) -> None
     assert num_swaps > 4
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("way", [at_once, reserved, in_rounds])
 def test_sequences_move_and_are_preempted_while_both_drafters_are_noise(model: Any, way: Callable[..., Any]) -> None:
     """The drafter gets random weights before every step, also during moves."""
@@ -135,6 +136,7 @@ def test_sequences_move_and_are_preempted_while_both_drafters_are_noise(model: A
     assert num_moves > 3
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("draft", ["auto", "given"])
 def test_it_gets_better(model: Any, draft: str) -> None:
     engine = make(model, "auto" if draft == "auto" else perturbed(model, 0.5))
@@ -192,6 +194,7 @@ def test_a_sequence_that_was_preempted_leaves_its_lessons(model: Any) -> None:
     assert recorder.rows == {}
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_a_drafter_is_made_of_every_family(kind: str) -> None:
     engine = make(model := deep(kind, seed=5))

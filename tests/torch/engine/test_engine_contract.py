@@ -62,6 +62,7 @@ class TestMovable(MovableWithKVContract):
         return make(model, mode)
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.on_the_cpu("a drafter that learns takes minutes more there; a given one drafts in its place")
 @pytest.mark.usefixtures("little_is_learnt_from")
 class MadeDrafter:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from sweeps import examples
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams, oracle
 from rlhfspec.engine.config import EngineConfig
@@ -88,7 +89,7 @@ def run(engine: Engine, requests: list[Request], rng: np.random.Generator | None
     return done
 
 
-@settings(max_examples=30)
+@examples(10, whole=100)
 @given(st.integers(0, 1 << 30), st.sampled_from(MODES), st.sampled_from([1.0, 0.7, 0.0]), st.booleans())
 def test_tokens_and_log_probs_are_the_same_bits_whatever_happens(
     pair: tuple[Engine, Engine], seed: int, mode: str | DraftPlan, temperature: float, sharing: bool

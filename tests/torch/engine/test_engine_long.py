@@ -13,7 +13,7 @@ from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.tiny import perturbed, random_model
 
 VOCAB = 31
-OPERATIONS = 10_000
+OPERATIONS = 4_000
 STEPS = 1_500  # of each way to draft, once a thousand are done
 TREE = DraftPlan(drafter="model", depth=3, width=1, branch=2)
 SUFFIX_TREE = DraftPlan(drafter="suffix", depth=4, width=2, branch=2)
@@ -91,7 +91,7 @@ class RandomUser:
 
 
 @pytest.mark.timeout(240)
-def test_integrity_holds_after_ten_thousand_random_operations() -> None:
+def test_integrity_holds_after_thousands_of_random_operations() -> None:
     user = RandomUser(seed=11)
     for _ in range(OPERATIONS):
         user.act()
@@ -108,7 +108,7 @@ def test_integrity_holds_after_ten_thousand_random_operations() -> None:
     assert min(user.counts.values()) > 50, user.counts
 
 
-@pytest.mark.sweep(parts=4)
+@pytest.mark.whole("thousands of steps, counted byte by byte")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("mode", "most_bytes"),

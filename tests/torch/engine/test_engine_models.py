@@ -66,6 +66,7 @@ def test_sliding_windows_are_honoured_past_the_window() -> None:
     np.testing.assert_allclose(done.log_probs, hugging_face_log_probs(model, prompt, done.token_ids), atol=1e-5)
 
 
+@pytest.mark.proves_anew
 def test_an_attention_that_bypasses_the_interface_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bias inside one layer passes the configuration checks; the self check finds it."""
     model = random_model("llama", seed=2, vocab_size=VOCAB)

@@ -225,6 +225,7 @@ def test_a_measurement_forgets_what_is_kept_and_nothing_that_is_in_use() -> None
     assert engine.stats().num_prefill_tokens - before == len(PROMPT), "the sibling's is there"
 
 
+@pytest.mark.proves_anew
 def test_measuring_costs_writes_over_what_is_kept() -> None:
     engine = make(speculation="off", profile=True)
     engine.submit(request("first"))

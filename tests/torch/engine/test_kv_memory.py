@@ -11,7 +11,10 @@ from rlhfspec.engine.core import Engine, make_engine
 from rlhfspec.engine.kv.cache import give_back, new_kv, resident_bytes
 from rlhfspec.tiny.random_models import large_kv_model
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is looked at as Linux has it")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="memory is looked at as Linux has it"),
+    pytest.mark.proves_anew,
+]
 MEGABYTE = 1 << 20
 _on_the_cpu = pytest.mark.on_the_cpu("pages come and go with what is used in main memory alone")
 

@@ -180,7 +180,7 @@ TRITON_OPTIONS = [
 ]
 
 
-@pytest.mark.sweep(parts=2)
+@pytest.mark.sweep(parts=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", TRITON_OPTIONS)
 def test_triton_agrees_with_the_other_kernels(options: Options, dtype: torch.dtype) -> None:
