@@ -80,8 +80,7 @@ def measure(args: argparse.Namespace, python: Path, num_sequences: int) -> None:
         leaving.callback(under_law.close)
         rival = leaving.enter_context(Worker.start(vllm_command(python), num_threads=1))
         rival.ask(
-            "load", target=model, draft=None, num_draft_tokens=0, dtype="float32", max_context=MAX_CONTEXT,
-            max_sequences=num_sequences,
+            "load", target=model, dtype="float32", max_context=MAX_CONTEXT, max_sequences=num_sequences
         )  # fmt: skip
         rounds = {
             "own": round_of(make_engine(load_model(model), config), args.tokens),

@@ -110,8 +110,8 @@ def _of_rival(
 ) -> dict[int, float]:  # fmt: skip
     with Worker.start(vllm_command(python), num_threads=torch.get_num_threads()) as worker:
         worker.ask(
-            "load", target=folder, draft=None, num_draft_tokens=0, dtype=str(day.dtype).removeprefix("torch."),
-            max_context=max_context, max_sequences=max(asked),
+            "load", target=folder, dtype=str(day.dtype).removeprefix("torch."), max_context=max_context,
+            max_sequences=max(asked),
         )  # fmt: skip
 
         def generate(asked: list[Request]) -> int:

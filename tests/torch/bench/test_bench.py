@@ -205,8 +205,8 @@ def untrained_pair(tmp_path_factory: pytest.TempPathFactory) -> tiny_models.Tiny
 
 def test_bench_names_wrong_options(tmp_path: Path) -> None:
     runner = CliRunner()
-    assert "go together" in runner.invoke(cli.app, ["bench", "generate", "--model", "x"]).output
-    missing = runner.invoke(cli.app, ["bench", "generate", "--model", "x", "--draft", "y"])
+    assert "goes with" in runner.invoke(cli.app, ["bench", "generate", "--draft", "x"]).output
+    missing = runner.invoke(cli.app, ["bench", "generate", "--model", "x"])
     assert missing.exit_code == 2
     assert "config.json" in missing.output
     (tmp_path / "config.json").write_text("{}")

@@ -16,7 +16,9 @@ from rlhfspec.cli.progress import StatusLine, wide_console
 if TYPE_CHECKING:
     from rlhfspec.bench.generating.results import Results
 
-_MODES_HELP = "Modes: plain,adaptive,static,static:NAME,hf,vllm-plain,vllm-draft,engine:vllm.  [default: all but it]"
+_MODES_HELP = (
+    "Modes: plain,adaptive,static,static:NAME,hf,vllm-plain,vllm-draft,vllm-ngram,engine:vllm.  [default: all but it]"
+)
 app = typer.Typer(
     help="Benchmarks of generation, training steps and moves.", no_args_is_help=True, add_completion=False
 )
@@ -28,7 +30,7 @@ app.command()(moving.migrate)
 # At most three minutes for both pairs: the strategies that tell most, two batches and the long tail, one thread count.
 QUICK: dict[str, Any] = {
     "modes": ("plain", "adaptive", "static:model-d2", "static:model-d4", "static:model-d8", "static:suffix-d4", "hf",
-              "vllm-plain", "vllm-draft"),
+              "vllm-plain", "vllm-draft", "vllm-ngram"),
     "scenarios": ("batch-1", "batch-8", "batch-32", "long-tail"),
     "threads": (2,),
     "repeats": 5,
@@ -46,7 +48,11 @@ def generate(
     model: Model = None,
     draft: Draft = None,
     pairs: Annotated[
-        str, typer.Option(help="Tiny models: english, library (real text), learnt (library, a drafter that learnt).")
+        str,
+        typer.Option(
+            help="Models: english, library (real text), learnt (library, a drafter that learnt), smollm2 (a pretrained "
+            "model, chats), smollm2-sums."
+        ),
     ] = "english,library",
     quick: Annotated[bool, typer.Option("--quick", help="Run a smaller grid, in at most three minutes.")] = False,
     threads: Annotated[str | None, typer.Option(help="Thread counts, such as 1,2 (the default).")] = None,
@@ -59,6 +65,7 @@ def generate(
     ] = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="Number of interleaved repetitions.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, max=512, help="Response length in tokens.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Temperature of sampling.")] = 1.0,
     dtype: Annotated[str, typer.Option(help="Data type: bfloat16 or float32.")] = "bfloat16",
     vllm_python: Annotated[
         str | None,
@@ -95,6 +102,7 @@ def generate(
                 target=target_path,
                 draft=draft_path,
                 pair=pair,
+                temperature=temperature,
                 dtype=dtype,
                 vllm_python=vllm_python,
                 vllm_draft_tokens=vllm_draft_tokens,

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rlhfspec.bench.commands.options import Model, models
 from rlhfspec.cli.progress import StatusLine, wide_console
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ _LINE_SECONDS = 2.0  # between two lines where there is no terminal
 
 
 def drain(
+    model: Model = None,
     output: Annotated[Path, typer.Option(help="Path of the PNG to write.")] = Path("out/drain.png"),
     threads: Annotated[int, typer.Option(min=1, help="Number of CPU threads.")] = 2,
     tokens: Annotated[
@@ -35,20 +37,22 @@ def drain(
     """Compare plain and adaptive decoding on a draining batch. The first call makes the tiny models."""
     console = wide_console()
     try:
-        _drain(console, output, threads, tokens, dtype)
+        _drain(console, model, output, threads, tokens, dtype)
     except KeyboardInterrupt:
         console.print("stopped")
         raise typer.Exit(130) from None
 
 
-def _drain(console: Console, output: Path, threads: int, tokens: int, dtype: str) -> None:
+def _drain(console: Console, model: str | None, output: Path, threads: int, tokens: int, dtype: str) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     from rlhfspec.bench.draining.batch import Trace
     from rlhfspec.bench.draining.plot import draw
     from rlhfspec.bench.generating.scenarios import scenarios
 
-    [scenario] = scenarios(["long-tail"], num_tokens=tokens)
-    engine = _warm_engine(scenario, threads, dtype)
+    with StatusLine() as status:
+        target, draft = models(model, None, status)
+    [scenario] = scenarios(["long-tail"], num_tokens=tokens, pair="smollm2" if model == "smollm2" else "english")
+    engine = _warm_engine(target, draft, scenario, threads, dtype)
     traces = {mode: Trace(mode=mode) for mode in ("plain", "adaptive")}
     view = _View(console, traces, scenario.num_tokens)
     with view:
@@ -62,19 +66,17 @@ def _drain(console: Console, output: Path, threads: int, tokens: int, dtype: str
         raise typer.Exit(1)
 
 
-def _warm_engine(scenario: BenchScenario, threads: int, dtype: str) -> Any:
-    """Return an engine of the 77M model and its draft, cost tables measured, both modes warmed up with a few tokens."""
+def _warm_engine(target: str, draft: str | None, scenario: BenchScenario, threads: int, dtype: str) -> Any:
+    """Return an engine of the model and its draft, cost tables measured, both modes warmed up with a few tokens."""
     with StatusLine() as status:
         status("importing torch")
         from rlhfspec.bench.generating.ours import drain, requests_of
         from rlhfspec.bench.generating.scenarios import MAX_CONTEXT
         from rlhfspec.engine import Engine
-        from rlhfspec.tiny import ensure
 
-        models = ensure("wide", "draft", report=status)
-        status("loading the 77M model and measuring what a step costs")
+        status("loading the model and measuring what a step costs")
         engine = Engine.from_pretrained(
-            models.wide, drafter=models.draft, dtype=dtype, num_threads=threads, max_context=MAX_CONTEXT
+            target, drafter=draft, dtype=dtype, num_threads=threads, max_context=MAX_CONTEXT
         )
         status("warming up")
         for mode, speculation in (("plain", "off"), ("adaptive", "adaptive")):

@@ -15,8 +15,12 @@ Pair = Annotated[
     Literal["english", "library"],
     typer.Option(help="Tiny models to use: trained on templated English, or on real text (library)."),
 ]
-Model = Annotated[str | None, typer.Option(help="Folder of the target model.  [default: the tiny 77M model]")]
-Draft = Annotated[str | None, typer.Option(help="Folder of the draft model.  [default: the tiny draft model]")]
+Model = Annotated[
+    str | None, typer.Option(help="Folder of the target model, or smollm2.  [default: the tiny 77M model]")
+]
+Draft = Annotated[
+    str | None, typer.Option(help="Folder of the draft model.  [default: none with --model, else the tiny one]")
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all measurements to this JSON file.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Plot the result to this PNG.")]
 
@@ -67,17 +71,21 @@ def show(
 
 def models(
     model: str | None, draft: str | None, status: StatusLine, *, tiny_target: str = "wide", pair: str = "english"
-) -> tuple[str, str]:
-    """Return the folders given, or a tiny pair, made when it is not there yet."""
-    if (model is None) != (draft is None):
-        raise typer.BadParameter("--model and --draft go together: their vocabularies must be the same")
-    if model is not None and draft is not None:
+) -> tuple[str, str | None]:
+    """Return the folders given, or a pair of `scenarios.PAIRS`, made when it is not there yet."""
+    from rlhfspec.tiny import ensure, smollm2
+
+    if model is None and draft is not None:
+        raise typer.BadParameter("--draft goes with --model: their vocabularies must be the same")
+    if model is not None and model.startswith(smollm2.SMOLLM2):
+        pair, model = model, None
+    if model is not None:
         for option, path in (("--model", model), ("--draft", draft)):
-            if not (Path(path) / "config.json").exists():
+            if path is not None and not (Path(path) / "config.json").exists():
                 raise typer.BadParameter(f"{option}: no model folder with a config.json (got {path!r})")
         return model, draft
-    from rlhfspec.tiny import ensure
-
+    if pair.startswith("smollm2"):
+        return str(checked(smollm2.ensure, report=status)), None
     if pair == "learnt":
         from rlhfspec.bench.generating.learnt import ensure_learnt
 

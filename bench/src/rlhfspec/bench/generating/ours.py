@@ -75,12 +75,13 @@ class OurWorker:
 def requests_of(arguments: dict[str, Any], name: str) -> list[Request]:
     """Return the requests of a run, with prompt groups of its own: what a mode generated must not help the suffix
     drafter of the next."""
+    temperature = arguments.get("temperature", 1.0)
     columns = zip(arguments["prompts"], arguments["max_tokens"], arguments["seeds"], strict=True)
     return [
         Request(
             id=f"{name}/{index}",
             prompt_token_ids=tuple(prompt),
-            params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            params=SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True),
             seed=seed,
             group=f"{name}/{index}",
         )

@@ -14,6 +14,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "hf": {"color": "#8d99ae", "linestyle": ":"},
     "vllm-plain": {"color": "#edae49"},
     "vllm-draft": {"color": "#edae49", "linestyle": "--"},
+    "vllm-ngram": {"color": "#edae49", "linestyle": ":"},
 }
 
 

@@ -22,9 +22,10 @@ from rlhfspec.bench.processor import processor
 from rlhfspec.bench.worker import Worker, WorkerFailed, hf_command, our_command, vllm_command, vllm_engine_command
 from rlhfspec.errors import InvalidRequest
 
-_OURS, _STATIC, HF, VLLM_PLAIN, VLLM_DRAFT = ("plain", "adaptive"), "static", "hf", "vllm-plain", "vllm-draft"
+_OURS, _STATIC, HF = ("plain", "adaptive"), "static", "hf"
+VLLM_PLAIN, VLLM_DRAFT, VLLM_NGRAM = "vllm-plain", "vllm-draft", "vllm-ngram"
 VLLM_ENGINE = "engine:vllm"  # by name only: its own bar is of `bench/engines.py`
-_MODES = (*_OURS, _STATIC, HF, VLLM_PLAIN, VLLM_DRAFT)
+_MODES = (*_OURS, _STATIC, HF, VLLM_PLAIN, VLLM_DRAFT, VLLM_NGRAM)
 _WARM_UP_TOKENS = 12
 
 Report = Callable[[str], None]
@@ -37,13 +38,14 @@ class BenchSettings:
     the result."""
 
     target: str
-    draft: str
+    draft: str | None
     pair: str = PAIRS[0]
     modes: tuple[str, ...] = _MODES
     scenarios: tuple[str, ...] = SCENARIO_NAMES
     threads: tuple[int, ...] = (1, 2)
     repeats: int = 5
     num_tokens: int = 128
+    temperature: float = 1.0
     dtype: str = "bfloat16"
     vllm_python: str | None = None
     vllm_draft_tokens: int = 4
@@ -107,14 +109,14 @@ class Benchmark:
         """Return workers by mode, and what ours said of itself."""
         self._report(f"{num_threads} thread(s): starting the engine and measuring its cost tables")
         ours = stack.enter_context(Worker.start(our_command(), num_threads=num_threads))
-        loaded = ours.ask("load", **self._load_arguments(num_threads, num_draft_tokens=0))["loaded"]
+        loaded = ours.ask("load", **self._load_arguments(num_threads))["loaded"]
         workers = dict.fromkeys(self._our_modes(loaded["static"]), ours)
         for mode, command in self._rivals().items():
             self._report(f"{num_threads} thread(s): starting {mode}")
-            num_draft_tokens = self._settings.vllm_draft_tokens if mode == VLLM_DRAFT else 0
+            drafting = {VLLM_DRAFT: "draft_model", VLLM_NGRAM: "ngram"}.get(mode)
             try:
                 rival = stack.enter_context(Worker.start(command, num_threads=num_threads))
-                rival.ask("load", **self._load_arguments(num_threads, num_draft_tokens))
+                rival.ask("load", **self._load_arguments(num_threads, drafting))
             except WorkerFailed as failure:
                 self._skip(mode, str(failure).splitlines()[0])
             else:
@@ -129,6 +131,9 @@ class Benchmark:
             elif mode in _OURS:
                 modes.append(mode)
             elif mode.startswith("static:"):
+                if mode.startswith("static:model") and self._settings.draft is None:
+                    self._skip(mode, "the model has no draft")
+                    continue
                 if mode.removeprefix("static:") not in grid:
                     raise InvalidRequest("modes", mode, f"the grid holds {', '.join(grid)}")
                 modes.append(mode)
@@ -140,9 +145,11 @@ class Benchmark:
         for mode in self._settings.modes:
             if mode == HF:
                 rivals[mode] = hf_command()
-            elif mode in (VLLM_PLAIN, VLLM_DRAFT, VLLM_ENGINE) and python is None:
+            elif mode == VLLM_DRAFT and self._settings.draft is None:
+                self._skip(mode, "the model has no draft")
+            elif mode in (VLLM_PLAIN, VLLM_DRAFT, VLLM_NGRAM, VLLM_ENGINE) and python is None:
                 self._skip(mode, "no vLLM here (make setup-vllm, or --vllm-python)")
-            elif mode in (VLLM_PLAIN, VLLM_DRAFT) and python is not None:
+            elif mode in (VLLM_PLAIN, VLLM_DRAFT, VLLM_NGRAM) and python is not None:
                 rivals[mode] = vllm_command(python)
             elif mode == VLLM_ENGINE and python is not None:
                 rivals[mode] = vllm_engine_command(python)
@@ -153,7 +160,7 @@ class Benchmark:
             self._report(f"{mode} is left out: {reason}")
         self._skipped[mode] = reason
 
-    def _load_arguments(self, num_threads: int, num_draft_tokens: int) -> dict[str, Any]:
+    def _load_arguments(self, num_threads: int, vllm_drafting: str | None = None) -> dict[str, Any]:
         return {
             "target": self._settings.target,
             "draft": self._settings.draft,
@@ -161,7 +168,8 @@ class Benchmark:
             "num_threads": num_threads,
             "max_context": MAX_CONTEXT,
             "max_sequences": 64,
-            "num_draft_tokens": num_draft_tokens,
+            "drafting": vllm_drafting,
+            "num_draft_tokens": self._settings.vllm_draft_tokens,
         }
 
     def _measure(self, workers: dict[str, Worker], num_threads: int, deadline: float) -> Iterator[ResultRow]:
@@ -185,12 +193,21 @@ class Benchmark:
                     self._skip(f"{mode.name} in {scenario.name}", "no time left")
                 continue
             if repetition == 0:
-                mode.worker.ask("run", mode=mode.name, **_request(_shortened(scenario), repetition))
-            mode.answers.append(mode.worker.ask("run", mode=mode.name, **_request(scenario, repetition)))
+                mode.worker.ask("run", mode=mode.name, **self._request(_shortened(scenario), repetition))
+            mode.answers.append(mode.worker.ask("run", mode=mode.name, **self._request(scenario, repetition)))
         speeds = [f"{mode.name} {_speed(mode.answers[-1]):.0f}" for mode in modes if len(mode.answers) > repetition]
         if speeds:
             where = f"{num_threads} thread(s), {scenario.name}, repetition {repetition + 1}"
             self._report(f"{where}: {', '.join(speeds)} tokens/s")
+
+    def _request(self, scenario: BenchScenario, repetition: int) -> dict[str, Any]:
+        return {
+            "scenario": scenario.name,
+            "prompts": scenario.prompts,
+            "max_tokens": scenario.max_tokens,
+            "temperature": self._settings.temperature,
+            "seeds": scenario.seeds(repetition),
+        }
 
 
 def find_vllm_python(given: str | None) -> Path | None:
@@ -202,15 +219,6 @@ def find_vllm_python(given: str | None) -> Path | None:
         return path
     own = Path(".venv-vllm/bin/python")
     return own.absolute() if own.exists() else None
-
-
-def _request(scenario: BenchScenario, repetition: int) -> dict[str, Any]:
-    return {
-        "scenario": scenario.name,
-        "prompts": scenario.prompts,
-        "max_tokens": scenario.max_tokens,
-        "seeds": scenario.seeds(repetition),
-    }
 
 
 def _shortened(scenario: BenchScenario) -> BenchScenario:

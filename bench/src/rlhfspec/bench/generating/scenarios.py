@@ -16,13 +16,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.tiny import corpus, library
+from rlhfspec.tiny import corpus, library, smollm2
+from rlhfspec.tiny.tokenizer import decode
 
 BATCHES = (1, 4, 8, 16, 32, 64)
 SCENARIO_NAMES = (*(f"batch-{size}" for size in BATCHES), "long-tail")
 MAX_CONTEXT = 640  # prompts are shorter than 128 tokens, responses at most 512
 
-PAIRS = ("english", "library", "learnt")  # of tiny models; `learnt`: library's target, with a drafter made of it
+# Tiny models with a draft, `learnt` with one made of library's target; and a pretrained one without, chats or sums.
+PAIRS = ("english", "library", "learnt", "smollm2", "smollm2-sums")
 _TAIL_SEQUENCES, _TAIL_LIMIT = 64, 512
 _TAIL_MEDIAN_OF_BATCH, _TAIL_SIGMA = 0.75, 0.9  # a few sequences run several times longer than the median
 
@@ -66,9 +68,34 @@ def _scenario(name: str, num_tokens: int, pair: str) -> BenchScenario:
 
 
 def _of_lengths(name: str, lengths: list[int], pair: str) -> BenchScenario:
+    return BenchScenario(name=name, prompts=_prompts(len(lengths), pair), max_tokens=tuple(lengths))
+
+
+def _prompts(count: int, pair: str) -> tuple[tuple[int, ...], ...]:
+    if pair.startswith("smollm2"):
+        questions = _sums(count) if pair == "smollm2-sums" else _explanations(count)
+        return _chats(questions)
     text = corpus if pair == "english" else library
-    chosen = tuple(tuple(prompt) for prompt in text.prompts(len(lengths), seed=7))
-    return BenchScenario(name=name, prompts=chosen, max_tokens=tuple(lengths))
+    return tuple(tuple(prompt) for prompt in text.prompts(count, seed=7))
+
+
+def _sums(count: int) -> list[str]:
+    draw = random.Random(7)
+    return [f"What is {draw.randint(10, 99)} + {draw.randint(10, 99)}? Explain every step." for _ in range(count)]
+
+
+def _explanations(count: int) -> list[str]:
+    texts = (decode(prompt) for prompt in library.prompts(count, seed=7))
+    return [f"Explain this beginning of a text, and go on with it:\n{text}" for text in texts]
+
+
+def _chats(questions: list[str]) -> tuple[tuple[int, ...], ...]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2.folder())
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    found = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+    return tuple(map(tuple, found))
 
 
 def _tail_lengths(num_tokens: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Hugging Face `generate` as a rival: SDPA attention, static batches, sampling at temperature 1."""
+"""Hugging Face `generate` as a rival: SDPA attention, static batches, sampling without top-k and top-p."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(arguments: dict[str, Any]) -> dict[str, Any]:
             input_ids=token_ids,
             attention_mask=mask,
             do_sample=True,
-            temperature=1.0,
+            temperature=arguments.get("temperature", 1.0),
             top_k=0,
             top_p=1.0,
             min_new_tokens=max(max_tokens),

@@ -26,15 +26,13 @@ def load(arguments: dict[str, Any]) -> dict[str, Any]:
     import vllm
     from vllm.platforms import current_platform
 
-    num_draft_tokens = arguments["num_draft_tokens"]
     options: dict[str, Any] = {}
-    if num_draft_tokens:
+    if drafting := arguments.get("drafting"):
         _mend_speculative_sampling()
         options["speculative_config"] = {
-            "model": arguments["draft"],
-            "method": "draft_model",
-            "num_speculative_tokens": num_draft_tokens,
-        }
+            "method": drafting,
+            "num_speculative_tokens": arguments["num_draft_tokens"],
+        } | ({"prompt_lookup_max": 4} if drafting == "ngram" else {"model": arguments["draft"]})
     _engine = vllm.LLM(
         model=arguments["target"],
         dtype=arguments["dtype"],
@@ -54,7 +52,9 @@ def run(arguments: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
     params = [
-        SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False)
+        SamplingParams(
+            temperature=arguments.get("temperature", 1.0), max_tokens=length, ignore_eos=True, detokenize=False
+        )
         for length in arguments["max_tokens"]
     ]
     prompts = [{"prompt_token_ids": prompt} for prompt in arguments["prompts"]]

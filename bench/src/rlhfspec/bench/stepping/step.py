@@ -50,7 +50,7 @@ class StepSettings:
     own weights)."""
 
     model: str
-    draft: str
+    draft: str | None
     modes: tuple[str, ...] = _MODES
     trl_python: str | None = None
     algorithm: str = "grpo"  # or ppo, whose critic is a new head on the model

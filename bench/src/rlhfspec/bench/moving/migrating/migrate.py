@@ -46,7 +46,7 @@ class MigrateSettings:
     folder of a model with 65 KB of KV a token; it runs plainly, at 1,024 tokens."""
 
     model: str
-    draft: str
+    draft: str | None
     large_kv: str | None = None
     links: tuple[str, ...] = ("shm", "tcp", "nixl", "torch")
     tokens: tuple[int, ...] = (512, 1024, 2000)

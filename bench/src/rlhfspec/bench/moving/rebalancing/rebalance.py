@@ -48,7 +48,7 @@ class RebalanceSettings:
     """Say what is run. repeats: of every stage and arm. scale: shorter responses, for a quick look."""
 
     model: str
-    draft: str
+    draft: str | None
     workloads: tuple[str, ...] = WORKLOADS
     decoding: tuple[str, ...] = tuple(_DECODING)
     arms: tuple[str, ...] = ARMS
