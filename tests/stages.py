@@ -179,6 +179,7 @@ class FakeRecorder:
         self.checkpoints: list[int] = []
         self.evaluations: dict[int, tuple[Sample, ...]] = {}
         self.is_finished = False
+        self.collapse = ""
 
     def restore(self) -> dict[str, Any] | None:
         return {"version": self.checkpoints[-1]} if self.checkpoints else None

@@ -5,7 +5,9 @@
     │   ├── UnsupportedModel          the model needs a feature that the engine refuses
     │   ├── JobError                  a job file or its data; holds every problem found, not only the first
     │   └── StageRefused              a stage's process refused the job when it loaded
-    ├── DataExhausted                 the dataset's epochs are over
+    ├── EndedEarly                    a run ends cleanly before its last step
+    │   ├── DataExhausted             the dataset's epochs are over
+    │   └── PolicyCollapsed           the policy has collapsed, and training.stopOnCollapse is on
     ├── WeightsVersionError           weights of another version than was asked for
     ├── SequenceStateError            an exported sequence does not fit this engine
     ├── RolloutError                  samples and scores of a step do not belong together
@@ -170,7 +172,18 @@ class StageRefused(InvalidRequest):
         return self.said
 
 
-class DataExhausted(RLHFSpecError):
+class EndedEarly(RLHFSpecError):
+    """A clean end of a run before its last step; the message is the reason."""
+
+
+class PolicyCollapsed(EndedEarly):
+    """The policy has collapsed. `sign` is the warning about it."""
+
+    def __init__(self, sign: str) -> None:
+        super().__init__(f"{sign} (training.stopOnCollapse; false goes on)")
+
+
+class DataExhausted(EndedEarly):
     """The dataset's `epochs` are over. The run ends cleanly after `last_step`."""
 
     def __init__(self, last_step: int, num_rows: int, epochs: int) -> None:

@@ -262,6 +262,10 @@ class Training(Block):
         False,
         description="Run the trainer's forward pass on the engine's kernels: log-probs agree bit for bit (CPU only).",
     )
+    stop_on_collapse: Annotated[bool, Mark.RESUMABLE] = Field(
+        False,
+        description="End the run, with a checkpoint, once the warning of a collapsed policy appears.",
+    )
     max_staleness: Natural = Field(
         0, description="Weights versions that a sample may be behind the policy; 0: synchronous and reproducible."
     )

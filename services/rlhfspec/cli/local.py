@@ -99,8 +99,8 @@ class LocalRun(JobRun):
             self._bus.watcher = watched.watcher
             self._vitals.told = watched.meters.worked if watched.meters else None
             await self._supervised()
-        if self._trainer.is_done and self._trainer.data_ended is not None:
-            raise self._trainer.data_ended
+        if self._trainer.is_done and self._trainer.ended_early is not None:
+            raise self._trainer.ended_early
 
     async def _supervised(self) -> None:
         await self._bus.declare()

@@ -13,7 +13,7 @@ from pathlib import Path
 from rlhfspec.common import ranks
 from rlhfspec.common.awake_clock import AwakeClock
 from rlhfspec.common.gpus import visible
-from rlhfspec.errors import DataExhausted, StageError
+from rlhfspec.errors import DataExhausted, EndedEarly, PolicyCollapsed, StageError
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.file.memory import weights_bytes
 from rlhfspec.messages.access.connecting import connect
@@ -27,6 +27,7 @@ from rlhfspec.messages.wire.codec import decode
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.live.live import LiveBeats, LiveState
 from rlhfspec.runs.live.run_state import KnownRun
+from rlhfspec.runs.view.learning_signs import collapse_of
 from rlhfspec.runs.view.view import View
 from rlhfspec.runs.view.watch import WatchService
 from rlhfspec.stage.base import Service
@@ -160,7 +161,7 @@ class ProcessRun(JobRun):
         )
         with self._view:
             await supervisor.run(services, self.stop)
-        if await self._is_done() and (ended := await self._data_ended()) is not None:
+        if await self._is_done() and (ended := self._collapsed() or await self._data_ended()) is not None:
             raise ended
 
     @property
@@ -170,8 +171,12 @@ class ProcessRun(JobRun):
     async def _is_done(self) -> bool:
         steps, ended = self.folder.steps(), await self._data_ended()
         last_step = ended.last_step if ended is not None else self._job.spec.training.steps
-        self._is_complete = bool(steps) and steps[-1].step >= last_step
+        self._is_complete = (bool(steps) and steps[-1].step >= last_step) or self._collapsed() is not None
         return self._is_complete
+
+    def _collapsed(self) -> EndedEarly | None:
+        sign = collapse_of(self.folder.steps()) if self._job.spec.training.stop_on_collapse else ""
+        return PolicyCollapsed(sign) if sign else None
 
     async def _data_ended(self) -> DataExhausted | None:
         watching = await self._transport.watch(self._bus.subject(DatasetInfo))

@@ -77,7 +77,7 @@ class KeptFolder:
         trainer = self._trainer
         if trainer is None or not trainer.is_done:
             return "stopped", "the trainer was asked to leave"
-        return "completed", str(trainer.data_ended or "")
+        return "completed", str(trainer.ended_early or "")
 
     def _finish(self, outcome: RunOutcome, reason: str) -> None:
         again = f"kubectl rlhf resume {self._job.metadata.name}"

@@ -14,7 +14,7 @@ from rlhfspec.runs.folder.choosing import best_or_last
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.folder.sample_lines import evaluation_of
 from rlhfspec.runs.folder.trackers import Trackers
-from rlhfspec.runs.view.learning_signs import DISTINCT, equal_reward_groups
+from rlhfspec.runs.view.learning_signs import DISTINCT, collapse_of, equal_reward_groups
 from rlhfspec.trainer.collector import Chosen, Collector
 from rlhfspec.training.checkpoint import CheckpointStore
 from rlhfspec.training.checkpoint.export import policy_of
@@ -69,6 +69,7 @@ class RunRecorder:
         self._checkpoints: CheckpointStore | None = None
         self._trackers: Trackers | None = None
         self._evaluations: list[Evaluation] = []
+        self._steps: list[StepMetrics] = []
 
     def restore(self) -> dict[str, Any] | None:
         """Return the state of the last checkpoint, if any, and drop lines of later steps."""
@@ -79,7 +80,7 @@ class RunRecorder:
         opening = self._folder.go_on_after(step)
         for line in opening.told() if opening.resumed else ():
             self._say(line)
-        self._evaluations = self._folder.evaluations()
+        self._evaluations, self._steps = self._folder.evaluations(), self._folder.steps()
         self._trackers = Trackers(self._job, self._folder, resume_at=step)
         if not step:
             return None
@@ -93,7 +94,12 @@ class RunRecorder:
         metrics = step_metrics(self._job, trained)
         self._folder.append_step(metrics)
         self._trackers.step(metrics)
+        self._steps.append(metrics)
         return metrics
+
+    @property
+    def collapse(self) -> str:
+        return collapse_of(self._steps)
 
     def evaluate(self, collected: Collector, seconds: float) -> Evaluation:
         assert self._trackers is not None, "restore comes first"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from rlhfspec.errors import DataExhausted
+from rlhfspec.errors import DataExhausted, EndedEarly, PolicyCollapsed
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.loop import scoring_stages
 from rlhfspec.messages.records import DatasetInfo, EvaluationReport, Purpose, Sample, Score, StepReport, Weights
@@ -43,7 +43,7 @@ class TrainerService(Service):
         recorder: RunRecorder,
     ) -> None:
         super().__init__("trainer", worker, vitals)
-        self.data_ended: DataExhausted | None = None  # before the job's steps did
+        self.ended_early: EndedEarly | None = None
         self._bus = bus
         self._job = job
         self._learner = learner
@@ -70,7 +70,7 @@ class TrainerService(Service):
 
     @property
     def is_done(self) -> bool:
-        return self._learner.version >= self._last_step
+        return self._learner.version >= self._last_step or isinstance(self.ended_early, PolicyCollapsed)
 
     async def run(self) -> None:
         await self._restore()
@@ -105,6 +105,11 @@ class TrainerService(Service):
             await self._work("taking the checkpoint over", self._learner.load_state, state)
             self._agreement.allow_for_a_restart()
         self._saved_at = self._learner.version
+        self._look_for_a_collapse()
+
+    def _look_for_a_collapse(self) -> None:
+        if self._job.spec.training.stop_on_collapse and (sign := self._recorder.collapse):
+            self.ended_early = PolicyCollapsed(sign)
 
     async def _hear_of_the_data(self, infos: Inbox[DatasetInfo]) -> bool:
         """Wait for the number of steps with prompts; return False if asked to stop first."""
@@ -116,7 +121,7 @@ class TrainerService(Service):
                 self._num_held_out = info.num_held_out
                 if info.last_step and info.last_step < self._last_step:
                     self._last_step = info.last_step
-                    self.data_ended = DataExhausted(info.last_step, info.num_prompts, epochs or 1)
+                    self.ended_early = self.ended_early or DataExhausted(info.last_step, info.num_prompts, epochs or 1)
                 return True
         return False
 
@@ -230,6 +235,7 @@ class TrainerService(Service):
         )
         await self._publish_weights(weights)  # generators go on while the step is written down
         metrics = await self._work(f"writing down step {step}", self._recorder.record, trained)
+        self._look_for_a_collapse()
         del self._collectors["training", step]
         name = self._job.metadata.name
         await self._bus.publish(StepReport(id=f"{name}/{step}/report", job=name, metrics=metrics))
@@ -238,7 +244,7 @@ class TrainerService(Service):
 
     def _is_checkpoint_due(self, step: int) -> bool:
         """Return whether a checkpoint is due, also of an evaluated policy, as the best one is kept."""
-        due = step % self._job.spec.checkpoint.every_steps == 0 or step == self._last_step
+        due = step % self._job.spec.checkpoint.every_steps == 0 or self.is_done
         return due or self._is_evaluation_due(step)
 
     def _is_evaluation_due(self, step: int) -> bool:

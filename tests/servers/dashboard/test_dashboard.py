@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -54,6 +55,7 @@ from rlhfspec.messages.transport.jetstream.proof import NatsProof
 from rlhfspec.messages.transport.nats import NatsTransport
 from rlhfspec.runs.folder.moves import MovesFile
 from rlhfspec.runs.live.live import SampleHead, Window
+from rlhfspec.runs.view.learning_signs import DISTINCT, warning_of
 from rlhfspec.runs.view.waterfall import LEGEND
 from rlhfspec.stage.bus import Bus
 
@@ -83,6 +85,27 @@ async def test_a_new_browser_is_told_the_whole_curve(tmp_path: Path) -> None:
         job = (await stream.next("job")).data
         assert not job["is_live"]
         assert job["problems"] == []
+
+
+async def test_a_policy_that_collapses_is_warned_of(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    lines = [
+        dataclasses.replace(
+            example_step(step=step), entropy=entropy, num_prompts=8, learning={DISTINCT: 0.25}, equal_reward_groups=7
+        )
+        for step, entropy in enumerate((2.0, 0.3, 0.2, 0.1), 1)
+    ]
+    for number in (3, 4):  # of the steps, as the run goes on
+        (folder / "steps.jsonl").write_text("".join(line.to_line() for line in lines[:number]))
+        async with (
+            served(LaptopSource([folder])) as (_, url), visiting() as session,
+            Stream(session, f"{url}{JOB}/events") as stream,
+        ):  # fmt: skip
+            whole = (await stream.next("whole")).data
+            found = dict(zip(whole["columns"], whole["rows"][-1], strict=True))
+            assert (found["equal_groups"], found["distinct"], found["prompts"]) == (7, 0.25, 8)
+            assert (await stream.next("job")).data["warning"] == warning_of(lines[:number])
+    assert warning_of(lines).startswith("the policy collapses: 2 different responses to 8 prompts")
 
 
 def test_a_sample_that_moved_is_drawn_with_its_moves_by_marks_that_the_page_knows() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 from rlhfspec.messages.records.metrics import StepMetrics
 
@@ -24,27 +25,59 @@ def equal_reward_groups(groups: Sequence[Hashable], rewards: Sequence[float]) ->
     return sum(len(different) == 1 for different in by_group.values())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signs:
+    """Numbers of one step that the warnings are about."""
+
+    entropy: float
+    num_prompts: int
+    equal_groups: int | None
+    distinct: float | None  # different responses / prompts
+
+    @classmethod
+    def of(cls, step: StepMetrics) -> Signs:
+        return cls(
+            entropy=step.entropy,
+            num_prompts=step.num_prompts,
+            equal_groups=step.equal_reward_groups,
+            distinct=step.learning.get(DISTINCT),
+        )
+
+
 def warning_of(steps: Sequence[StepMetrics]) -> str:
     """Return a warning about the last steps, or ""."""
-    recent = steps[-NUM_STEPS:]
+    return warning(*_ends(steps)) if steps else ""
+
+
+def collapse_of(steps: Sequence[StepMetrics]) -> str:
+    """Return the warning that the policy has collapsed in the last steps, or ""."""
+    return collapse(*_ends(steps)) if steps else ""
+
+
+def _ends(steps: Sequence[StepMetrics]) -> tuple[Signs, list[Signs]]:
+    return Signs.of(steps[0]), [Signs.of(step) for step in steps[-NUM_STEPS:]]
+
+
+def warning(first: Signs, recent: Sequence[Signs]) -> str:
+    """Return a warning from the first step and the last NUM_STEPS, or ""."""
     if len(recent) < NUM_STEPS:
         return ""
-    if warning := _collapse(steps[0], recent):
-        return warning
-    if any(step.equal_reward_groups != step.num_prompts for step in recent):
+    if collapsed := collapse(first, recent):
+        return collapsed
+    if any(step.equal_groups != step.num_prompts for step in recent):
         return ""
     rewards = f"rewards were equal in every group of the last {NUM_STEPS} steps"
     return f"{rewards}: nothing is learnt. See what the reward gives, in samples.jsonl"
 
 
-def _collapse(first: StepMetrics, recent: Sequence[StepMetrics]) -> str:
-    distinct = [step.learning.get(DISTINCT) for step in recent]
-    if any(each is None or each >= _FEW_RESPONSES for each in distinct):
+def collapse(first: Signs, recent: Sequence[Signs]) -> str:
+    """Return the warning of a collapsed policy from the first step and the last NUM_STEPS, or ""."""
+    if len(recent) < NUM_STEPS or any(step.distinct is None or step.distinct >= _FEW_RESPONSES for step in recent):
         return ""
     if any(step.entropy > _ENTROPY_LEFT * first.entropy for step in recent):
         return ""
     last = recent[-1]
-    count = round(last.learning[DISTINCT] * last.num_prompts)
+    count = round((last.distinct or 0.0) * last.num_prompts)
     return (
         f"the policy collapses: {count} different responses to {last.num_prompts} prompts, entropy {last.entropy:.2g} "
         f"from {first.entropy:.2g}. Raise algorithm.klCoefficient, lower the learning rate, or look at the reward"

@@ -15,7 +15,7 @@ from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.cli.progress import StatusLine, wide_console
 from rlhfspec.cli.signals import FAILED, STOPPED, leave_at_once, on_signals
 from rlhfspec.common.ranks import rank_told
-from rlhfspec.errors import DataExhausted, InvalidRequest, RLHFSpecError, StorageError
+from rlhfspec.errors import EndedEarly, InvalidRequest, RLHFSpecError, StorageError
 from rlhfspec.job.file import read_job
 from rlhfspec.job.file.remarks import left_aside
 from rlhfspec.job.file.secrets import shown_override
@@ -179,7 +179,7 @@ def _follow(job: RLHFJob) -> None:
 def _outcome_of(run: JobRun) -> tuple[RunOutcome, str]:
     try:
         run.runner.run(_stages(run))
-    except DataExhausted as ended:
+    except EndedEarly as ended:
         return "completed", str(ended)
     except (RLHFSpecError, OSError) as error:
         from rlhfspec.runs.view.summary import kept_traceback

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.runs.folder.moves import read_moves
+from rlhfspec.runs.view.learning_signs import DISTINCT, NUM_STEPS, Signs, warning
 from rlhfspec.runs.view.text import visible
 from rlhfspec.runs.view.waterfall import by_whom, notes, pieces
 from rlhfspec.telemetry.read import Life, life_of
@@ -36,6 +37,10 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "reward": ("reward", "mean"),
     "reward_std": ("reward", "std"),
     "kl": ("kl", "k3"),
+    "entropy": ("entropy",),
+    "equal_groups": ("equal_reward_groups",),
+    "distinct": ("learning", DISTINCT),
+    "prompts": ("num_prompts",),
     "policy_loss": ("policy_loss",),
     "value_loss": ("value_loss",),
     "tokens_per_second": ("tokens_per_second",),
@@ -58,6 +63,26 @@ def row_of(line: str | bytes) -> Row | None:
         return None
     row = [_number(content, path) for path in COLUMNS.values()]
     return row if row[0] is not None else None
+
+
+def warning_of_rows(rows: Mapping[int, Row]) -> str:
+    """Return the warning about a run's last steps, or ""."""
+    ordered = [_signs(rows[step]) for step in sorted(rows)]
+    found = [signs for signs in (*ordered[:1], *ordered[-NUM_STEPS:]) if signs is not None]
+    return warning(found[0], found[1:]) if found else ""
+
+
+def _signs(row: Row) -> Signs | None:
+    named = dict(zip(COLUMNS, row, strict=True))
+    entropy, equal, prompts = named["entropy"], named["equal_groups"], named["prompts"]
+    if entropy is None or prompts is None:
+        return None
+    return Signs(
+        entropy=entropy,
+        num_prompts=int(prompts),
+        equal_groups=None if equal is None else int(equal),
+        distinct=named["distinct"],
+    )
 
 
 def _number(content: Any, path: tuple[str, ...]) -> float | None:

@@ -19,7 +19,16 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rlhfspec.dashboard.jobs.folder import COLUMNS, Changes, Row, RunReader, move_content, row_of, shown
+from rlhfspec.dashboard.jobs.folder import (
+    COLUMNS,
+    Changes,
+    Row,
+    RunReader,
+    move_content,
+    row_of,
+    shown,
+    warning_of_rows,
+)
 from rlhfspec.dashboard.jobs.source import Address, JobDetail, JobKey, JobSource, RunPlace
 from rlhfspec.dashboard.live.hearing import Hearing
 from rlhfspec.dashboard.live.live_state import Live
@@ -222,6 +231,7 @@ class Feed:
         return told | {
             "is_live": self._place.address is not None,
             "has_folder": self.folder is not None,
+            "warning": warning_of_rows(self._rows),
             "problems": problems,
         }
 

@@ -97,10 +97,14 @@ function jobsPage() {
 
 // ---- one job ----------------------------------------------------------------------------------------------------
 
+const ROUNDING = 1e-6; // the loss of one update a step is 0 up to it
 const CHARTS = [ // title, curves, unit of the vertical axis
   ["Reward", [{ key: "reward", label: "mean" }], "mean reward of a sample"],
   ["KL to the reference", [{ key: "kl", label: "k3" }], "nats per token"],
-  ["Loss", [{ key: "policy_loss", label: "policy" }, { key: "value_loss", label: "value" }], "loss"],
+  ["Entropy", [{ key: "entropy", label: "entropy" }], "nats per token"],
+  ["Groups of equal rewards", [{ key: "equal_groups", label: "groups" }], "groups"],
+  ["Different responses", [{ key: "distinct", label: "different" }], "different responses a prompt"],
+  ["Loss", [{ key: "policy_loss", label: "policy" }, { key: "value_loss", label: "value" }], "loss"], // hidden where it is 0 throughout
   ["Tokens a second", [{ key: "tokens_per_second", label: "tokens/s" }], "tokens/s"],
   ["Accepted per verification", [{ key: "accepted", label: "accepted" }], "drafted tokens per verification"],
   ["Response length", [{ key: "length_p95", label: "p95" }, { key: "length_mean", label: "mean" }, { key: "length_p50", label: "p50" }], "tokens"],
@@ -120,7 +124,10 @@ function jobPage(job) {
     section("Samples", "samples", samples.element));
   const drawCharts = () => {
     const rows = [...state.rows.values()].sort((one, other) => one[0] - other[0]);
-    for (const chart of charts) chart.update(state.columns, rows);
+    for (const chart of charts) {
+      chart.update(state.columns, rows);
+      if (chart.title === "Loss") chart.element.hidden = chart.rows.length > 0 && chart.extent().every((value) => Math.abs(value) <= ROUNDING);
+    }
     if (rows.length) samples.newest(rows[rows.length - 1][0]);
   };
   const close = listen(api(job, "events"), {
@@ -141,7 +148,7 @@ function jobPage(job) {
       state.job = data;
       jobHead(head, data);
       jobLinks(links, job, data.folder);
-      note.replaceChildren(...data.problems.map((problem) => h("p", { class: "note" }, problem)));
+      note.replaceChildren(...[data.warning, ...data.problems].filter(Boolean).map((problem) => h("p", { class: "note" }, problem)));
       conditions.replaceChildren(...conditionsPart(data, state.words));
     },
     now: (data) => {
