@@ -80,8 +80,6 @@ def generate(
     ] = None,
 ) -> None:
     """Compare plain, static strategies, adaptive, Hugging Face and vLLM: same model, prompts and seeds, one run."""
-    from rlhfspec.bench.generating.run import Benchmark, BenchSettings
-
     given = chosen(
         QUICK if quick else {},
         threads=numbers("--threads", threads),
@@ -90,26 +88,23 @@ def generate(
         repeats=repeats,
         num_tokens=tokens,
     )
+    given |= {"temperature": temperature, "dtype": dtype}
+    given |= {"vllm_python": vllm_python, "vllm_draft_tokens": vllm_draft_tokens}
     wanted = [_checked_pair(name) for name in pairs.split(",")] if model is None else ["english"]
     if "budget_seconds" in given:
         given["budget_seconds"] /= len(wanted)
-    results = {}
     with StatusLine() as status:
-        for pair in wanted:
-            target_path, draft_path = models(model, draft, status, pair=pair)
-            settings = checked(
-                BenchSettings,
-                target=target_path,
-                draft=draft_path,
-                pair=pair,
-                temperature=temperature,
-                dtype=dtype,
-                vllm_python=vllm_python,
-                vllm_draft_tokens=vllm_draft_tokens,
-                **given,
-            )
-            results[pair] = checked(Benchmark(settings, report=status).run)
+        results = {pair: _generated(pair, model, draft, given, status) for pair in wanted}
     _show(results, json_file, plot_file)
+
+
+def _generated(pair: str, model: str | None, draft: str | None, given: dict[str, Any], status: StatusLine) -> Results:
+    from rlhfspec.bench.generating.run import Benchmark, BenchSettings
+
+    target_path, draft_path = models(model, draft, status, pair=pair)
+    settings = checked(BenchSettings, target=target_path, draft=draft_path, pair=pair, **given)
+    results: Results = checked(Benchmark(settings, report=status).run)
+    return results
 
 
 def _show(results: dict[str, Results], json_file: Path | None, plot_file: Path | None) -> None:
