@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 from rlhfspec.messages.records import Sample, Score, sample_id
 from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import Lengths, Spread
 
 
-def example_sample(prompt: int, replica: int, *, step: int = 1, job: str = "sums") -> Sample:
-    return Sample(
+def example_sample(
+    prompt: int = 0, replica: int = 0, *, step: int = 1, job: str = "sums", log_probs: Sequence[float] = (-0.5, -0.1),
+    **fields: Any,
+) -> Sample:  # fmt: skip
+    sample = Sample(
         id=sample_id(job, step=step, prompt=prompt, replica=replica),
         job=job,
         step=step,
@@ -18,12 +25,13 @@ def example_sample(prompt: int, replica: int, *, step: int = 1, job: str = "sums
         prompt_token_ids=(50, 43, 50, 61),
         columns_json="{}",
         text="4",
-        token_ids=(52, 1),
-        log_probs=(-0.5, -0.1),
-        tempered_log_probs=(-0.5, -0.1),
-        weights_versions=(step - 1, step - 1),
+        token_ids=tuple(range(50, 50 + len(log_probs))),
+        log_probs=tuple(log_probs),
+        tempered_log_probs=tuple(log_probs),
+        weights_versions=(step - 1,) * len(log_probs),
         finish_reason="stop",
     )
+    return replace(sample, **fields)
 
 
 def example_score(prompt: int, replica: int, reward: float, *, step: int = 1, error: str = "") -> Score:

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from example_records import example_sample
+
 from rlhfspec.job.rewards import Rewards
 from rlhfspec.messages.records import Sample, Score
 from rlhfspec.training.scoring.rewards import RewardSources
@@ -13,23 +15,9 @@ from rlhfspec.training.scoring.rewards import RewardSources
 def sample(
     prompt: int = 0, replica: int = 0, *, text: str = "4", columns: dict[str, Any] | None = None, error: str = ""
 ) -> Sample:
-    return Sample(
-        id=f"sums/1/{prompt}/{replica}",
-        job="sums",
-        step=1,
-        prompt=prompt,
-        replica=replica,
-        prompt_text="2+2=",
-        prompt_token_ids=(50,),
-        columns_json=json.dumps({"answer": "4"} if columns is None else columns),
-        text=text,
-        token_ids=(52,),
-        log_probs=(-0.1,),
-        tempered_log_probs=(-0.1,),
-        weights_versions=(0,),
-        finish_reason="error" if error else "stop",
-        error=error,
-    )
+    columns_json = json.dumps({"answer": "4"} if columns is None else columns)
+    end = {"finish_reason": "error" if error else "stop", "error": error}
+    return example_sample(prompt, replica, text=text, columns_json=columns_json, **end)
 
 
 class Naps:

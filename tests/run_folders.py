@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import example_records
+
 from rlhfspec.job import RLHFJob
-from rlhfspec.messages.records import Sample, Score, sample_id
+from rlhfspec.messages.records import Sample, Score
 from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.runs.folder.run_folder import Opening, RunFolder
 
@@ -26,27 +28,8 @@ def example_job(**training: Any) -> RLHFJob:
     )
 
 
-def example_sample(
-    *, step: int = 1, prompt: int = 0, replica: int = 0, text: str = "4", log_probs: Sequence[float] = (-0.5,)
-) -> Sample:
-    return Sample(
-        id=sample_id("sums", step=step, prompt=prompt, replica=replica),
-        job="sums",
-        step=step,
-        prompt=prompt,
-        replica=replica,
-        prompt_text="2+2=",
-        prompt_token_ids=(50, 43, 50, 61),
-        columns_json="{}",
-        text=text,
-        token_ids=tuple(range(50, 50 + len(log_probs))),
-        log_probs=tuple(log_probs),
-        tempered_log_probs=tuple(log_probs),
-        weights_versions=(step - 1,) * len(log_probs),
-        finish_reason="stop",
-        num_verifications=1,
-        num_accepted=1,
-    )
+def example_sample(*, log_probs: Sequence[float] = (-0.5,), **fields: Any) -> Sample:
+    return example_records.example_sample(log_probs=log_probs, num_verifications=1, num_accepted=1, **fields)
 
 
 def reward_of(sample: Sample, value: float = 1.0, error: str = "") -> Score:

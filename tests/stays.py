@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+from example_records import example_sample
+
 from rlhfspec.messages.records import Load, Moved, MoveOutcome, Prompt, Sample
 from rlhfspec.telemetry.base import Delivered, SampleProgress, WorkerPlace
 from rlhfspec.telemetry.read import Life, lives
@@ -13,11 +15,9 @@ UID = "3f2a91c0"
 
 
 def traced_sample() -> Sample:
-    return Sample(
-        id="sums/3/7/1", job="sums", step=3, prompt=7, replica=1, prompt_text="2+2=", prompt_token_ids=(1, 2),
-        columns_json="{}", text="4", token_ids=(3, 4, 5), log_probs=(-0.5,) * 3, tempered_log_probs=(-0.5,) * 3,
-        weights_versions=(2,) * 3, finish_reason="stop", num_verifications=3, num_drafted=4, num_accepted=2,
-        strategies=(("suffix", 3),), seconds=0.5, generator="generator-0",
+    return example_sample(
+        7, 1, step=3, prompt_token_ids=(1, 2), log_probs=(-0.5,) * 3, num_verifications=3, num_drafted=4,
+        num_accepted=2, strategies=(("suffix", 3),), seconds=0.5, generator="generator-0",
     )  # fmt: skip
 
 

@@ -46,6 +46,7 @@ def test_without_vllm_its_part_says_why_not(tmp_path: Path, monkeypatch: pytest.
     assert (day.results()[-1]["name"], day.results()[-1]["value"]) == ("left out", INSTALL_VLLM)
 
 
+@pytest.mark.whole("a GPU day on the second device")
 def test_a_part_runs_through_on_the_second_device(second: ModuleType, tmp_path: Path) -> None:
     command = [sys.executable, str(BENCH / "gpu_day.py"), "--device", "second", "--only", "environment"]
     command += ["--minutes", "2", "--out", str(tmp_path / "day.jsonl")]

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 from link_checks import DESTINATION, NIXL, SOURCE, nothing_left, other, shared_names, warm
+from sweeps import examples
 
 from rlhfspec.errors import LinkError
 from rlhfspec.messages.servers.credentials.certificates import client_tls, create_credentials, server_tls
@@ -53,7 +54,7 @@ def test_ranges_of_any_sizes_arrive_whole_from_another_process(kind: str) -> Non
         source.say(landing.offer)
         assert source.hear() == "ready"
 
-        @settings(max_examples=25, deadline=None)
+        @examples(8, whole=50)
         @given(st.lists(st.integers(0, 200_000) | st.sampled_from([0, 1, 4095, 4096, 65537]), min_size=1, max_size=5))
         def ranges(sizes: list[int]) -> None:
             move = next(counter)

@@ -81,6 +81,7 @@ def sent(sender: GroupSender, version: int) -> str:
     return problem
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_generator_that_is_killed_or_stopped_half_way(
     number: signal.Signals, leaving: ExitStack, half_way: list[Callable[[], None]]

@@ -42,24 +42,21 @@ def test_parts_killed_keep_the_curve_of_one(which: int, job_file: Path, starting
     assert not of_run(uid), "nobody is left"
 
 
-def test_ctrl_c_leaves_no_part_behind(job_file: Path, starting: Callable[..., Started]) -> None:
+@pytest.mark.sweep(parts=2)
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_is_ended_leaves_no_part_behind(
+    end: signal.Signals, job_file: Path, starting: Callable[..., Started]
+) -> None:
     hold = hold_rewards(job_file, "1 many")
-    run = starting("many", PARTS, "generation.speculation.mode=adaptive")
-    run.until(" 1/3 ")
-    uid = run.connections["uid"]
-    run.process.send_signal(signal.SIGINT)
-    run.until("stopping: ")
-    hold.unlink()
-    run.ends(130)
-    assert not of_run(uid), "nobody is left"
-
-
-def test_a_supervisor_that_is_killed_leaves_no_part_behind(job_file: Path, starting: Callable[..., Started]) -> None:
-    hold_rewards(job_file, "1 many")
     run = starting("many", PARTS)
     run.until(" 1/3 ")
     uid = run.connections["uid"]
-    run.process.kill()
+    run.process.send_signal(end)
+    if end == signal.SIGINT:
+        run.until("stopping: ")
+        hold.unlink()
+        run.ends(130)
+        assert not of_run(uid), "nobody is left"
     run.process.wait()
     eventually(lambda: not of_run(uid), "all are gone")
 

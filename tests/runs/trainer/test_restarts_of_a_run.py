@@ -21,6 +21,7 @@ from rlhfspec.tiny.tokenizer import VOCAB_SIZE
 from rlhfspec.trainer.build import build
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_trainer_killed_five_times_has_the_curve(job_file: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = ["training.steps=9", "checkpoint.everySteps=3"]

@@ -15,7 +15,6 @@ from rlhfspec.tiny import perturbed
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
 TREE = DraftPlan(drafter="model", depth=4, width=2, branch=3)
-CHAIN = DraftPlan(drafter="model", depth=3, width=1, branch=1)
 SUFFIX_TREE = DraftPlan(drafter="suffix", depth=4, width=2, branch=2)
 
 
@@ -48,7 +47,7 @@ def little_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestEngine(EngineContract):
     log_prob_tolerance = LOG_PROB_TOLERANCE
-    modes = ("off", "suffix", "model", "adaptive", "suffix-d4", "model-d4", TREE, CHAIN, SUFFIX_TREE)
+    modes = ("off", "suffix", "model", "adaptive", "suffix-d4", "model-d4", TREE, SUFFIX_TREE)
 
     def make(self, model: Any, mode: Any) -> Engine:
         return make(model, mode)

@@ -146,6 +146,7 @@ def test_a_sick_row_hurts_only_those_who_see_it(poison: float, forest: list[Sequ
     assert_same_bits(out[~hurt], healthy[~hurt])
 
 
+@pytest.mark.sweep(parts=3)
 @needs_native
 @pytest.mark.parametrize(("forest", "options"), MIXED_AND_LONG)
 @pytest.mark.parametrize("kernel", [tree_attention, tree_attention_reference, triton_kernel])

@@ -77,6 +77,7 @@ def learner(fuse: str, *, ranks: Ranks | None = None, model: Any = None, **train
     return Learner(settings, trained, critic(), ranks=ranks, num_threads=1)
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("more", [{}, {"model": {"lora": {"rank": 2, "dropout": 0.2}}}, {"exactOnPolicy": True}])
 @pytest.mark.parametrize(("epochs", "mini_batches"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_the_bits_are_those_of_one_after_the_other(epochs: int, mini_batches: int, more: dict[str, Any]) -> None:

@@ -452,6 +452,7 @@ NEWER = perturbed(model(), 0.3).state_dict()
 KINDS = [messages.Reserve, messages.Range, messages.HandOver]
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strike", [preempted, other_weights_there, other_weights_here, cancelled, other_process])
 async def test_what_happens_at_one_end_meanwhile(strike: Strike, kind: type[messages.MoveMessage]) -> None:

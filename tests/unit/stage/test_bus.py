@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
+from example_records import example_sample
 
 from rlhfspec.errors import InvalidRequest, MalformedRecord, RecordUndeliverable
 from rlhfspec.messages.loop import ACK_WAIT_SECONDS
@@ -20,11 +21,7 @@ from rlhfspec.stage.dead_letters import DeadLetterWatch
 from rlhfspec.stage.vitals import Vitals
 
 ALL = {"prompts": 1, "generator": 2, "reward": 2, "reference": 1, "trainer": 1, "view": 1}
-SAMPLE = Sample(
-    id="sums/1/0/0", job="sums", step=1, prompt=0, replica=0, prompt_text="2+2=", prompt_token_ids=(1,),
-    columns_json="{}", text="4", token_ids=(2,), log_probs=(-0.5,), tempered_log_probs=(-0.5,), weights_versions=(0,),
-    finish_reason="stop",
-)  # fmt: skip
+SAMPLE = example_sample()
 WEIGHTS = Weights(id="sums/weights/1", job="sums", version=1, role="policy", uri="memory:1", digest="00")
 SCORE = Score(id="sums/1/0/0/reward", sample_id=SAMPLE.id, job="sums", step=1, stage="reward", values=(1.0,))
 
