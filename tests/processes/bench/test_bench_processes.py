@@ -28,7 +28,7 @@ from rlhfspec.bench.moving.rebalancing.workloads import stages
 from rlhfspec.bench.stepping import step as bench_step
 from rlhfspec.bench.stepping.step import StepSettings
 from rlhfspec.bench.worker import RIVALS, Worker, WorkerFailed
-from rlhfspec.messages.records import Move
+from rlhfspec.messages.records import Move, Moved
 from rlhfspec.tiny import models as tiny_models, random_model
 from rlhfspec.tiny.tokenizer import VOCAB_SIZE, hugging_face_tokenizer
 
@@ -203,22 +203,31 @@ def shown(renderable: Any) -> str:
 
 
 class Hasty:
+    """Order the longest of generator 0 as soon as anything has ended, and again until one has moved."""
+
     def __init__(self, now: float, limit: int, earlier: Sequence[int], longest: Sequence[int]) -> None:
         self._real = RunsRebalancer(now, limit, earlier)
-        self._longest, self._has_moved = longest, False
-        self.loaded, self.moved = self._real.loaded, self._real.moved
+        self._longest, self._has_moved, self._asked = longest, False, set[str]()
+        self.loaded = self._real.loaded
         self._stage = ""
 
     def finished(self, sample_id: str, prompt: tuple[int, ...], length: int) -> None:
         self._real.finished(sample_id, prompt, length)
         self._stage = sample_id.split("/")[0]
 
+    def moved(self, moved: Moved, now: float) -> None:
+        self._real.moved(moved, now)
+        self._asked.discard(moved.id)
+        self._has_moved |= moved.how != "kept"
+
     def moves(self, now: float) -> list[Move]:
         if self._has_moved or not self._stage:
             return list(self._real.moves(now))
-        self._has_moved = True
+        if self._asked:
+            return []
         names = [f"{self._stage}/{number}/{number}" for number in self._longest]
-        return [Move(id=f"{name}/hasty", job="bench", sample_id=name, source=0, destination=1, gain_seconds=1.0,
+        self._asked = {f"{name}/{now}" for name in names}
+        return [Move(id=f"{name}/{now}", job="bench", sample_id=name, source=0, destination=1, gain_seconds=1.0,
                      reason="hasty") for name in names]  # fmt: skip
 
 
@@ -226,19 +235,16 @@ class Hasty:
 PATIENT = """
 from rlhfspec.bench.moving import __main__, generator
 class Patient(generator.Generator):
-    waits = False
+    _is_moved_from = _has_finished = False
     async def _on_stage(self, *, name, **rest):
-        self._has_moves = name == {stage!r} and not self._number
+        self._is_moved_from, self._has_finished = name == {stage!r} and not self._number, False
         await super()._on_stage(name=name, **rest)
     def _tell(self, name, **what):
         super()._tell(name, **what)
-        if name == "finished":
-            self.waits = self._has_moves
-        elif name == "moved" and what["how"] != "kept":
-            self.waits = self._has_moves = False
-            self._wake.set()
+        self._has_finished |= name == "finished"
+        self._is_moved_from &= name != "moved" or what["how"] == "kept"
     def _step(self):
-        if self.waits:
+        if self._is_moved_from and self._has_finished:
             self._wake.wait(0.01)
         else:
             super()._step()
@@ -252,6 +258,7 @@ def patient_command(number: int, core: int) -> list[str]:
     return [sys.executable, "-c", PATIENT.format(stage=stage), str(number), str(core)]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.whole("a benchmark of generators that are processes")
 def test_rebalance_runs_every_arm_with_the_same_tokens(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
