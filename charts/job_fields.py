@@ -20,6 +20,7 @@ _MARKS = {
     Mark.CLUSTER_ONLY: "In a cluster only.",
     Mark.MUTABLE: "Mutable.",
     Mark.MUTABLE_WHILE_SUSPENDED: "Mutable while suspended.",
+    Mark.RECORDED: "May differ when a run is resumed; recorded.",
 }
 _MARKED = {mark: tuple(f"spec.{path}" for path in marked(Spec, mark)) for mark in _MARKS}
 _SAID_ABOVE = (MOST, MOST_SECONDS, MOST_WORKERS)  # bounds of many fields: the page says them once

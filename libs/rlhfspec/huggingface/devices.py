@@ -13,6 +13,7 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import Spec
 
 log = logging.getLogger(__name__)
+_USUAL_CAP = 2.0  # of truncated importance sampling
 
 
 def device_of(spec: Spec) -> str:
@@ -37,7 +38,9 @@ def device_of(spec: Spec) -> str:
 
 
 def settled(spec: Spec, device: str) -> Spec:
-    """Return the job with every `auto` resolved: float32 on a CPU, else bfloat16 engines and autocast trainers."""
+    """Return the job with every `auto` resolved: float32 on a CPU, else bfloat16 engines and autocast trainers.
+
+    Importance weights are capped at 2 by default where generator and trainer compute in different precision."""
     on_cpu = device.startswith("cpu") or spec.training.exact_on_policy
     generates = "float32" if on_cpu else "bfloat16"
     trains = "off" if on_cpu or spec.model.dtype != "auto" else "bfloat16"
@@ -49,6 +52,11 @@ def settled(spec: Spec, device: str) -> Spec:
     }
     if not on_cpu:
         _say_what_is_slow(spec)
+    computes = "bfloat16" if found["training"].autocast == "bfloat16" else found["model"].dtype
+    differs = found["generation"].dtype != computes and not spec.training.exact_on_policy
+    cap = spec.algorithm.importance_cap
+    cap = (_USUAL_CAP if differs else None) if cap is None else cap or None
+    found["algorithm"] = spec.algorithm.model_copy(update={"importance_cap": cap})
     return spec.model_copy(update=found)
 
 

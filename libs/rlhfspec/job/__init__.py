@@ -150,7 +150,7 @@ class Algorithm(Block):
         0.2, description="Clip range of the values: how far they may move from the old values (ppo)."
     )
     value_coefficient: Rate = Field(0.5, description="Coefficient of the value loss (ppo).")
-    kl_coefficient: Rate = Field(
+    kl_coefficient: Annotated[Rate, Mark.RECORDED] = Field(
         0.0, description="Coefficient of the KL to the reference model; with 0 no reference model is loaded."
     )
     kl_placement: Literal["loss", "reward"] = Field(
@@ -162,8 +162,10 @@ class Algorithm(Block):
         "only: in the loss its gradient has mean 0.",
     )
     entropy_coefficient: Rate = Field(0.0, description="Coefficient of the entropy bonus.")
-    importance_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="Cap of the importance weights that correct for generator and trainer differing; null: off."
+    importance_cap: Rate | None = Field(
+        None,
+        description="Cap of the importance weights that correct for generator and trainer differing; 0: off; null: 2 "
+        "where they compute in different precision, else off.",
     )
     dynamic_sampling: bool = Field(
         False, description="Replace groups whose rewards are all equal, by sampling further prompts (DAPO)."
@@ -198,7 +200,7 @@ class Optimizer(Block):
     """An optimizer."""
 
     name: str = Field("AdamW", description="Optimizer: a class of torch.optim, or module:Class.")
-    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False), Mark.RECORDED] = Field(
         1e-6, description="Peak learning rate; small models need more: 3e-5 for a few million parameters."
     )
     arguments: dict[str, Any] = Field(
@@ -219,7 +221,7 @@ class Schedule(Block):
 class Training(Block):
     """How the policy is trained."""
 
-    steps: Annotated[Positive, Mark.RESUMABLE] = Field(
+    steps: Annotated[Positive, Mark.RECORDED] = Field(
         100, description="Number of training steps; each generates responses and trains on them."
     )
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(

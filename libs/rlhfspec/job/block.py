@@ -31,6 +31,7 @@ class Mark(Enum):
     MUTABLE = "may change while the job runs"
     MUTABLE_WHILE_SUSPENDED = "may change while the job is suspended, for the pods that are made when it goes on"
     RESUMABLE = "may differ when a run is resumed: it cannot change the curve"
+    RECORDED = "may differ when a run is resumed: it changes the curve from there on, which the manifest records"
     CLUSTER_ONLY = "means something in a cluster alone; elsewhere it is left aside"
 
 

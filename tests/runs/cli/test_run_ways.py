@@ -90,6 +90,16 @@ def test_rounded_arithmetic_is_seen_in_the_difference(job_file: Path, overrides:
     assert all(1e-4 < step["log_prob_difference"]["max"] < 0.5 for step in steps_of(job_file, "rounded", *overrides))
 
 
+def test_another_precision_of_the_generator_is_corrected_unless_the_job_says_no(job_file: Path) -> None:
+    """The correction is on where nothing is said, and off with 0 and where the precision is the same."""
+    bfloat16 = "generation.dtype=bfloat16"
+    for out, overrides in (("by-default", [bfloat16]), ("off", [bfloat16, "algorithm.importanceCap=0"]), ("same", [])):
+        steps = steps_of(job_file, out, *overrides, "training.steps=1")
+        summary = RunFolder(job_file.parent / out).summary_file.read_text()
+        assert ("importance_weight" in steps[0]["learning"]) == (out == "by-default")
+        assert ("; corrected by importance weights, mean " in summary) == (out == "by-default")
+
+
 def test_a_job_in_bfloat16_learns_as_one_in_float32(job_file: Path) -> None:
     def rewards(out: str, *overrides: str) -> list[float]:
         sizes = ("training.steps=16", "training.promptsPerStep=6", "training.optimizer.learningRate=3e-3")

@@ -1,4 +1,4 @@
-"""A run ends where its policy is said to collapse, if the job asks for it, and goes on if it asks no more."""
+"""A run ends where its policy collapses, if asked to; a resumed one may go on, at another learning rate too."""
 
 from pathlib import Path
 
@@ -30,3 +30,15 @@ def test_a_run_ends_with_a_checkpoint_where_its_policy_collapses(
     assert len(folder.steps()) == 3, "it has collapsed still"
     invoke(job_file, "run", *STOP[1:], resume=True, code=0)
     assert curve_of(job_file, "run") == whole
+
+
+def test_a_resumed_run_learns_at_another_rate_from_there_on(job_file: Path) -> None:
+    rate = "training.optimizer.learningRate"
+    before = train(job_file, "run", "training.steps=2", "checkpoint.keep=1")
+    after = train(job_file, "run", f"{rate}=1e-30", "algorithm.klCoefficient=0.1", resume=True)
+    assert after[:2] == before
+    assert after[2]["learning_rate"] == 1e-30
+    assert after[2]["weights_digest"] == before[1]["weights_digest"], "the optimizer has it too, from its first update"
+    assert after[2]["kl"] is not None
+    summary = RunFolder(job_file.parent / "run").summary_file.read_text()
+    assert f"| changed | spec.{rate} from 0.01 to 1e-30 after step 2 |" in summary

@@ -288,7 +288,7 @@ def test_what_means_something_to_a_cluster_alone() -> None:
 def test_what_may_differ_when_a_run_is_resumed() -> None:
     of_spec = {
         "model.drafter", "dataset.epochs", "generation.speculation", "generation.maxSequences",
-        "generation.kvCacheTokens", "generation.gpuMemoryFraction", "shareGpus", "training.steps",
+        "generation.kvCacheTokens", "generation.gpuMemoryFraction", "shareGpus",
         "training.stopOnCollapse", "roles",
         "failurePolicy", "rebalance", "checkpoint",
         "observability", "scheduling", "storage", "managedBy",

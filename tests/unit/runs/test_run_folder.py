@@ -385,7 +385,6 @@ def test_another_job_is_refused_by_its_field(tmp_path: Path, path: str, value: A
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("spec.training.steps", 50),
         ("spec.generation.speculation.mode", "off"),
         ("spec.roles.reward.workers", 2),
         ("spec.observability.view", "plain"),
@@ -436,10 +435,26 @@ def test_the_job_that_differs_tells_no_secret(tmp_path: Path) -> None:
         assert "s3cr3t" not in str(refused.value)
 
 
-def test_steps_may_not_grow_under_a_schedule_that_counts_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("training.optimizer.learningRate", 1e-7), ("algorithm.klCoefficient", 0.5), ("training.steps", 50)],
+)
+def test_what_changes_the_curve_on_purpose_is_recorded(tmp_path: Path, path: str, value: Any) -> None:
     a_run(tmp_path, steps=5, schedule={"name": "cosine"})
-    with pytest.raises(InvalidRequest, match=r"spec\.training\.steps was 5 and is 9"):
-        begin(RunFolder(tmp_path), example_job(steps=9, schedule={"name": "cosine"}), resume=True, resume_at=5)
+    content = as_content(RunFolder(tmp_path).job())
+    holder = content["spec"]
+    for key in path.split(".")[:-1]:
+        holder = holder[key]
+    old, holder[path.rpartition(".")[2]] = holder[path.rpartition(".")[2]], value
+    job = RLHFJob.model_validate(content)
+    with RunFolder(tmp_path) as folder:
+        opening = begin(folder, job, resume=True, resume_at=3)
+        assert f"spec.{path} is {value} from here on; it was {old}" in list(opening.told())
+        [resumption] = folder.manifest().resumed
+        assert (resumption.step, resumption.changed) == (3, {f"spec.{path}": (old, value)})
+        folder.go_on_after(4)  # a trainer that is restarted
+        assert folder.manifest().resumed == (resumption,)
+    assert folder.job() == job
 
 
 @given(

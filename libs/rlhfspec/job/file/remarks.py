@@ -15,7 +15,7 @@ CLUSTER_ONLY = sorted(marked(Spec, Mark.CLUSTER_ONLY), key=lambda path: path.cou
 
 def remarks(job: RLHFJob) -> Iterator[str]:
     algorithm, generation, training = job.spec.algorithm, job.spec.generation, job.spec.training
-    no_correction = algorithm.importance_cap is None
+    no_correction = not algorithm.importance_cap
     masked = generation.top_k > 0 or generation.top_p < 1
     num_updates = training.steps * training.epochs * training.mini_batches
     said = {

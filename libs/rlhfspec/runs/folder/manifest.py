@@ -32,7 +32,8 @@ class Machine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
     at: str
-    step: int  # the last step that was kept
+    step: int | None = None  # the last step that was kept; None: the run ended before it went on
+    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # (old, new) of fields that change the curve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +57,15 @@ class RunManifest:
     def begin(cls, job: str, models: dict[str, dict[str, Any]]) -> RunManifest:
         return cls(job=job, versions=versions(), machine=machine(), started=now(), models=models)
 
-    def resume(self, models: dict[str, dict[str, Any]]) -> RunManifest:
-        again = Resumption(at=now(), step=0)
+    def resume(
+        self, models: dict[str, dict[str, Any]], changed: dict[str, tuple[Any, Any]] | None = None
+    ) -> RunManifest:
+        again = Resumption(at=now(), changed=changed or {})
         return replace(RunManifest.begin(self.job, models), started=self.started, resumed=(*self.resumed, again))
 
     def going_on_after(self, step: int) -> RunManifest:
         """Return the manifest of a run that continues after its last checkpoint, even if it had ended before."""
-        resumed = (*self.resumed[:-1], *(replace(last, step=step) for last in self.resumed[-1:]))
+        resumed = tuple(replace(each, step=step) if each.step is None else each for each in self.resumed)
         return replace(self, resumed=resumed, num_steps=step, outcome="running", finished=None, reason="")
 
     def end(self, outcome: RunOutcome, reason: str, *, num_steps: int) -> RunManifest:
@@ -71,6 +74,7 @@ class RunManifest:
     @classmethod
     def from_content(cls, content: dict[str, Any]) -> RunManifest:
         resumed = tuple(Resumption(**entry) for entry in content["resumed"])
+        resumed = tuple(replace(each, changed={path: tuple(v) for path, v in each.changed.items()}) for each in resumed)
         return cls(**(content | {"resumed": resumed, "machine": Machine(**content["machine"])}))
 
 

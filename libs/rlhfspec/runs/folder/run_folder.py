@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,7 +25,7 @@ from rlhfspec.messages.records import Sample, Score
 from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import StepMetrics
 from rlhfspec.runs.folder.manifest import RunManifest, RunOutcome, machine
-from rlhfspec.runs.folder.same_job import as_content, as_yaml, first_difference, with_new_fields
+from rlhfspec.runs.folder.same_job import as_content, as_yaml, first_difference, recorded_changes, with_new_fields
 from rlhfspec.runs.folder.sample_lines import sample_lines
 from rlhfspec.telemetry.folder import TRACES
 
@@ -40,6 +40,7 @@ class Opening:
     num_dropped_samples: int = 0
     num_damaged_samples: int = 0  # unreadable lines of trained steps
     missing_steps: tuple[int, ...] = ()
+    changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # (old, new) of fields that change the curve
 
     def told(self) -> Iterator[str]:
         if not self.resume_at:
@@ -48,6 +49,7 @@ class Opening:
         dropped = self.num_dropped_steps
         again = f"; {dropped} later {'step is' if dropped == 1 else 'steps are'} done again" if dropped else ""
         yield f"resuming after step {self.resume_at}{again}"
+        yield from (f"{path} is {new} from here on; it was {old}" for path, (old, new) in self.changed.items())
         if self.missing_steps:
             yield f"steps.jsonl lacks steps {', '.join(map(str, self.missing_steps))}: the curve has a gap there"
         if self.num_damaged_samples:
@@ -102,6 +104,7 @@ class RunFolder:
         self._make()
         self.check(job, resume=resume)
         found = self.job_file.exists()
+        changed = recorded_changes(with_new_fields(self._job_content()), as_content(job)) if found else {}
         self._take_lock()
         _write(self.job_file, [as_yaml(job).encode()], private=holds_secrets(job))
         loaded = {role: dict(report) for role, report in (models or {}).items()}
@@ -110,7 +113,7 @@ class RunFolder:
             before = self.manifest() if found else None
             self._found = self.manifest_file.read_bytes() if found else b""
         begun = before or RunManifest.begin(job.metadata.name, loaded)
-        begun = begun.resume(loaded) if found else begun
+        begun = begun.resume(loaded, changed) if found else begun
         self._write_manifest(replace(begun, processes=dict(processes or {})))
         self._begun, self._is_new = self.manifest_file.read_bytes(), not found
         return found and before is None
@@ -166,6 +169,7 @@ class RunFolder:
             num_dropped_samples=num_later_samples,
             num_damaged_samples=num_damaged_samples,
             missing_steps=missing,
+            changed=manifest.resumed[-1].changed if manifest.resumed else {},
         )
 
     def append_step(self, metrics: StepMetrics) -> None:

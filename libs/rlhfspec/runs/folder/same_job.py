@@ -1,9 +1,10 @@
-"""Check whether a run may be resumed with a job: only fields that are mutable or cannot change the curve may differ."""
+"""Check whether a run may be resumed with a job. Fields that change the curve may not differ, but for a few, whose
+changes are recorded."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import yaml
@@ -14,11 +15,11 @@ from rlhfspec.job.block import Mark, marked
 from rlhfspec.job.file.secrets import shown_value
 from rlhfspec.job.file.yaml_text import parts_of
 
-MAY_DIFFER = tuple(
+RECORDED = tuple(marked(RLHFJob, Mark.RECORDED))
+MAY_DIFFER = RECORDED + tuple(
     path for mark in (Mark.RESUMABLE, Mark.MUTABLE, Mark.MUTABLE_WHILE_SUSPENDED) for path in marked(RLHFJob, mark)
 )
 _PLACE_IN_A_LIST = re.compile(r"\[\d+\]")
-_DECAYING_SCHEDULES = ("linear", "cosine")
 
 
 def as_content(job: RLHFJob) -> dict[str, Any]:
@@ -55,17 +56,22 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
     """Return (field, old, new) of the first change that a resumed run may not have, or None."""
-    decays = now.get("spec", {}).get("training", {}).get("schedule", {}).get("name") in _DECAYING_SCHEDULES
     for path, old, new in _differences(before, now, ""):
-        if not _may_differ(path) or (path == "spec.training.steps" and decays):
+        if not _is_one_of(path, MAY_DIFFER):
             at = parts_of(path)
             return path, shown_value(at, old), shown_value(at, new)
     return None
 
 
-def _may_differ(path: str) -> bool:
+def recorded_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return (old, new) of each changed field that changes the curve from the resumption on, by its path."""
+    changes = _differences(before, now, "")
+    return {path: (old, new) for path, old, new in changes if _is_one_of(path, RECORDED)}
+
+
+def _is_one_of(path: str, fields: Iterable[str]) -> bool:
     field = _PLACE_IN_A_LIST.sub("", path)
-    return any(field == free or field.startswith(free + ".") for free in MAY_DIFFER)
+    return any(field == each or field.startswith(each + ".") for each in fields)
 
 
 def _differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:

@@ -27,6 +27,7 @@ _SAID: dict[RunOutcome, str] = {
 }  # fmt: skip
 _MOST_CHARACTERS = 600
 Row = tuple[str, str]
+_OF_IMPORTANCE = ("importance_weight", "importance_capped_fraction")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,9 @@ class Summary:
 
     def _facts(self) -> list[Row]:
         rows = facts(self.steps, self.evaluations) if self.steps else []
+        for resumption in self.manifest.resumed:
+            for path, (old, new) in resumption.changed.items():
+                rows.append(("changed", f"{path} from {old} to {new} after step {resumption.step}"))
         return [*rows, ("exported policy", self.manifest.exported)] if self.manifest.exported else rows
 
     def _responses_in_markdown(self) -> Iterator[str]:
@@ -192,12 +196,23 @@ def facts(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) 
     if (accepted := _mean_accepted(steps)) is not None:
         rows.append(("accepted", f"{number(accepted)} drafted tokens per verification"))
     worst = max(metrics.log_prob_difference.max for metrics in steps)
-    rows.append(("log-probs", f"generator/trainer log-prob difference max {number(worst)}"))
+    mean = sum(metrics.log_prob_difference.mean for metrics in steps) / len(steps)
+    difference = f"generator/trainer log-prob difference max {number(worst)}, mean {number(mean)}"
+    rows.append(("log-probs", f"{difference}{_correction(steps)}"))
     passed = sum(metrics.seconds.step for metrics in steps)
     rows.append(("time", f"{duration(passed)}, {duration(passed / len(steps))} a step"))
     if warning := warning_of(steps):
         rows.append(("warning", warning))
     return rows
+
+
+def _correction(steps: Sequence[StepMetrics]) -> str:
+    """Return how much truncated importance sampling corrects, or "" where it is off."""
+    found = [metrics.learning for metrics in steps if "importance_weight" in metrics.learning]
+    if not found:
+        return ""
+    weight, capped = (sum(each[name] for each in found) / len(found) for name in _OF_IMPORTANCE)
+    return f"; corrected by importance weights, mean {number(weight)}, {capped:.1%} of them capped"
 
 
 def _held_out(evaluations: Sequence[Evaluation]) -> str:

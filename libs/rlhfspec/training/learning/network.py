@@ -112,7 +112,8 @@ class Network:
             int(place): {name: self._placed(int(place), value) for name, value in of.items()}
             for place, of in state["state"].items()
         }
-        groups = [dict(group) for group in state["param_groups"]]
+        rates = [{name: group[name] for name in ("lr", "initial_lr")} for group in self._optimizer.param_groups]
+        groups = [dict(group) | rate for group, rate in zip(state["param_groups"], rates, strict=False)]
         if [len(group["params"]) for group in groups] != [len(g["params"]) for g in self._optimizer.param_groups]:
             raise StorageError("checkpoint", "its optimizer state is not of this job's model")
         self._optimizer.load_state_dict({"state": of_parameters, "param_groups": groups})
