@@ -300,6 +300,9 @@ class Observability(Block):
     )
     tensorboard: bool = Field(False, description="Write TensorBoard event files into the run folder.")
     wandb: Wandb | None = Field(None, description="Report to Weights & Biases; null: off.")
+    by_column: str | None = Field(
+        None, min_length=1, description="Column of the dataset by whose values rewards are also reported; null: none."
+    )
     sample_texts: Natural = Field(
         4, description="Number of responses shown in the summary, from the beginning and from the end of the run."
     )

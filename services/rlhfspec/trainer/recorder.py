@@ -12,7 +12,7 @@ from rlhfspec.messages.records.evaluations import Evaluation, best
 from rlhfspec.messages.records.metrics import Lengths, Seconds, Spread, StepMetrics, learner_fields
 from rlhfspec.runs.folder.choosing import best_or_last
 from rlhfspec.runs.folder.run_folder import RunFolder
-from rlhfspec.runs.folder.sample_lines import evaluation_of
+from rlhfspec.runs.folder.sample_lines import by_column, evaluation_of
 from rlhfspec.runs.folder.trackers import Trackers
 from rlhfspec.runs.view.learning_signs import DISTINCT, collapse_of, equal_reward_groups
 from rlhfspec.trainer.collector import Chosen, Collector
@@ -111,6 +111,7 @@ class RunRecorder:
             chosen.rewards,
             max_tokens=self._job.spec.generation.max_tokens,
             seconds=seconds,
+            column=self._job.spec.observability.by_column,
         )
         self._folder.append_evaluation(evaluation, chosen.all_samples, chosen.rewards)
         self._trackers.evaluation(evaluation)
@@ -179,6 +180,7 @@ def step_metrics(job: RLHFJob, trained: Trained) -> StepMetrics:
         seconds=seconds,
         started_unix_seconds=trained.time.began_unix,
         finished_unix_seconds=trained.time.began_unix + seconds.step,
+        **by_column(job.spec.observability.by_column, samples, chosen.rewards),
         **learner_fields(trained.report.metrics | {DISTINCT: distinct}),
     )
 

@@ -13,8 +13,11 @@ EVALUATE = ("evaluation.everySteps=2", "evaluation.numPrompts=5", "training.step
 
 
 def test_prompts_that_are_held_out_are_never_trained_on(job_file: Path) -> None:
-    train(job_file, "run", *EVALUATE)
+    train(job_file, "run", *EVALUATE, "observability.byColumn=answer")
     folder = RunFolder(job_file.parent / "run")
+    for line in (*folder.steps(), *folder.evaluations()):
+        weighed = sum(line.reward_by_column[value] * count for value, count in line.num_by_column.items())
+        assert weighed / line.num_samples == pytest.approx(line.reward.mean), "each sample by its row's answer"
     held_out = {line["prompt"] for line in folder.evaluation_samples()}
     assert len(held_out) == 5
     assert not held_out & {line["prompt"] for line in folder.samples()}

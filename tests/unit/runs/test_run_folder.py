@@ -26,7 +26,8 @@ from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import CURVE, MEASUREMENTS, Lengths, Spread, StepMetrics, curve, example_step
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.folder.same_job import as_content, first_difference, with_new_fields
-from rlhfspec.runs.folder.sample_lines import evaluation_of, sample_line
+from rlhfspec.runs.folder.sample_lines import by_column, evaluation_of, sample_line
+from rlhfspec.runs.view.summary import facts
 
 floats = st.floats(allow_nan=False, allow_infinity=False, width=64)
 
@@ -529,3 +530,23 @@ def test_a_run_goes_on_whichever_mutable_field_changed(tmp_path: Path, path: str
 
 def test_what_this_release_cannot_read_is_compared_as_it_is() -> None:
     assert with_new_fields({"spec": {"gone": 1}}) == {"spec": {"gone": 1}}
+
+
+def test_rewards_are_told_by_a_column_of_the_data() -> None:
+    tasks = ("sum", "sum", "spell", 3)
+    samples = [
+        replace(example_sample(prompt=place), columns_json=json.dumps({"task": task}))
+        for place, task in enumerate(tasks)
+    ]
+    rewards = {each.id: reward_of(each, float(place)) for place, each in enumerate(samples)}
+    found = by_column("task", samples, rewards)
+    assert found == {
+        "reward_by_column": {"3": 3.0, "spell": 2.0, "sum": 0.5},
+        "num_by_column": {"3": 1.0, "spell": 1.0, "sum": 2.0},
+    }
+    evaluation = evaluation_of(7, 7, samples, rewards, max_tokens=8, seconds=1.5, column="task")
+    assert Evaluation.from_line(evaluation.to_line()) == evaluation
+    assert evaluation.num_by_column == found["num_by_column"]
+    rows = dict(facts([replace(example_step(step=step), **found) for step in (1, 2)]))
+    assert rows["reward, sum"] == "0.500 -> 0.500, 4 samples"
+    assert not by_column(None, samples, rewards)["num_by_column"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import ConfigDict
 
@@ -21,6 +21,8 @@ class Evaluation:
     response_length: Lengths
     truncated_fraction: float  # of responses that reached maxTokens
     seconds: float  # the trainer waited for it
+    reward_by_column: Mapping[str, float] = field(default_factory=dict)  # mean by value of observability.byColumn
+    num_by_column: Mapping[str, float] = field(default_factory=dict)  # samples by value of it
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 

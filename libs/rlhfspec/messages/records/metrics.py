@@ -125,6 +125,8 @@ class StepMetrics:
     tokens_per_second: float | None  # while generating; null if not measured
     accepted_per_verification: float | None  # drafted tokens; null if nothing was drafted
     strategy: Mapping[str, int]  # how often each draft strategy was chosen
+    reward_by_column: Mapping[str, float] = field(default_factory=dict)  # mean by value of observability.byColumn
+    num_by_column: Mapping[str, float] = field(default_factory=dict)  # samples by value of it
     expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # run by each expert of a layer
     log_prob_difference: LogProbDifference
     staleness_max: int  # versions between the weights that generated a token and those it trained
@@ -153,6 +155,8 @@ MEASUREMENTS = frozenset(
         "accepted_per_verification",
         "strategy",
         "expert_rows",
+        "reward_by_column",  # observability may differ between runs of one curve
+        "num_by_column",
         "log_prob_difference",
         "staleness_max",
         "seconds",

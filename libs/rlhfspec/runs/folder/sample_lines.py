@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -46,9 +48,28 @@ def _summary(log_probs: Sequence[float]) -> dict[str, float] | None:
     return {"sum": total, "mean": total / len(log_probs), "min": min(log_probs)}
 
 
+_MOST_VALUES = 32  # of a column: those of most samples
+
+
+def by_column(
+    column: str | None, samples: Sequence[Sample], rewards: Mapping[str, Score]
+) -> dict[str, dict[str, float]]:
+    """Return mean reward and number of the samples by their row's value in a column, as fields of metrics."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for sample in samples if column is not None else ():
+        value = json.loads(sample.columns_json).get(column)
+        found[value if isinstance(value, str) else json.dumps(value)].append(rewards[sample.id].values[0])
+    kept = sorted(sorted(found, key=lambda value: (-len(found[value]), value))[:_MOST_VALUES])
+    return {
+        "reward_by_column": {value: fmean(found[value]) for value in kept},
+        "num_by_column": {value: float(len(found[value])) for value in kept},
+    }
+
+
 def evaluation_of(
-    step: int, version: int, samples: Sequence[Sample], rewards: Mapping[str, Score], *, max_tokens: int, seconds: float
-) -> Evaluation:
+    step: int, version: int, samples: Sequence[Sample], rewards: Mapping[str, Score], *, max_tokens: int,
+    seconds: float, column: str | None = None,
+) -> Evaluation:  # fmt: skip
     """Return the evaluation of scored samples; raise RolloutError if none was scored. `rewards` is by sample id."""
     scored = [
         (sample, rewards[sample.id])
@@ -68,4 +89,5 @@ def evaluation_of(
         response_length=Lengths.of([len(sample.token_ids) for sample, _ in scored], max_tokens=max_tokens),
         truncated_fraction=fmean(sample.finish_reason == "length" for sample, _ in scored),
         seconds=seconds,
+        **by_column(column, [sample for sample, _ in scored], rewards),
     )

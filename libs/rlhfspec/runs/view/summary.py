@@ -184,6 +184,7 @@ def facts(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) 
     ]
     if evaluations:
         rows.append(("held-out reward", _held_out(evaluations)))
+    rows += _by_column(evaluations or steps)
     kls = [metrics.kl for metrics in steps if metrics.kl is not None]
     if kls:
         most = max(kl["k3"] for kl in kls)
@@ -213,6 +214,17 @@ def _correction(steps: Sequence[StepMetrics]) -> str:
         return ""
     weight, capped = (sum(each[name] for each in found) / len(found) for name in _OF_IMPORTANCE)
     return f"; corrected by importance weights, mean {number(weight)}, {capped:.1%} of them capped"
+
+
+def _by_column(lines: Sequence[StepMetrics] | Sequence[Evaluation]) -> list[Row]:
+    """Return a row for each value of the column: its first and last mean reward, and the samples of the last."""
+    rows = []
+    for value in sorted({value for line in lines for value in line.reward_by_column}):
+        rewards = [line.reward_by_column[value] for line in lines if value in line.reward_by_column]
+        num = sum(line.num_by_column.get(value, 0.0) for line in lines)
+        said = f"{number(rewards[0])} -> {number(rewards[-1])}, {num:.0f} samples"
+        rows.append((f"reward, {' '.join(visible(value).split())[:40]}", said))
+    return rows
 
 
 def _held_out(evaluations: Sequence[Evaluation]) -> str:
