@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from sweeps import examples
 
 from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
@@ -13,7 +14,7 @@ from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.tiny import perturbed, random_model
 
 VOCAB = 31
-OPERATIONS = 4_000
+OPERATIONS = examples(4_000, whole=10_000).max_examples
 STEPS = 1_500  # of each way to draft, once a thousand are done
 TREE = DraftPlan(drafter="model", depth=3, width=1, branch=2)
 SUFFIX_TREE = DraftPlan(drafter="suffix", depth=4, width=2, branch=2)

@@ -1,0 +1,121 @@
+"""What the toys show of the law, moves and runs, on a real pretrained model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from moving import Bits, at_once, bits, drain, in_rounds, reserved
+from runs import REWARDS, curve_of
+from started import OFF, TWO, Started
+
+from rlhfspec.engine import Engine, Request, SamplingParams
+from rlhfspec.engine.drafting.base import DraftPlan
+from rlhfspec.errors import StorageError
+from rlhfspec.tiny import smollm2
+
+pytestmark = [pytest.mark.whole("a pretrained model of 135M parameters"), pytest.mark.timeout(3000)]
+SUMS = [f"What is {first} + {second}?" for first, second in ((3, 4), (12, 9), (40, 2), (7, 7))]
+SUFFIX = DraftPlan(drafter="suffix", depth=4, width=2, branch=2)
+Move = Callable[[Engine, Engine, str, np.random.Generator], Any]
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    pytest.importorskip("gguf")
+    try:
+        return smollm2.ensure()
+    except StorageError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def requests(model: Path) -> list[Request]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chats = [[{"role": "user", "content": question}] for question in SUMS]
+    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    return [
+        Request(id=f"{index}/{sample}", prompt_token_ids=tuple(prompt), params=params, seed=10 * index + sample)
+        for index, prompt in enumerate(prompts)
+        for sample in range(2)
+    ]
+
+
+def engine(model: Path, **options: Any) -> Engine:
+    chosen = {"max_sequences": 8, "max_context": 256, "profile": False, "num_threads": 1, "speculation": "off"}
+    return Engine.from_pretrained(model, **(chosen | options))
+
+
+def generated(engine: Engine, requests: list[Request]) -> dict[str, Bits]:
+    for request in requests:
+        engine.submit(request)
+    return {name: bits(done) for name, done in drain(engine).items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_depend_on_neither_neighbours_nor_drafts(model: Path, requests: list[Request], dtype: str) -> None:
+    plain = engine(model, dtype=dtype)
+    alone = {request.id: generated(plain, [request])[request.id] for request in requests}
+    assert len({found[0] for found in alone.values()}) == len(requests), "they are different samples"
+    assert generated(plain, requests) == alone
+    for speculation in ("adaptive", SUFFIX):
+        plain.set_speculation(speculation)
+        assert generated(plain, requests) == alone, speculation
+
+
+@pytest.mark.parametrize("move", [at_once, reserved, in_rounds])
+def test_a_moved_sequence_is_the_one_that_stayed(model: Path, requests: list[Request], move: Move) -> None:
+    here, there = engine(model), engine(model)
+    wanted = generated(here, requests)
+    for request in requests:
+        here.submit(request)
+    rng, done = np.random.default_rng(0), {}
+    for request in requests[::2]:
+        for _ in range(3):
+            done |= {each.id: bits(each) for each in here.step().finished}
+        done |= {each.id: bits(each) for each in move(here, there, request.id, rng) or ()}
+    for each in (here, there):
+        done |= {name: bits(found) for name, found in drain(each).items()}
+    assert done == wanted
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    rows = [{"messages": [{"role": "user", "content": question}]} for question in SUMS]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    spec = {
+        "model": {"path": "smollm2"},
+        "dataset": {"path": "data.jsonl", "messagesColumn": "messages"},
+        "algorithm": {"name": "grpo", "samplesPerPrompt": 2},
+        "generation": {"maxTokens": 8},
+        "rewards": {"sources": [{"type": "function", "function": "rewards:letters"}]},
+        "training": {"steps": 2, "promptsPerStep": 2, "optimizer": {"learningRate": 1e-5}},
+        "checkpoint": {"everySteps": 1, "export": False},
+        "observability": {"view": "plain", "sampleTexts": 0},
+    }
+    job = {"apiVersion": "rlhfspec.io/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "letters"}, "spec": spec}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    return tmp_path / "job.yaml"
+
+
+def test_processes_and_a_killed_run_train_the_same_curve(
+    model: Path, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("started.PATIENCE_SECONDS", 800.0)
+    run = Started(job_file, "whole", OFF, processes=False)
+    run.ends()
+    Started(job_file, "drafting", "generation.speculation.mode=adaptive", *TWO).ends()
+    killed = Started(job_file, "killed", OFF, processes=False)
+    killed.until_step(1)
+    killed.process.kill()
+    killed.process.communicate()
+    Started(job_file, "killed", OFF, processes=False, resume=True).ends()
+    assert len(run.curve()) == 2
+    assert curve_of(job_file, "drafting") == curve_of(job_file, "killed") == run.curve()
