@@ -14,6 +14,7 @@ FAILED = 1  # exit codes; 2, of a wrong argument or job, is click's own
 STOPPED = 130  # as a shell says of Ctrl-C
 SHOW_CURSOR = b"\x1b[?25h"
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
+_heard: list[int] = []
 
 
 @contextmanager
@@ -40,7 +41,13 @@ def _hear(reading: int, act: Callable[[], object]) -> None:
     while numbers := os.read(reading, 64):
         for number in numbers:
             if number in _NUMBERS:
+                _heard.append(number)
                 act()
+
+
+def name_of_last() -> str:
+    """Return the name of the last signal that was acted on."""
+    return "SIGTERM" if _heard[-1:] == [signal.SIGTERM] else "Ctrl-C"
 
 
 def leave_at_once(message: str) -> NoReturn:

@@ -5,6 +5,7 @@ import re
 import sys
 import unicodedata
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -358,6 +359,21 @@ def test_the_summary_says_what_came_out(tmp_path_factory: pytest.TempPathFactory
     assert "exported" not in text
     assert text.index("of step 1\n  reward 0\n    | 2+2=5") < text.index("of step 30\n  reward 1.00")
     assert "`````text\n```\n4\n````\n`````" in markdown, "the text cannot close its fence"
+
+
+def test_the_summary_shows_the_end_of_a_long_prompt_and_the_size_of_checkpoints(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        finished(folder, [example_step(step=1)])
+        sample = replace(example_sample(step=1, text="b" * 900), prompt_text="a" * 500 + "?")
+        score = Score(id="", sample_id=sample.id, job="sums", step=1, stage="reward", values=(1.0,), components=())
+        folder.append_samples([sample], {sample.id: score})
+        folder.checkpoint(1).mkdir(parents=True)
+        (folder.checkpoint(1) / "learner.safetensors").write_bytes(bytes(2_500_000))
+        told = summarize(folder, resume_command="again", num_texts=1).markdown()
+    assert f"... {'a' * 199}?\n" in told
+    assert "a" * 200 not in told
+    assert "b" * 900 in told
+    assert "checkpoints take: `2.5 MB, for steps 1`" in told
 
 
 def test_the_summary_names_the_best_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -1,17 +1,21 @@
 import io
 import json
+import os
 import re
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from places import ROOT
 from rich.console import Console
-from run_folders import example_job
+from run_folders import a_run, example_job
 from runs import command
 from typer.testing import CliRunner, Result
 
 from rlhfspec.cli.main import app
+from rlhfspec.cli.signals import name_of_last, on_signals
 from rlhfspec.job.choices.algorithms import ALGORITHMS
 from rlhfspec.job.file import read_job
 from rlhfspec.runs.folder.learnt import LEARNT, LearntLine, append_learnt_line, learnt_lines
@@ -303,7 +307,6 @@ def trace(*arguments: str) -> Result:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "SAMPLE: give a sample's id, or --slowest N"),
         (("sums/3/7/1", "--slowest", "2"), "SAMPLE: give a sample's id, or --slowest N"),
         (("sums/3/7/1", "--step", "2"), "--step: goes with --slowest"),
         (("sums/3/7/9",), "SAMPLE: no trace of it; the nearest: sums/3/7/1"),
@@ -318,6 +321,31 @@ def test_a_mistake_is_one_line(tmp_path: Path, arguments: tuple[str, ...], said:
     assert refused.exit_code == 2
     assert refused.output.startswith(said)
     assert len(refused.output.splitlines()) == 1
+
+
+def test_without_a_sample_the_slowest_are_listed(tmp_path: Path) -> None:
+    with SpanFiles(tmp_path) as files:
+        for span in life().spans:
+            files.keep(span)
+    listed = trace(str(tmp_path))
+    assert (listed.exit_code, listed.output) == (0, trace(str(tmp_path), "--slowest", "10").output)
+    assert "sums/3/7/1" in listed.output
+
+
+def test_top_says_how_far_a_run_of_one_process_is(tmp_path: Path) -> None:
+    a_run(tmp_path, 3, steps=9)
+    said = CliRunner().invoke(app, ["top", str(tmp_path)]).output
+    assert "no run with --processes is going on there; a run is there, running, 3 of 9 steps" in said
+    assert f"rlhfspec dashboard {tmp_path}" in said
+
+
+def test_the_signal_that_was_acted_on_is_named() -> None:
+    for number, name in ((signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")):
+        acted = threading.Event()
+        with on_signals(acted.set):
+            os.kill(os.getpid(), number)
+            assert acted.wait(60)
+        assert name_of_last() == name
 
 
 def life() -> Life:

@@ -25,7 +25,8 @@ from rlhfspec.runs.view.view import print_line
 _SAID: dict[RunOutcome, str] = {
     "running": "not finished", "completed": "completed", "stopped": "stopped", "failed": "failed",
 }  # fmt: skip
-_MOST_CHARACTERS = 600
+_MOST_CHARACTERS = 4000
+_MOST_OF_A_PROMPT = 200  # its end: what comes before is mostly the same for all prompts
 Row = tuple[str, str]
 _OF_IMPORTANCE = ("importance_weight", "importance_capped_fraction")
 
@@ -85,14 +86,15 @@ class Summary:
         for title, responses in self.texts:
             yield from (f"## {title[0].upper()}{title[1:]}", "")
             for response in responses:
-                yield f"Reward {number(response.reward)}\n\n{_fenced(response.prompt)}\n\n{_fenced(response.text)}\n"
+                prompt = _fenced(_end(response.prompt))
+                yield f"Reward {number(response.reward)}\n\n{prompt}\n\n{_fenced(response.text)}\n"
 
     def _responses_in_text(self) -> Iterator[str]:
         for title, responses in self.texts:
             yield f"\n  {title}"
             for response in responses:
                 yield f"  reward {number(response.reward)}"
-                yield from (f"    | {line}" for line in _short(f"{response.prompt}{response.text}").splitlines())
+                yield from (f"    | {line}" for line in _short(f"{_end(response.prompt)}{response.text}").splitlines())
         yield ""
 
 
@@ -132,6 +134,10 @@ def summarize(
     if evaluations and (checkpoint := folder.checkpoint(best(evaluations).step)).is_dir():
         places.append(("best checkpoint", str(checkpoint)))
     manifest = folder.manifest()
+    steps_kept = folder.checkpoint_steps()
+    if steps_kept:
+        size = sum(path.stat().st_size for path in folder.checkpoints.rglob("*") if path.is_file())
+        places.append(("checkpoints take", f"{size / 1e6:,.1f} MB, for steps {', '.join(map(str, steps_kept))}"))
     going_on = "train longer" if manifest.outcome == "completed" else "go on"
     places.append((going_on, resume_command))
     steps = folder.steps()
@@ -243,6 +249,10 @@ def by_stage(steps: Sequence[StepMetrics]) -> list[tuple[str, float, float]]:
 def _mean_accepted(steps: Sequence[StepMetrics]) -> float | None:
     found = [m.accepted_per_verification for m in steps if m.accepted_per_verification is not None]
     return sum(found) / len(found) if found else None
+
+
+def _end(prompt: str) -> str:
+    return prompt if len(prompt) <= _MOST_OF_A_PROMPT else f"... {prompt[-_MOST_OF_A_PROMPT:]}"
 
 
 def _short(text: str) -> str:

@@ -90,7 +90,7 @@ def _summary(job: RLHFJob) -> list[str]:
     spec = job.spec
     algorithm, training = spec.algorithm, spec.training
     num_samples = training.prompts_per_step * algorithm.samples_per_prompt
-    rewards = ", ".join(f"{source.weight:g} * {source.type}" for source in spec.rewards.sources)
+    rewards = ", ".join(f"{source.weight:g} * {source.function or source.type}" for source in spec.rewards.sources)
     return [
         f"model       {spec.model.path}" + (f", LoRA of rank {spec.model.lora.rank}" if spec.model.lora else ""),
         f"algorithm   {algorithm.name}, KL {algorithm.kl_coefficient:g} in the {algorithm.kl_placement}",
@@ -117,8 +117,11 @@ def _data_lines(job: RLHFJob, with_tokenizer: bool) -> tuple[list[str], dict[str
         prompts = Prompts(rows, load_tokenizer(spec.model), dataset, spec.training.seed, spec.training.prompts_per_step)
         num_prompts, columns = len(prompts), prompts.columns
         lengths = [len(prompts[index].token_ids) for index in range(num_prompts)]
+        part = f", {prompts.num_too_long / len(rows):.0%} of all (dataset.maxPromptTokens)"
+        share = part if prompts.num_too_long else ""
         lines.append(
-            f"prompts     {num_prompts} of {min(lengths)} to {max(lengths)} tokens, {prompts.num_too_long} too long"
+            f"prompts     {num_prompts} of {min(lengths)} to {max(lengths)} tokens, "
+            f"{prompts.num_too_long} too long{share}"
         )
     order = Order(num_rows=num_prompts, prompts_per_step=spec.training.prompts_per_step, seed=0, epochs=dataset.epochs)
     last = order.last_step

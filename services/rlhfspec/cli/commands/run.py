@@ -13,7 +13,7 @@ import typer
 from rlhfspec.cli.commands.job import Job, Set
 from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.cli.progress import StatusLine, wide_console
-from rlhfspec.cli.signals import FAILED, STOPPED, leave_at_once, on_signals
+from rlhfspec.cli.signals import FAILED, STOPPED, leave_at_once, name_of_last, on_signals
 from rlhfspec.common.ranks import rank_told
 from rlhfspec.errors import EndedEarly, InvalidRequest, RLHFSpecError, StorageError
 from rlhfspec.job.file import read_job
@@ -185,7 +185,7 @@ def _outcome_of(run: JobRun) -> tuple[RunOutcome, str]:
         from rlhfspec.runs.view.summary import kept_traceback
 
         return "failed", f"{error}; {kept_traceback(run.folder, error)}"
-    return ("stopped", "Ctrl-C") if run.is_unfinished else ("completed", "")
+    return ("stopped", name_of_last()) if run.is_unfinished else ("completed", "")
 
 
 async def _stages(run: JobRun) -> None:

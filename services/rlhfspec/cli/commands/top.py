@@ -45,8 +45,20 @@ def _connections(run: Path) -> Connections:
 
     path = run / "processes" / "connections.json"
     if not path.exists():
-        raise InvalidRequest("RUN", str(run), "no run with --processes is going on there")
+        raise InvalidRequest("RUN", str(run), f"no run with --processes is going on there{_of_one_process(run)}")
     return Connections.read(path)
+
+
+def _of_one_process(run: Path) -> str:
+    """Return how far the run of one process in the folder is, and where to see more, or ""."""
+    from rlhfspec.runs.folder.run_folder import RunFolder
+
+    folder = RunFolder(run)
+    if not folder.job_file.exists():
+        return ""
+    steps, manifest = folder.steps(), folder.manifest()
+    done = f"{steps[-1].step if steps else 0} of {folder.job().spec.training.steps} steps"
+    return f"; a run is there, {manifest.outcome}, {done}: see `rlhfspec dashboard {run}` or its logs"
 
 
 def _look(connections: Connections) -> LiveView:

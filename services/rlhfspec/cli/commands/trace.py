@@ -14,6 +14,7 @@ from rlhfspec.errors import InvalidRequest
 if TYPE_CHECKING:
     from rlhfspec.telemetry.read import Life
 
+_LISTED = 10  # slowest samples, where neither a sample nor a number is given
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", show_default=False)]
 Sample = Annotated[
     str | None,
@@ -33,6 +34,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the spans as JSON in
 
 def trace(run: Run, sample: Sample = None, slowest: Slowest = None, step: Step = None, as_json: AsJson = False) -> None:
     """Show where a sample's time went: prompt, generation, scores, training, and what waited for what."""
+    if sample is None and slowest is None:
+        slowest = _LISTED
     with exit_on_problems():
         lives = _found(run, sample, slowest, step)
     if as_json:
@@ -48,7 +51,7 @@ def trace(run: Run, sample: Sample = None, slowest: Slowest = None, step: Step =
 def _found(run: Path, sample: str | None, slowest: int | None, step: int | None) -> list[Life]:
     from rlhfspec.telemetry import read
 
-    if (sample is None) == (slowest is None):
+    if sample is not None and slowest is not None:
         raise InvalidRequest("SAMPLE", sample, "give a sample's id, or --slowest N")
     if step is not None and slowest is None:
         raise InvalidRequest("--step", step, "goes with --slowest")
