@@ -24,6 +24,7 @@ IMAGES_OF_NOBODY = ("--set", "images.registry=registry.example/ml")  # where no 
 IMAGES = ("slim", "cpu", "nats", "redis")
 # The laptop's sums and a pod's are the same bits when both compute with as many threads.
 ONE_THREAD = {"spec": {"containers": [{"name": "worker", "env": [{"name": "OMP_NUM_THREADS", "value": "1"}]}]}}
+_NOT_OF_TESTS = shutil.ignore_patterns("smollm2-*", "wide-*", "library-*", "target-*")  # hundreds of megabytes
 COMPUTING = ("prepare", "generator", "reward", "reference", "critic", "trainer")
 VALUES: dict[str, Any] = {
     "images": {
@@ -188,11 +189,11 @@ def kubeconfig_of_account(kubernetes: ControlPlane, namespace: str, account: str
 
 
 def copy_made(folder: Path) -> None:
-    """Models and data that this machine has made, so that no pod has to."""
+    """Models and data of the tests' jobs that this machine has made, so that no pod has to."""
     cache = Path(os.environ.get("RLHFSPEC_CACHE", "~/.cache/rlhfspec")).expanduser()
     for part in ("models", "data"):
         if (cache / part).exists():
-            shutil.copytree(cache / part, folder / part, dirs_exist_ok=True)
+            shutil.copytree(cache / part, folder / part, ignore=_NOT_OF_TESTS, dirs_exist_ok=True)
 
 
 def example(name: str, **spec: Any) -> dict[str, Any]:
