@@ -108,7 +108,8 @@ class Calm:
             except BaseException as error:
                 problems.append(error)
 
-        first, thread = self._num, threading.Thread(target=keep)
+        kubernetes = self.world.kubernetes
+        first, since, thread = self._num, kubernetes.audit_bytes(), threading.Thread(target=keep)
         thread.start()
         try:
             yield
@@ -116,7 +117,7 @@ class Calm:
             stop.set()
             thread.join()
         assert not problems, problems
-        took = delays(self.world.kubernetes.audit(self.namespace), self.namespace)
+        took = delays(kubernetes.audit(self.namespace, since=since), self.namespace)
         during = {f"probe{each}": took[f"probe{each}"] for each in range(first, self._num)}
         assert during, "no job began meanwhile"
         print(f"{len(during)} jobs began within {max(during.values()):.2f} s, {self.baseline:.2f} s before")

@@ -83,12 +83,16 @@ class ControlPlane(Kubernetes):
         files = self.authority.issue(f"user-{name.replace(':', '-')}", name, group=group)
         return pki.write_kubeconfig(self.folder / f"user-{name}.kubeconfig", self.server, self.authority, files)
 
-    def audit(self, namespace: str = "") -> Iterator[dict[str, Any]]:
+    def audit(self, namespace: str = "", *, since: int = 0) -> Iterator[dict[str, Any]]:
         """Every request that the API server has answered, oldest first: verb, user, objectRef, responseStatus, ...
-        `namespace`: only those about what is in it."""
+        `namespace`: only those about what is in it. `since`: what `audit_bytes()` was then."""
         part = f'"namespace":"{namespace}"' if namespace else ""
         with (self.folder / "audit.log").open() as lines:
+            lines.seek(since)
             yield from (json.loads(line) for line in lines if part in line and line.endswith("\n"))
+
+    def audit_bytes(self) -> int:
+        return (self.folder / "audit.log").stat().st_size
 
     def start_kwok(self, num: int, *, gpus: int = 0) -> None:
         """Adds `num` nodes kwok1, kwok2, ... that only pretend: see kwok.py for how pods land there."""

@@ -145,20 +145,22 @@ ABSURD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", ABSURD)
-def test_an_absurd_report_is_refused_or_goes_into_words(
-    tenant: Tenant, endpoint: Endpoint, token: str, what: str
-) -> None:
+def test_an_absurd_report_is_refused_or_goes_into_words(tenant: Tenant, endpoint: Endpoint, token: str) -> None:
     """Or harms nobody: the job's status can still be written, as the next report shows."""
-    body = report(tenant, **ABSURD[what])
+    for fields in ABSURD.values():
+        _is_refused_or_goes_into_words(tenant, endpoint, token, fields)
+
+
+def _is_refused_or_goes_into_words(tenant: Tenant, endpoint: Endpoint, token: str, fields: dict[str, Any]) -> None:
+    body = report(tenant, **fields)
     answers = Counter[int]()
     until(lambda: answers.update([code := endpoint.post(HOSTILE, REPORTER, token, body)]) or code != 429, "an answer")
-    assert set(answers) <= {204, 422, 429}, answers
+    assert set(answers) <= {204, 422, 429}, (fields, answers)
     step = tenant.status(HOSTILE, REPORTER)["progress"].get("step", 0) + 1
     until(lambda: endpoint.post(HOSTILE, REPORTER, token, report(tenant, step=step)) == 204, "the next is taken")
     until(
         lambda: tenant.status(HOSTILE, REPORTER)["progress"].get("step") == step,
-        "its step is in the status",
+        f"its step is in the status after {fields}",
         seconds=SAYS_SECONDS,
     )
 
