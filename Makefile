@@ -89,8 +89,8 @@ e2e-tools: $(INSTALLED)  ## Build Kubernetes and its companions for the tests (n
 e2e: e2e-tools  ## The tests on a real Kubernetes, as root (E2E=e2e/test_cluster.py for some); see e2e/README.md
 	$(PYTEST) --timeout 1800 $(E2E)
 
-e2e-ci: e2e-tools  ## Those of them that a change may be asked to pass
-	$(PYTEST) --timeout 600 -m ci $(E2E)
+e2e-ci: e2e-tools  ## Those of them that a change may be asked to pass, in two clusters at a time (WORKERS=n)
+	$(PYTEST) --timeout 600 -n $(WORKERS) --dist loadfile -m ci $(E2E)
 
 e2e-rest: e2e-tools  ## The others
 	$(PYTEST) --timeout 1800 -m "not ci" $(E2E)

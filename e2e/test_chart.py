@@ -188,32 +188,37 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def matrix(kubernetes: ControlPlane) -> ControlPlane:
+    for name in ("matrix", "matrix-jobs"):
+        make_namespace(kubernetes, name)
+    return kubernetes
+
+
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_what_values_render_is_accepted_and_keeps_to_restricted_pods(
-    kubernetes: ControlPlane, tmp_path: Path, name: str
+    matrix: ControlPlane, tmp_path: Path, name: str
 ) -> None:
-    make_namespace(kubernetes, "matrix-jobs")
     values = tmp_path / "values.yaml"
     values.write_text(yaml.safe_dump(COMBINATIONS[name]))
-    kubernetes.helm("lint", "--strict", str(CHART), "--values", str(values))
-    text = kubernetes.helm(
+    matrix.helm("lint", "--strict", str(CHART), "--values", str(values))
+    text = matrix.helm(
         "template", "other", str(CHART), *IMAGES_OF_NOBODY, "--namespace", "matrix", "--values", str(values)
     )
-    lines = said_of(kubernetes, text, tmp_path)
+    lines = said_of(matrix, text, tmp_path)
     assert not [line for line in lines if not line.endswith("(server dry run)")], "an error, or a warning"
     assert len(lines) == text.count("\nkind: ")
 
 
-def test_a_pod_that_breaks_the_standard_would_be_noticed(kubernetes: ControlPlane, tmp_path: Path) -> None:
-    text = kubernetes.helm("template", "other", str(CHART), *IMAGES_OF_NOBODY, "--namespace", "matrix")
-    said = "\n".join(said_of(kubernetes, re.sub(r"drop:\s+- ALL", "drop: [NET_RAW]", text), tmp_path))
+def test_a_pod_that_breaks_the_standard_would_be_noticed(matrix: ControlPlane, tmp_path: Path) -> None:
+    text = matrix.helm("template", "other", str(CHART), *IMAGES_OF_NOBODY, "--namespace", "matrix")
+    said = "\n".join(said_of(matrix, re.sub(r"drop:\s+- ALL", "drop: [NET_RAW]", text), tmp_path))
     assert "Warning: would violate PodSecurity" in said
     assert "forbidden: violates PodSecurity" in said, "the pod of helm test"
 
 
 def said_of(kubernetes: ControlPlane, text: str, folder: Path) -> list[str]:
     """What the API server says of objects, those that name no namespace in `matrix`."""
-    make_namespace(kubernetes, "matrix")
     (folder / "all.yaml").write_text(text)
     config = yaml.safe_load(kubernetes.kubeconfig.read_text())
     for context in config["contexts"]:
