@@ -180,7 +180,7 @@ def test_nothing_is_left_after_stop() -> None:
         volume = {"name": "small", "persistentVolumeClaim": {"claimName": "small"}}
         fill = ("sh", "-c", "dd if=/dev/zero of=/small/zeros bs=1M count=2; sleep 600")
         second.apply(pod("one", *fill, container=mount, volumes=[volume]))
-        second.kubectl("wait", "pod/one", "--for=condition=Ready", "--timeout=60s")
+        second.kubectl("wait", "pod/one", "--for=condition=Ready", "--timeout=240s")
         second.wait_for("the volume to be full", lambda: "No space left" in second.kubectl("logs", "one"))
         number = second.instance.number
         assert left_behind(number), "this test would find nothing anyway"
