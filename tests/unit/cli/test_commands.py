@@ -57,6 +57,7 @@ def test_init_writes_a_valid_job(folder: Path, algorithm: str) -> None:
     assert code == 0, output
     assert f"algorithm   {algorithm}" in output
     assert "20 rows" in output
+    assert "rewards     1 * rewards:" in output
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 from rlhfspec.errors import RolloutError
 from rlhfspec.messages.records import Sample, Score
@@ -51,9 +52,7 @@ def _summary(log_probs: Sequence[float]) -> dict[str, float] | None:
 _MOST_VALUES = 32  # of a column: those of most samples
 
 
-def by_column(
-    column: str | None, samples: Sequence[Sample], rewards: Mapping[str, Score]
-) -> dict[str, dict[str, float]]:
+def by_column(column: str | None, samples: Sequence[Sample], rewards: Mapping[str, Score]) -> dict[str, Any]:
     """Return mean reward and number of the samples by their row's value in a column, as fields of metrics."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for sample in samples if column is not None else ():

@@ -90,7 +90,10 @@ def _summary(job: RLHFJob) -> list[str]:
     spec = job.spec
     algorithm, training = spec.algorithm, spec.training
     num_samples = training.prompts_per_step * algorithm.samples_per_prompt
-    rewards = ", ".join(f"{source.weight:g} * {source.function or source.type}" for source in spec.rewards.sources)
+    rewards = ", ".join(
+        f"{source.weight:g} * {source.function if source.type == 'function' else source.type}"
+        for source in spec.rewards.sources
+    )
     return [
         f"model       {spec.model.path}" + (f", LoRA of rank {spec.model.lora.rank}" if spec.model.lora else ""),
         f"algorithm   {algorithm.name}, KL {algorithm.kl_coefficient:g} in the {algorithm.kl_placement}",
