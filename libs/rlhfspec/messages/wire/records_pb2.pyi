@@ -440,7 +440,7 @@ class Lengths(_message.Message):
     def __init__(self, mean: _Optional[float] = ..., min: _Optional[int] = ..., p50: _Optional[int] = ..., p95: _Optional[int] = ..., max: _Optional[int] = ..., edges: _Optional[_Iterable[int]] = ..., histogram: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepMetrics(_message.Message):
-    __slots__ = ("step", "weights_version", "weights_digest", "num_samples", "num_dropped", "num_prompts", "equal_reward_groups", "reward", "reward_components", "advantage", "kl", "policy_loss", "value_loss", "kl_loss", "entropy", "clip_fraction", "explained_variance", "grad_norm", "learning_rate", "learning", "response_length", "truncated_fraction", "num_response_tokens", "tokens_per_second", "accepted_per_verification", "strategy", "expert_rows", "log_prob_difference", "staleness_max", "seconds", "started_unix_seconds", "finished_unix_seconds", "reward_by_column", "num_by_column")
+    __slots__ = ("step", "weights_version", "weights_digest", "num_samples", "num_dropped", "num_prompts", "equal_reward_groups", "reward", "reward_components", "advantage", "kl", "policy_loss", "value_loss", "kl_loss", "entropy", "clip_fraction", "explained_variance", "grad_norm", "learning_rate", "learning", "response_length", "truncated_fraction", "num_response_tokens", "tokens_per_second", "accepted_per_verification", "strategy", "reward_by_column", "num_by_column", "expert_rows", "log_prob_difference", "staleness_max", "seconds", "started_unix_seconds", "finished_unix_seconds")
     class Strategy(_message.Message):
         __slots__ = ("name", "count")
         NAME_FIELD_NUMBER: _ClassVar[int]
@@ -507,14 +507,14 @@ class StepMetrics(_message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_PER_VERIFICATION_FIELD_NUMBER: _ClassVar[int]
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    REWARD_BY_COLUMN_FIELD_NUMBER: _ClassVar[int]
+    NUM_BY_COLUMN_FIELD_NUMBER: _ClassVar[int]
     EXPERT_ROWS_FIELD_NUMBER: _ClassVar[int]
     LOG_PROB_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     STARTED_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    REWARD_BY_COLUMN_FIELD_NUMBER: _ClassVar[int]
-    NUM_BY_COLUMN_FIELD_NUMBER: _ClassVar[int]
     step: int
     weights_version: int
     weights_digest: str
@@ -541,15 +541,15 @@ class StepMetrics(_message.Message):
     tokens_per_second: float
     accepted_per_verification: float
     strategy: _containers.RepeatedCompositeFieldContainer[StepMetrics.Strategy]
+    reward_by_column: _containers.RepeatedCompositeFieldContainer[Number]
+    num_by_column: _containers.RepeatedCompositeFieldContainer[Number]
     expert_rows: _containers.RepeatedCompositeFieldContainer[StepMetrics.Experts]
     log_prob_difference: StepMetrics.LogProbDifference
     staleness_max: int
     seconds: StepMetrics.Seconds
     started_unix_seconds: float
     finished_unix_seconds: float
-    reward_by_column: _containers.RepeatedCompositeFieldContainer[Number]
-    num_by_column: _containers.RepeatedCompositeFieldContainer[Number]
-    def __init__(self, step: _Optional[int] = ..., weights_version: _Optional[int] = ..., weights_digest: _Optional[str] = ..., num_samples: _Optional[int] = ..., num_dropped: _Optional[int] = ..., num_prompts: _Optional[int] = ..., equal_reward_groups: _Optional[int] = ..., reward: _Optional[_Union[Spread, _Mapping]] = ..., reward_components: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., advantage: _Optional[_Union[Spread, _Mapping]] = ..., kl: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., policy_loss: _Optional[float] = ..., value_loss: _Optional[float] = ..., kl_loss: _Optional[float] = ..., entropy: _Optional[float] = ..., clip_fraction: _Optional[float] = ..., explained_variance: _Optional[float] = ..., grad_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., learning: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., response_length: _Optional[_Union[Lengths, _Mapping]] = ..., truncated_fraction: _Optional[float] = ..., num_response_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., accepted_per_verification: _Optional[float] = ..., strategy: _Optional[_Iterable[_Union[StepMetrics.Strategy, _Mapping]]] = ..., expert_rows: _Optional[_Iterable[_Union[StepMetrics.Experts, _Mapping]]] = ..., log_prob_difference: _Optional[_Union[StepMetrics.LogProbDifference, _Mapping]] = ..., staleness_max: _Optional[int] = ..., seconds: _Optional[_Union[StepMetrics.Seconds, _Mapping]] = ..., started_unix_seconds: _Optional[float] = ..., finished_unix_seconds: _Optional[float] = ..., reward_by_column: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., num_by_column: _Optional[_Iterable[_Union[Number, _Mapping]]] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., weights_version: _Optional[int] = ..., weights_digest: _Optional[str] = ..., num_samples: _Optional[int] = ..., num_dropped: _Optional[int] = ..., num_prompts: _Optional[int] = ..., equal_reward_groups: _Optional[int] = ..., reward: _Optional[_Union[Spread, _Mapping]] = ..., reward_components: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., advantage: _Optional[_Union[Spread, _Mapping]] = ..., kl: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., policy_loss: _Optional[float] = ..., value_loss: _Optional[float] = ..., kl_loss: _Optional[float] = ..., entropy: _Optional[float] = ..., clip_fraction: _Optional[float] = ..., explained_variance: _Optional[float] = ..., grad_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., learning: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., response_length: _Optional[_Union[Lengths, _Mapping]] = ..., truncated_fraction: _Optional[float] = ..., num_response_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., accepted_per_verification: _Optional[float] = ..., strategy: _Optional[_Iterable[_Union[StepMetrics.Strategy, _Mapping]]] = ..., reward_by_column: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., num_by_column: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., expert_rows: _Optional[_Iterable[_Union[StepMetrics.Experts, _Mapping]]] = ..., log_prob_difference: _Optional[_Union[StepMetrics.LogProbDifference, _Mapping]] = ..., staleness_max: _Optional[int] = ..., seconds: _Optional[_Union[StepMetrics.Seconds, _Mapping]] = ..., started_unix_seconds: _Optional[float] = ..., finished_unix_seconds: _Optional[float] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("id", "job", "metrics")
