@@ -52,7 +52,6 @@ def run(
     console = wide_console()
     with exit_on_problems(), on_signals(lambda: leave_at_once("stopped")):  # the stages listen for themselves
         checked = read_job(job, overrides or [])
-        check_made_here(checked, job)
         check_engine(checked)
         told = rank_told(os.environ)
         if processes and told.num_ranks > 1:
@@ -133,7 +132,8 @@ def _begin(folder: RunFolder, job: RLHFJob, command: _Command, view: View) -> No
 
 
 def _prepared(job: RLHFJob, command: _Command, folder: RunFolder, view: View, status: StatusLine) -> JobRun:
-    """Prepare the run, with --processes without importing anything heavy."""
+    """Prepare the run, with --processes without importing torch."""
+    check_made_here(job, command.job)  # imports what makes the data
     kind = _process_run() if command.processes else _local_run(status)
     from rlhfspec.messages.servers.scratch import end_dead_runs
     from rlhfspec.prepare.tiny_paths import with_tiny_paths
