@@ -117,7 +117,7 @@ def test_run_interleaves_warms_up_and_reports(scripted: Any) -> None:
     second = [line.split()[1] for line in timed][8:12]
     assert second != modes, "in another order"
     assert sorted(second) == sorted(modes)
-    assert len(results.skipped) == 2
+    assert len(results.skipped) == 3
     assert all("make setup-vllm" in line for line in results.skipped)
     assert any("batch-4, repetition 2: plain 100, adaptive 400" in line for line in said)
     assert all(bar.holds for bar in results.bars)

@@ -36,7 +36,7 @@ def look(
 
 async def open_job(page: Page) -> None:
     await page.value("location.hash = '#/laptop/run'")
-    await page.until("document.querySelectorAll('.chart path.line').length >= 6")
+    await page.until("document.querySelectorAll('.chart path.line').length >= 7")
     await page.until("document.querySelector('.tiles') && !document.querySelector('.note')")  # it listens
 
 
@@ -61,11 +61,11 @@ def test_axes_have_units_and_the_job_its_yaml_and_run_folder(tmp_path: Path) -> 
 
     async def check(page: Page, url: str, live: LiveRun) -> None:
         await open_job(page)
-        await page.until("document.querySelectorAll('.chart path.line').length >= 6")
+        await page.until("document.querySelectorAll('.chart path.line').length >= 7")
         units = "[...document.querySelectorAll('.chart .unit')].map((each) => each.textContent)"
         found = await page.value(units)
-        assert found[1::2] == ["step"] * 6
-        assert len(set(found[::2])) == 6
+        assert found[1::2] == ["step"] * 7
+        assert len(set(found[::2])) == 6, "KL and entropy share one"
         assert all(found)
         assert str(folder) in await page.value("document.querySelector('.links').textContent")
         shown = await page.value("fetch(document.querySelector('.links a').href).then((answer) => answer.text())")
@@ -81,7 +81,7 @@ def test_the_keyboard_reaches_everything(tmp_path: Path) -> None:
             if await page.value("document.activeElement.getAttribute('href') == '#/laptop/run'"):
                 break
         await page.press("Enter")
-        await page.until("document.querySelectorAll('.chart path.line').length >= 6")
+        await page.until("document.querySelectorAll('.chart path.line').length >= 7")
         for _ in range(12):
             await page.press("Tab")
             if await page.value("document.activeElement.className == 'area'"):

@@ -186,7 +186,7 @@ def test_a_ratio_is_taken_within_each_repetition() -> None:
 
 
 def test_each_pair_has_prompts_of_its_own_text() -> None:
-    [english], [library], [learnt] = (scenarios(["batch-4"], num_tokens=8, pair=pair) for pair in PAIRS)
+    [english], [library], [learnt] = (scenarios(["batch-4"], num_tokens=8, pair=pair) for pair in PAIRS[:3])
     assert set(english.prompts).isdisjoint(library.prompts)
     assert learnt == library
     assert all(len(prompt) < 128 for prompt in scenarios(["batch-64"], num_tokens=8, pair="library")[0].prompts)

@@ -1,6 +1,7 @@
 """TensorBoard's reader finds reported values; wandb gets the same, without secrets."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -39,7 +40,7 @@ def read(folder: RunFolder) -> EventAccumulator:
 
 
 def test_scalars_are_all_numbers_of_a_line() -> None:
-    numbers = scalars(example_step())
+    numbers = scalars(replace(example_step(), reward_by_column={"sums": 0.5}, num_by_column={"sums": 4.0}))
     assert {"kl/k3", "training/policy_loss", "reward_components/exact", "strategy/plain"} <= set(numbers)
     assert "training/value_loss" not in numbers, "null is not a number"
     assert numbers["expert_rows/model.layers.0.mlp.experts/max_over_mean"] == 1.5, "60 rows, the mean is 40"
