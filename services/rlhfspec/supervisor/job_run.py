@@ -22,7 +22,7 @@ Models = dict[str, dict[str, Any]]  # by role: how each was found right when it 
 
 
 class JobRun(ABC):
-    """One run of a job in a folder that has begun: call `build`, `begin`, `stages`, `finish`, `close`, in this order.
+    """Run of a job in a folder that has begun. Call `build`, `begin`, `stages`, `finish`, `close`, in this order.
 
     base_folder: the job file's."""
 
@@ -63,5 +63,4 @@ class JobRun(ABC):
 
     def close(self) -> None:
         self._leaving.close()
-        self.folder.close()
         self.runner.close()

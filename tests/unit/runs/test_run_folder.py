@@ -336,7 +336,7 @@ def test_a_run_that_could_not_begin_leaves_the_folder_as_it_was(tmp_path: Path) 
         folder.finish("stopped", "Ctrl-C")
     before = {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
     with RunFolder(folder.path) as again:
-        again.begin(example_job(), resume=True)
+        again.begin(changed("spec.training.optimizer.learningRate", 1e-3), resume=True)
         assert again.manifest().outcome == "running"
         again.discard()
     assert {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()} == before

@@ -54,14 +54,12 @@ class RunManifest:
     exported: str = ""  # which checkpoint is in export/, and why
 
     @classmethod
-    def begin(cls, job: str, models: dict[str, dict[str, Any]]) -> RunManifest:
-        return cls(job=job, versions=versions(), machine=machine(), started=now(), models=models)
+    def begin(cls, job: str) -> RunManifest:
+        return cls(job=job, versions=versions(), machine=machine(), started=now())
 
-    def resume(
-        self, models: dict[str, dict[str, Any]], changed: dict[str, tuple[Any, Any]] | None = None
-    ) -> RunManifest:
-        again = Resumption(at=now(), changed=changed or {})
-        return replace(RunManifest.begin(self.job, models), started=self.started, resumed=(*self.resumed, again))
+    def resume(self, changed: dict[str, tuple[Any, Any]]) -> RunManifest:
+        again = Resumption(at=now(), changed=changed)
+        return replace(RunManifest.begin(self.job), started=self.started, resumed=(*self.resumed, again))
 
     def going_on_after(self, step: int) -> RunManifest:
         """Return the manifest of a run that continues after its last checkpoint, even if it had ended before."""

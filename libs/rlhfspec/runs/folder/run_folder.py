@@ -78,7 +78,8 @@ class RunFolder:
         self._manifest_lock = self.path / ".manifest.lock"
         self._last_step = 0
         self._is_new = False
-        self._found = self._begun = b""  # the manifest before `begin`, and after it
+        self._found: dict[Path, bytes] = {}  # job and manifest before `begin`
+        self._begun = b""  # the manifest after it
         self.lock: int | None = None  # file descriptor; a process that inherits it holds the lock too
 
     def check(self, job: RLHFJob, *, resume: bool) -> None:
@@ -94,26 +95,23 @@ class RunFolder:
         job: RLHFJob,
         *,
         resume: bool,
-        models: Mapping[str, Mapping[str, Any]] | None = None,
         processes: Mapping[str, int] | None = None,
     ) -> bool:
         """Create the folder, or open it to continue; return whether an unreadable manifest was replaced.
 
-        `models`: model reports by role; `processes`: their number by stage. `resume` also accepts an empty folder, left
-        by a run killed at its start."""
+        `processes`: their number by stage. `resume` also accepts an empty folder, left by a run killed at its start."""
         self._make()
         self.check(job, resume=resume)
         found = self.job_file.exists()
         changed = recorded_changes(with_new_fields(self._job_content()), as_content(job)) if found else {}
         self._take_lock()
-        _write(self.job_file, [as_yaml(job).encode()], private=holds_secrets(job))
-        loaded = {role: dict(report) for role, report in (models or {}).items()}
         before = None
         with suppress(StorageError, OSError):
             before = self.manifest() if found else None
-            self._found = self.manifest_file.read_bytes() if found else b""
-        begun = before or RunManifest.begin(job.metadata.name, loaded)
-        begun = begun.resume(loaded, changed) if found else begun
+            self._found = {path: path.read_bytes() for path in (self.job_file, self.manifest_file)} if found else {}
+        _write(self.job_file, [as_yaml(job).encode()], private=holds_secrets(job))
+        begun = before or RunManifest.begin(job.metadata.name)
+        begun = begun.resume(changed) if found else begun
         self._write_manifest(replace(begun, processes=dict(processes or {})))
         self._begun, self._is_new = self.manifest_file.read_bytes(), not found
         return found and before is None
@@ -139,7 +137,8 @@ class RunFolder:
     def discard(self) -> None:
         """Undo `begin`, unless a run went on since; remove the folder too if it is otherwise empty."""
         if self._found and self.manifest_file.read_bytes() == self._begun:
-            _write(self.manifest_file, [self._found])
+            for path, content in self._found.items():
+                _write(path, [content], private=not path.stat().st_mode & 0o077)
         if not self._is_new or self.steps():
             return
         for path in (self.job_file, self.manifest_file, self._manifest_lock, self.path / ".lock"):
