@@ -5,6 +5,8 @@ import os
 import pty
 import re
 import select
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -220,8 +222,7 @@ def test_ctrl_c_twice_in_the_live_view_gives_the_terminal_back(job_file: Path) -
     arguments = ["run", str(job_file), "--out", str(job_file.parent / "out"), "--set", "observability.view=live"]
     child, terminal = pty.fork()
     if child == 0:
-        os.environ |= {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", "LINES": "40", "COLUMNS": "100"}
-        os.execv(sys.executable, [sys.executable, "-m", "rlhfspec.cli.start", *arguments, "--set", OFF])
+        _as_a_shell_does([sys.executable, "-m", "rlhfspec.cli.start", *arguments, "--set", OFF])
     shown = _read_until(terminal, "scoring letters", b"")
     while not hangs.exists():  # "scoring" is said before it is called
         shown += os.read(terminal, 1 << 16)
@@ -229,11 +230,22 @@ def test_ctrl_c_twice_in_the_live_view_gives_the_terminal_back(job_file: Path) -
     shown = _read_until(terminal, "Ctrl-C once more leaves at once", shown)
     os.write(terminal, b"\x03")
     shown = _read_until(terminal, "the last checkpoint stands", shown)
+    os.write(terminal, b"\n")
     _, status = os.waitpid(child, 0)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(status) == 130
     assert b"\x1b[?25l" in shown, "the live view hides the cursor"
     assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l"), "and it is shown again"
+
+
+def _as_a_shell_does(command: list[str]) -> None:
+    """Run the command, and keep the terminal after it: Linux drops unread output when a session's leader ends."""
+    view = {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", "LINES": "40", "COLUMNS": "100"}
+    run = subprocess.Popen(command, env=os.environ | view)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    code = run.wait()
+    os.read(0, 1)
+    os._exit(code)
 
 
 def _read_until(terminal: int, text: str, shown: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from runs import write_data, write_job
 from scraping import OF_LEARNING, TARGET, Scrape, Scraper, family, named_anywhere, names_of, values_of
 from started import PATIENCE_SECONDS, Started, caught, eventually
 
-from rlhfspec.telemetry.folder import read_spans
+from rlhfspec.telemetry.folder import FLUSH_SECONDS, read_spans
 from rlhfspec.telemetry.read import Life, lives
 from rlhfspec.telemetry.spans import Span
 
@@ -113,11 +114,17 @@ def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper, go_on: Path
         has = Counter(last.worker for last in lasts if last.is_open)
         return [worker for worker, number in has.items() if number >= MANY]
 
+    def one_still_has_it() -> list[int]:
+        """Ask again once all that was sent before the processes stopped is in the files."""
+        if one_has_what_it_told():
+            time.sleep(2 * FLUSH_SECONDS)
+        return one_has_what_it_told()
+
     with slowed(*pids.values()):
         go_on.touch()
         eventually(there_were_moves, "there were moves")
     worker = caught(
-        [*pids.values()], one_has_what_it_told, "one has had samples for a while",
+        [*pids.values()], one_still_has_it, "one has had samples for a while",
         moment_seconds=MOMENT_SECONDS, still_seconds=STILL_SECONDS,
     )[0]  # fmt: skip
     os.kill(pids[1 - worker], signal.SIGCONT)
