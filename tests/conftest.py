@@ -24,7 +24,7 @@ from started import Started
 pytest_plugins = ["coroutines", "on_device", "pictures", "proved_once", "same_environment", "skips", "sweeps", "tiers"]
 
 # Deterministic examples and no per-example deadline: a busy machine must not fail a correct test.
-settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("default", deadline=None, derandomize=True, max_examples=30)
 settings.register_profile("whole", deadline=None, derandomize=True, max_examples=250)
 settings.load_profile("default")
 

@@ -125,6 +125,7 @@ def test_no_rank_waits_for_a_model_that_the_first_one_refuses(found: Path) -> No
         assert "logits differ from Hugging Face's" in (found / f"refused-{rank}").read_text()
 
 
+@pytest.mark.whole("sets of ranks, each a process that imports torch")
 def test_every_rank_trains_on_its_own_device_what_one_trains(on_devices: Path) -> None:
     """`two_devices.py` checks that no host tensor goes through the devices' group."""
     theirs = torch.load(on_devices / "devices.pt", weights_only=True)
@@ -139,6 +140,7 @@ def test_every_rank_trains_on_its_own_device_what_one_trains(on_devices: Path) -
         assert (theirs["policy"][name] - tensor).abs().max() < 2e-5, name
 
 
+@pytest.mark.whole("sets of ranks, each a process that imports torch")
 def test_weights_are_never_whole_on_a_device_and_gathered_on_one_host_only(on_devices: Path) -> None:
     theirs = torch.load(on_devices / "devices.pt", weights_only=True)
     assert theirs["where"] == ["cpu"]
@@ -164,6 +166,7 @@ def test_alone_a_leader_is_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
         leader.close()
 
 
+@pytest.mark.whole("sets of ranks, each a process that imports torch")
 def test_blocks_are_gathered_in_bfloat16_and_kept_in_float32(on_devices: Path) -> None:
     theirs = torch.load(on_devices / "devices.pt", weights_only=True)["in bfloat16"]
     assert theirs["ran in"] == ["torch.bfloat16"]
@@ -196,6 +199,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.whole("sets of ranks, each a process that imports torch")
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_by_two_ranks_train_what_one_process_trains(trained: Path, kind: str) -> None:
     theirs = torch.load(trained / f"{kind}.pt", weights_only=True)

@@ -31,6 +31,7 @@ def small(job: Path) -> list[str]:
 
 
 @pytest.mark.draws
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("name", JOBS)
 def test_an_example_trains(name: str, models: Path, tmp_path: Path) -> None:
     model = ["--set", f"model.path={models / 'policy'}"]

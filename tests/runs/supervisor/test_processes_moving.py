@@ -178,6 +178,7 @@ def test_a_disk_that_fills_up_is_the_last_line(job_file: Path, disk: Path, start
     assert "disk full" in output.splitlines()[-1] or "storage full" in output.splitlines()[-1]
 
 
+@pytest.mark.whole("a run of processes, to see one error")
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="without unshare /dev/shm cannot be made small")
 def test_shared_memory_that_is_too_small_for_the_weights(job_file: Path) -> None:
     """Shared memory has .3 MB, where containers default to 64 MB. The curve is the same."""

@@ -17,6 +17,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from on_device import BY_COMPANY
+from sweeps import examples
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
@@ -284,7 +285,7 @@ class Memory(RuleBasedStateMachine):
 @pytest.mark.timeout(1800)
 def test_whatever_callers_do_tokens_kv_and_blocks_are_right() -> None:
     Memory.seen.clear()
-    run_state_machine_as_test(Memory)
+    run_state_machine_as_test(Memory, settings=examples(50, whole=250))
     print(dict(Memory.seen))
     missing = {
         "finished", "preempted", "cancelled", "swapped", "extended with its KV", "extended without", "land", "tokens",

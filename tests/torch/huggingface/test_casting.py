@@ -74,6 +74,7 @@ def test_parameters_are_what_hugging_face_makes_of_them(model_type: str) -> None
         assert torch.equal(model.get_buffer(name), values), name
 
 
+@pytest.mark.whole("a model of every class of transformers")
 def test_no_buffer_of_any_class_changes_its_type() -> None:
     num_float = 0
     for model_type in model_types():

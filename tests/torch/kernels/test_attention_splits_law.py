@@ -77,6 +77,7 @@ def test_samples_are_the_same_bits_in_every_way(kind: str, dtype: str) -> None:
     check_same("moving", wanted, moving(drafted, suffix, requests))
 
 
+@pytest.mark.sweep(parts=4)
 @every_kind
 def test_they_are_hugging_faces_and_not_those_of_one_softmax(kind: str) -> None:
     wanted = alone(kind, "float32")

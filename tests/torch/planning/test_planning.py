@@ -64,7 +64,7 @@ def fake_peak(size: str, settings: Any, again: bool) -> float:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.sweep(parts=36)
+@pytest.mark.sweep(parts=72)
 @pytest.mark.parametrize(("ranks", "parts", "again"), RANKS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", CONFIGS)

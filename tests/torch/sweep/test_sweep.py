@@ -46,7 +46,7 @@ def table_of(document: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-@pytest.mark.sweep(parts=6)
+@pytest.mark.sweep(parts=12)
 @pytest.mark.parametrize("model_type", RIGHT)
 def test_types_that_are_right(model_type: str) -> None:
     verdict = judge_case(Case(model_type, ""))
@@ -55,7 +55,7 @@ def test_types_that_are_right(model_type: str) -> None:
     assert table_of(DOCUMENT.read_text())[model_type][0] == "Right in every bit"
 
 
-@pytest.mark.sweep(parts=4)
+@pytest.mark.sweep(parts=7)
 @pytest.mark.parametrize(("model_type", "variant"), RIGHT_VARIANTS)
 def test_variants_that_are_right(model_type: str, variant: str) -> None:
     verdict = judge_case(Case(model_type, variant))

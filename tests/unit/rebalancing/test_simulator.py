@@ -166,8 +166,7 @@ def test_lengths_chosen_against_it_do_not_make_it_swing() -> None:
         assert ours.num_swings <= 2
 
 
-@pytest.mark.sweep(parts=2)
-@pytest.mark.parametrize("count", [2, 10_000])
+@pytest.mark.parametrize("count", [2, 300, pytest.param(10_000, marks=pytest.mark.whole("ten thousand generators"))])
 def test_from_two_generators_to_ten_thousand(count: int) -> None:
     scenario = Scenario(num_generators=count, curve=PRESETS["t0=2.5c"])
     dealt, ours = trials(scenario, lengths("groups", count, 2), policies=("none", "ours"), seeds=(1,))
