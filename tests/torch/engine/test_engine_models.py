@@ -37,6 +37,7 @@ def hugging_face_log_probs(model: Any, prompt: list[int], response: tuple[int, .
     return logits.log_softmax(-1)[len(prompt) - 1 : -1][torch.arange(len(response)), torch.tensor(response)]
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_log_probs_are_hugging_faces_and_speculation_changes_no_bit(kind: str) -> None:
     model = random_model(kind, seed=5, vocab_size=VOCAB)

@@ -159,6 +159,7 @@ def test_a_saved_critic_is_proved_with_its_own_weights(folder: Path, monkeypatch
     assert {parameter.dtype for parameter in critic.parameters()} == {BF16}
 
 
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 def test_rounded_buffers_are_refused_wherever_a_model_is_loaded(
     load: Callable[[Path, pytest.MonkeyPatch], Any], folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -402,7 +402,7 @@ def test_the_proof_at_load_refuses_it(name: str, dtype: str, monkeypatch: pytest
         load(bug.make(), dtype)
 
 
-@pytest.mark.sweep(parts=2)
+@pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
 def test_the_judge_finds_it_without_the_proof(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference.Reference, "check", lambda *given, **named: 0.0)

@@ -195,7 +195,7 @@ def test_triton_agrees_with_the_other_kernels(options: Options, dtype: torch.dty
         assert (found - case.run(split=64, **options)).abs().max() < 2e-6
 
 
-@pytest.mark.sweep(parts=4)
+@pytest.mark.sweep(parts=8)
 @pytest.mark.parametrize("options", TRITON_OPTIONS)
 def test_triton_gives_a_row_the_same_bits_alone_and_wherever(options: Options) -> None:
     together = make_case(TRITON, Shape()).run(triton_kernel, split=64, **options)

@@ -65,7 +65,7 @@ every_kind = pytest.mark.parametrize("kind", MODEL_KINDS)
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
-@pytest.mark.sweep(parts=3)
+@pytest.mark.sweep(parts=6)
 @every_dtype
 @every_kind
 def test_samples_are_the_same_bits_in_every_way(kind: str, dtype: str) -> None:

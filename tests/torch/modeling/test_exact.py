@@ -60,7 +60,7 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours.detach() - theirs).abs().max())
 
 
-@pytest.mark.sweep(parts=3)
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_the_trainers_log_probs_are_the_generators_at_every_step(kind: str, dtype: str) -> None:
@@ -224,6 +224,7 @@ def some_batch() -> PackedRow:
     return pack_sequences(PROMPTS, [draw.integers(3, 90, size).tolist() for size in (12, 1, 30)])
 
 
+@pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_gradients_of_every_parameter_are_torchs(kind: str) -> None:
     model = random_model(kind, seed=5)
