@@ -18,7 +18,7 @@ SEED ?= 0
 E2E ?= e2e
 SUITES ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-.PHONY: help chart setup setup-vllm setup-trl check test test-whole test-slow test-sweeps test-second-device test-vllm test-fast e2e-tools e2e e2e-ci e2e-rest faults faults-vllm bench protos demo clean
+.PHONY: help chart setup setup-vllm setup-trl check test test-whole test-slow test-sweeps test-second-device test-vllm test-fast e2e-tools e2e e2e-ci e2e-rest faults faults-vllm bench protos demo demo-tiny clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -112,11 +112,15 @@ protos: $(INSTALLED)  ## Generate the wire format's Python from protos/
 chart: $(INSTALLED)  ## Write what the chart takes from the code: custom resource, roles, network, values, tables
 	$(BIN)/python charts/generate.py
 
-demo: $(INSTALLED)  ## Train a tiny model to add, with GRPO and with PPO, watched; ends with a picture
+demo: $(INSTALLED)  ## Train SmolLM2-135M to sort numbers, watched; ends with a picture (fetches 93 MB)
 	@rm -rf out/demo
-	$(BIN)/rlhfspec run examples/grpo.yaml --out out/demo/grpo
-	$(BIN)/rlhfspec run examples/ppo.yaml --out out/demo/ppo
-	$(BIN)/rlhfspec compare out/demo/grpo out/demo/ppo --plot out/demo/rewards.png
+	$(BIN)/rlhfspec run examples/smollm2.yaml --out out/demo
+
+demo-tiny: $(INSTALLED)  ## Train a model of 3M parameters to add, with GRPO and with PPO; nothing is fetched
+	@rm -rf out/demo-tiny
+	$(BIN)/rlhfspec run examples/grpo.yaml --out out/demo-tiny/grpo
+	$(BIN)/rlhfspec run examples/ppo.yaml --out out/demo-tiny/ppo
+	$(BIN)/rlhfspec compare out/demo-tiny/grpo out/demo-tiny/ppo --plot out/demo-tiny/rewards.png
 
 clean:  ## Remove environments, caches and outputs
 	rm -rf $(VENV) $(VLLM_VENV) $(TRL_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

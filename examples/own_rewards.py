@@ -1,4 +1,4 @@
-"""Rewards of own-data.yaml. A function gets what it names: prompt, completion, and columns of the data."""
+"""Rewards of own-data.yaml and smollm2.yaml. A function gets what it names: prompt, completion, and columns of the data."""
 
 
 def names_the_place(completion: str, place: str, finish_reason: str) -> float:
@@ -9,3 +9,8 @@ def names_the_place(completion: str, place: str, finish_reason: str) -> float:
     if place not in completion:
         return 0.0
     return 1.0 if finish_reason == "stop" else 0.5
+
+
+def is_the_answer(completion: str, answer: str) -> float:
+    """1 for the answer and nothing else, else 0."""
+    return float(completion.strip() == answer)

@@ -60,7 +60,7 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours.detach() - theirs).abs().max())
 
 
-@pytest.mark.sweep(parts=2)
+@pytest.mark.sweep(parts=4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_the_trainers_log_probs_are_the_generators_at_every_step(kind: str, dtype: str) -> None:
