@@ -49,7 +49,7 @@ class LocalRun(JobRun):
         self._bus = Bus(
             self._transport, job.metadata.name, uid=self._run.uid, workers=workers, clock=self._vitals.clock
         )
-        self._weights: WeightStore = WEIGHT_STORES["memory"].load()(StorePlace(keep=kept_versions(job) - 1))
+        self._weights: WeightStore = WEIGHT_STORES["memory"].load()(StorePlace(keep=kept_versions(job)))
         self._services: list[Service] = []
         self._control = DirectControl()  # between the run's generators
         self._infos: list[WorkerInfo] = []  # of generators that samples can move between

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 from moving import Bits, at_once, bits, drain, in_rounds, reserved
+from places import ROOT
 from runs import REWARDS, curve_of
 from started import OFF, TWO, Started
 
@@ -119,3 +120,22 @@ def test_processes_and_a_killed_run_train_the_same_curve(
     Started(job_file, "killed", OFF, processes=False, resume=True).ends()
     assert len(run.curve()) == 2
     assert curve_of(job_file, "drafting") == curve_of(job_file, "killed") == run.curve()
+
+
+def test_the_example_rises_and_its_answers_stay_different(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held-out questions are all different, so that few different answers would be a collapse."""
+    monkeypatch.setattr("started.PATIENCE_SECONDS", 2000.0)
+    out = str(tmp_path / "out")
+    run = Started(ROOT / "examples" / "smollm2.yaml", out, "checkpoint.export=false", processes=False)
+    code, output = run.ended()
+    assert code == 0, output
+    first, *_, last = (
+        json.loads(line)["reward"] for line in (run.folder / "evaluations.jsonl").read_text().splitlines()
+    )
+    assert first < 0.1
+    assert last > first + 0.3
+    told = [json.loads(line) for line in (run.folder / "evaluation_samples.jsonl").read_text().splitlines()]
+    at_the_end = [each["text"] for each in told if each["step"] == told[-1]["step"]]
+    assert len(set(at_the_end)) > 0.5 * len(at_the_end)
