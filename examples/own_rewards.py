@@ -1,4 +1,4 @@
-"""Rewards of own-data.yaml and smollm2.yaml. A function gets what it names: prompt, completion, and columns of the data."""
+"""Rewards of own-data.yaml and smollm2.yaml. A function gets what it names: prompt, completion, the data's columns."""
 
 
 def names_the_place(completion: str, place: str, finish_reason: str) -> float:
