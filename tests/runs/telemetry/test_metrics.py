@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from runs import write_data, write_job
 from scraping import OF_LEARNING, TARGET, Scrape, Scraper, family, named_anywhere, names_of, values_of
 from started import PATIENCE_SECONDS, Started, caught, eventually
 
-from rlhfspec.telemetry.folder import FLUSH_SECONDS, read_spans
+from rlhfspec.telemetry.folder import read_spans
 from rlhfspec.telemetry.read import Life, lives
 from rlhfspec.telemetry.spans import Span
 
@@ -27,7 +26,8 @@ ALERTS = CHART / "files" / "alerts.yaml"
 BROKER_AWAY = "RLHFBrokerAway"
 LOSSES = 6
 STILL_SECONDS, MOMENT_SECONDS = 0.3, 0.03
-MANY = 4  # samples, of which one or the other may be finished, and its end not yet told
+AT_A_TIME = 4
+MANY = AT_A_TIME + 2  # samples: those that ran end in the same step, and perhaps their ends were not told
 # The reward waits in each step until the test lets it go on.
 HELD = """
 import pathlib, time
@@ -47,7 +47,7 @@ SETTINGS = (
     "generation.maxTokens=448",
     "generation.ignoreEos=true",
     "generation.kvCacheTokens=65536",
-    "generation.maxSequences=4",  # else all end together, and all that was told of may be over when it is read
+    f"generation.maxSequences={AT_A_TIME}",  # else all end together, and all that was told of may be over
     "training.promptsPerStep=12",
     "training.steps=2",
     "failurePolicy.backoffSeconds=0.1",
@@ -114,17 +114,11 @@ def kill_a_generator_that_is_at_work(run: Started, scraper: Scraper, go_on: Path
         has = Counter(last.worker for last in lasts if last.is_open)
         return [worker for worker, number in has.items() if number >= MANY]
 
-    def one_still_has_it() -> list[int]:
-        """Ask again once all that was sent before the processes stopped is in the files."""
-        if one_has_what_it_told():
-            time.sleep(2 * FLUSH_SECONDS)
-        return one_has_what_it_told()
-
     with slowed(*pids.values()):
         go_on.touch()
         eventually(there_were_moves, "there were moves")
     worker = caught(
-        [*pids.values()], one_still_has_it, "one has had samples for a while",
+        [*pids.values()], one_has_what_it_told, "one has had samples for a while",
         moment_seconds=MOMENT_SECONDS, still_seconds=STILL_SECONDS,
     )[0]  # fmt: skip
     os.kill(pids[1 - worker], signal.SIGCONT)
