@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -332,8 +333,17 @@ def test_hung_imports_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch, ca
     file = folder / "hanging.yaml"
     file.write_text(laptop({f"{SOURCE}.function": "hanging:f"}))
     assert_refused(file, f"spec.{SOURCE}.function", "importing 'hanging' took longer than 0.05 s")
-    assert f"spec.{SOURCE}.function: importing 'hanging' takes long; it is given up after 0.05 s" in caplog.text
+    assert f"spec.{SOURCE}.function: still importing 'hanging'; it may take 0.05 s" in caplog.text
     monkeypatch.setattr(sys, "path", path)
+
+
+def test_a_slow_import_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("rlhfspec.training.scoring.rewards.imports.SLOW_SECONDS", 0.1)
+    (folder / "slow.py").write_text("import time\ntime.sleep(0.2)\ndef f(completion): return 1.0\n")
+    (folder / "slow.yaml").write_text(laptop({f"{SOURCE}.function": "slow:f"}))
+    command(["validate", str(folder / "slow.yaml")], 0)
+    [told] = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(rf"spec\.{re.escape(SOURCE)}\.function: importing 'slow' took 0\.\d s", told)
 
 
 def test_a_package_that_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
@@ -18,8 +19,9 @@ from rlhfspec.errors import InvalidRequest, did_you_mean
 from rlhfspec.job.rewards import BUILT_IN_FUNCTIONS
 from rlhfspec.training.scoring.rewards.user_code import in_daemon_thread
 
-IMPORT_SECONDS = 60.0  # reward code may import large libraries on a slow disk
+IMPORT_SECONDS = 300.0  # reward code may import large libraries, and a busy node is ten times slower
 WARN_AFTER_SECONDS = 5.0  # then a warning names the import
+SLOW_SECONDS = 1.0  # a start that an import makes this much slower says so
 log = logging.getLogger(__name__)
 
 
@@ -40,9 +42,10 @@ def load_function(reference: str, base_folder: Path, *, field: str) -> Callable[
 
 def _module(name: str, base_folder: Path, reference: str, field: str) -> ModuleType:
     """Import user code in a thread with a deadline; everything it raises becomes InvalidRequest."""
+    began = time.monotonic()
     future = in_daemon_thread(lambda: _import(name, base_folder.absolute()))
     if not wait([future], timeout=min(WARN_AFTER_SECONDS, IMPORT_SECONDS)).done:
-        log.warning("%s: importing %r takes long; it is given up after %g s", field, name, IMPORT_SECONDS)
+        log.warning("%s: still importing %r; it may take %g s", field, name, IMPORT_SECONDS)
     try:
         outcome = future.result(timeout=max(0.0, IMPORT_SECONDS - WARN_AFTER_SECONDS))
     except TimeoutError:
@@ -55,6 +58,8 @@ def _module(name: str, base_folder: Path, reference: str, field: str) -> ModuleT
         problem = f"importing {name!r} raised {type(error).__name__}: {error}"
         raise InvalidRequest(field, reference, problem) from error
     assert isinstance(outcome.value, ModuleType)
+    if (seconds := time.monotonic() - began) >= SLOW_SECONDS:
+        log.warning("%s: importing %r took %.1f s", field, name, seconds)
     return outcome.value
 
 
