@@ -219,7 +219,7 @@ class Schedule(Block):
 
 
 class Training(Block):
-    """How the policy is trained."""
+    """Length, batches, optimizers and checks of the training."""
 
     steps: Annotated[Positive, Mark.RECORDED] = Field(
         100, description="Number of training steps; each generates responses and trains on them."
@@ -293,7 +293,7 @@ class Wandb(Block):
 
 
 class Observability(Block):
-    """What a run shows and reports. Nothing here changes a result."""
+    """Views, records and exports of a run. Nothing here changes a result."""
 
     view: Literal["auto", "live", "plain", "off"] = Field(
         "auto", description="Display in the terminal; auto: live if standard output is a terminal, else plain lines."
@@ -315,7 +315,7 @@ class Observability(Block):
 
 
 class Spec(Block):
-    """What to train, on what, and how."""
+    """Model, data, algorithm and resources of a job."""
 
     device: str = Field(
         "auto",

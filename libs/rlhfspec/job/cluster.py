@@ -51,7 +51,7 @@ class Replicas(Block):
 
 
 class DeletionPolicy(Block):
-    """Whether finished pods are kept or deleted. Their logs go with them; the run folder always stays."""
+    """Fate of finished pods. Their logs go with them; the run folder always stays."""
 
     succeeded: Literal["keep", "delete"] = Field(
         "keep", description="What happens to the pods of a job that succeeded."
@@ -62,7 +62,7 @@ class DeletionPolicy(Block):
 
 
 class Scheduling(Block):
-    """How the pods of the job are scheduled."""
+    """Scheduling of the job's pods."""
 
     gang: Literal["none", "kueue", "volcano", "coscheduling"] = Field(
         "none",
@@ -78,7 +78,7 @@ class Scheduling(Block):
 
 
 class Storage(Block):
-    """Where data, models and the run folder are stored: in a claim, or in an object store."""
+    """Place of data, models and the run folder: a claim, or an object store."""
 
     claim: Name | None = Field(
         None,

@@ -47,7 +47,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """Where this replica runs and listens. `pod` is None outside a pod; without `tls` there is no report endpoint."""
+    """Place and addresses of this replica. `pod` is None outside a pod; without `tls` there is no report endpoint."""
 
     pod: str | None
     host: str = "0.0.0.0"
