@@ -43,8 +43,9 @@ def test_it_trains_on_two_nodes_to_the_laptops_bits(job: Job, laptop: Path) -> N
 
 
 def test_no_pod_runs_after_it(job: Job) -> None:
+    job.wait_for_phase("Succeeded", seconds=900)
     job.wait("only finished pods", lambda: all(p["status"]["phase"] in ("Succeeded", "Failed") for p in job.pods()),
-             seconds=900)  # fmt: skip
+             seconds=60)  # fmt: skip
     assert "sums-trainer-0" in {pod["metadata"]["name"] for pod in job.pods()}, "its log stays"
     assert job.kubectl("logs", "sums-trainer-0", "-n", NAMESPACE)
 
