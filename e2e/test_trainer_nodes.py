@@ -73,8 +73,7 @@ def test_weights_come_by_a_group_and_by_the_store_where_a_generator_was_killed(
     steps = 16  # more than pass while a pod is made again
     by_store = sums(steps, trainer=RANKS, generator={"workers": 2, "weights": "store"})
     stores = on_the_laptop(by_store, tmp_path, "--processes")
-    by_group = sums(steps, trainer=RANKS, generator={"workers": 2, "weights": "group"})
-    run = installed.submit(by_group)
+    run = installed.submit(sums(steps, trainer=RANKS, generator={"workers": 2, "weights": "group"}))
     run.wait_for_phase("Running", seconds=400)
     run.wait("a version goes to both by the group", lambda: said(run, "trainer-0", "to 2 by group") > 0, seconds=400)
     before = uids(run)
@@ -82,10 +81,12 @@ def test_weights_come_by_a_group_and_by_the_store_where_a_generator_was_killed(
     run.wait("it is there again", lambda: are_ready(run, {GENERATOR}, before), seconds=400)
     sent = said(run, "trainer-0", "to 2 by group")
     run.wait("both are in again", lambda: said(run, "trainer-0", "to 2 by group") > sent, seconds=400)
-    run.wait_for_phase("Succeeded", seconds=600)
+    # Logs are read while the generators run: their pods go when the job ends.
+    by_group = "weights came by the group"
+    run.wait("the one in its second life says so", lambda: said(run, "generator-0", by_group) > 0, seconds=60)
+    assert said(run, "generator-1", by_group) > said(run, "generator-1", "by the store")
     assert {name for name, uid in uids(run).items() if uid != before[name]} == {GENERATOR}
-    assert said(run, "generator-0", "weights came by the group") > 0, "in its second life"
-    assert said(run, "generator-1", "weights came by the group") > said(run, "generator-1", "by the store")
+    run.wait_for_phase("Succeeded", seconds=600)
     assert run.curve() == curve_of(stores)
     assert samples_of(run.folder) == samples_of(stores)
     run.delete()
@@ -96,7 +97,8 @@ REACHES = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.ar
 
 def test_two_jobs_of_a_namespace_do_not_reach_each_others_ranks(installed: Installed) -> None:
     jobs = [sums(200, trainer=RANKS, generator={"workers": 2}) for _ in range(2)]
-    jobs[1]["metadata"] = {"name": "others"}
+    for job, name in zip(jobs, ("ours", "theirs"), strict=True):  # not that of the jobs above, which may have failed
+        job["metadata"] = {"name": name}
     ours, theirs = (installed.submit(job) for job in jobs)
     for run in (ours, theirs):
         run.wait_for_phase("Running", seconds=400)
