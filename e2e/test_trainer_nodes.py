@@ -137,7 +137,10 @@ def struck(run: Job, role: str, which: int, pause: float) -> None:
         worker, named = f"trainer-{which // 2}", f"(rank {which} of 4 on node {which // 2})"
     else:
         # The first process says of the others how they ended, in words, which a status does not show.
-        worker, named = "generator-0", "ended with exit code 1" if which else "killed by SIGKILL"
+        worker, named = (
+            "generator-0",
+            "ended with exit code 1; its words: kubectl rlhf why" if which else "killed by SIGKILL",
+        )
     run.wait(f"{named} is named", lambda: named in last_words(run, worker), seconds=60)
     of_the_set = set(TRAINERS if role == "trainer" else (GENERATOR,))
     seconds = run.wait("the set is there again", lambda: are_ready(run, of_the_set, before), seconds=400)

@@ -1,13 +1,14 @@
 """Malformed jobs and datasets exit with code 2, the field and the fix; checks of a job in a cluster."""
 
 import copy
+import itertools
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -338,12 +339,12 @@ def test_hung_imports_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_a_slow_import_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("rlhfspec.training.scoring.rewards.imports.SLOW_SECONDS", 0.1)
-    (folder / "slow.py").write_text("import time\ntime.sleep(0.2)\ndef f(completion): return 1.0\n")
+    clock = SimpleNamespace(monotonic=itertools.count(step=2.5).__next__)
+    monkeypatch.setattr("rlhfspec.training.scoring.rewards.imports.time", clock)
+    (folder / "slow.py").write_text("def f(completion): return 1.0\n")
     (folder / "slow.yaml").write_text(laptop({f"{SOURCE}.function": "slow:f"}))
     command(["validate", str(folder / "slow.yaml")], 0)
-    [told] = [record.getMessage() for record in caplog.records]
-    assert re.fullmatch(rf"spec\.{re.escape(SOURCE)}\.function: importing 'slow' took 0\.\d s", told)
+    assert caplog.messages == [f"spec.{SOURCE}.function: importing 'slow' took 2.5 s"]
 
 
 def test_a_package_that_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
