@@ -427,6 +427,18 @@ def test_a_job_with_secrets_is_for_its_owner_alone(tmp_path: Path, job: RLHFJob,
     assert (stat.S_IMODE(folder.job_file.stat().st_mode) == 0o600) is private
 
 
+def test_a_secret_that_comes_back_is_for_its_owner_alone(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        folder.begin(judged("http://host/", key="s3cr3t"), resume=False)
+        folder.finish("stopped", "Ctrl-C")
+    with RunFolder(tmp_path) as again:
+        again.begin(judged("http://host/", key="${KEY}"), resume=True)
+        assert stat.S_IMODE(again.job_file.stat().st_mode) != 0o600
+        again.discard()
+    assert "s3cr3t" in again.job_file.read_text()
+    assert stat.S_IMODE(again.job_file.stat().st_mode) == 0o600
+
+
 def test_the_job_that_differs_tells_no_secret(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder:
         folder.begin(judged("http://me:s3cr3t@one/"), resume=False)

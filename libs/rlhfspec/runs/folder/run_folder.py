@@ -78,7 +78,7 @@ class RunFolder:
         self._manifest_lock = self.path / ".manifest.lock"
         self._last_step = 0
         self._is_new = False
-        self._found: dict[Path, bytes] = {}  # job and manifest before `begin`
+        self._found: dict[Path, tuple[bytes, bool]] = {}  # job and manifest before `begin`; private?
         self._begun = b""  # the manifest after it
         self.lock: int | None = None  # file descriptor; a process that inherits it holds the lock too
 
@@ -108,7 +108,8 @@ class RunFolder:
         before = None
         with suppress(StorageError, OSError):
             before = self.manifest() if found else None
-            self._found = {path: path.read_bytes() for path in (self.job_file, self.manifest_file)} if found else {}
+            kept = (self.job_file, self.manifest_file) if found else ()
+            self._found = {path: (path.read_bytes(), not path.stat().st_mode & 0o077) for path in kept}
         _write(self.job_file, [as_yaml(job).encode()], private=holds_secrets(job))
         begun = before or RunManifest.begin(job.metadata.name)
         begun = begun.resume(changed) if found else begun
@@ -137,8 +138,8 @@ class RunFolder:
     def discard(self) -> None:
         """Undo `begin`, unless a run went on since; remove the folder too if it is otherwise empty."""
         if self._found and self.manifest_file.read_bytes() == self._begun:
-            for path, content in self._found.items():
-                _write(path, [content], private=not path.stat().st_mode & 0o077)
+            for path, (content, private) in self._found.items():
+                _write(path, [content], private=private)
         if not self._is_new or self.steps():
             return
         for path in (self.job_file, self.manifest_file, self._manifest_lock, self.path / ".lock"):
