@@ -5,12 +5,16 @@ import functools
 from typing import Any
 
 import numpy as np
+import torch
 from on_device import DEVICE
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
+from rlhfspec.engine.forward.runner import ModelRunner
+from rlhfspec.kernels.kv_pack import pack_slots
+from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.tiny import perturbed, random_model
 
 VOCAB = 260  # the byte tokenizer's
@@ -66,6 +70,20 @@ def alone(seed: int = 7, max_tokens: int = 30) -> Bits:
     engine = make(speculation="off")
     engine.submit(request("x", seed=seed, max_tokens=max_tokens))
     return bits(drain(engine)["x"])
+
+
+def fresh_forward(runner: ModelRunner, tokens: np.ndarray, wanted: np.ndarray) -> torch.Tensor:
+    """Return logits at wanted positions of one forward; position p's KV is in slot p afterwards."""
+    positions = np.arange(len(tokens), dtype=np.int32)
+    meta = AttentionMeta(
+        slots=positions, table_rows=np.zeros(len(tokens), np.int32), context_lens=positions + np.int32(1),
+        extra=np.empty((len(tokens), 0), np.int32), slot_table=positions[None].copy(),
+    )  # fmt: skip
+    return runner.forward(tokens.astype(np.int32), positions, meta, wanted.astype(np.int32))
+
+
+def kv_at(runner: ModelRunner, slots: np.ndarray) -> torch.Tensor:
+    return pack_slots(runner.kv, torch.from_numpy(slots.astype(np.int32)).to(runner.kv.device))
 
 
 def check(*engines: Engine) -> None:

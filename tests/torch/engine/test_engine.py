@@ -3,12 +3,15 @@
 import copy
 import math
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from moving import TREE, VOCAB, drain, make as make_without, model, request
 
-from rlhfspec.engine import Engine, Request, SamplingParams
+from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.drafting.base import PLAIN, DraftPlan
@@ -17,38 +20,12 @@ from rlhfspec.testing.engine import GainStreams
 from rlhfspec.tiny import perturbed, random_model
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
-VOCAB = 260  # the byte tokenizer's
-TREE = DraftPlan(drafter="model", depth=4, width=2, branch=2)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return random_model("llama", seed=1, vocab_size=VOCAB)
-
-
-def make(model: Any, **options: Any) -> Engine:
-    chosen = {"max_sequences": 8, "max_context": 128, "profile": False, "num_threads": 1, "speculation": TREE} | options
-    draft = perturbed(model, 0.1)
-    return make_engine(copy.deepcopy(model), EngineConfig(**chosen), draft=draft, tokenizer=hugging_face_tokenizer())
+make = partial(make_without, tokenizer=hugging_face_tokenizer())
 
 
 @pytest.fixture
-def engine(model: Any) -> Engine:
-    return make(model)
-
-
-def request(name: str, prompt: tuple[int, ...] = (1, 2, 3), **params: Any) -> Request:
-    seed = params.pop("seed", 7)
-    params = {"max_tokens": 16, "ignore_eos": True} | params
-    return Request(id=name, prompt_token_ids=prompt, params=SamplingParams(**params), seed=seed)
-
-
-def drain(engine: Engine) -> dict[str, Any]:
-    done = {}
-    while engine.has_work:
-        done.update({each.id: each for each in engine.step().finished})
-    engine.check_integrity()
-    return done
+def engine() -> Engine:
+    return make()
 
 
 def test_verifications_and_accepted_nodes_are_the_tokens(engine: Engine) -> None:
@@ -60,9 +37,9 @@ def test_verifications_and_accepted_nodes_are_the_tokens(engine: Engine) -> None
     assert stopped.stats.num_verifications + stopped.stats.num_accepted == len(stopped.token_ids)
 
 
-def test_stop_strings_end_at_the_first_token_that_completes_one(model: Any) -> None:
+def test_stop_strings_end_at_the_first_token_that_completes_one() -> None:
     for speculation in ("off", TREE):
-        engine = make(model, speculation=speculation)
+        engine = make(speculation=speculation)
         [free] = engine.generate(["ab"], SamplingParams(max_tokens=40), seeds=[3])
         text = engine.state.tokenizer.decode(list(free.token_ids))
         stop = next(letter for letter in text[8:] if letter.isascii() and letter.isprintable())
@@ -87,21 +64,21 @@ def test_generate_leaves_the_completions_of_others_for_their_owner(engine: Engin
     streams.check(mine)
 
 
-def test_a_mode_keeps_what_it_learnt_until_the_weights_change(engine: Engine, model: Any) -> None:
+def test_a_mode_keeps_what_it_learnt_until_the_weights_change(engine: Engine) -> None:
     engine.set_speculation("adaptive")
     adaptive = engine.speculation.selector
     engine.set_speculation("off")
     engine.set_speculation("adaptive")
     assert engine.speculation.selector is adaptive
     engine.set_speculation("off")
-    engine.load_weights(model.state_dict(), version=1)
+    engine.load_weights(model().state_dict(), version=1)
     engine.set_speculation("adaptive")
     assert engine.speculation.selector is not adaptive
 
 
-def test_a_completion_says_under_which_strategies_it_decoded(model: Any) -> None:
+def test_a_completion_says_under_which_strategies_it_decoded() -> None:
     """The expected counts follow step reports over a preemption and a move; the first token has none."""
-    engine, other, steps = make(model), make(model), Counter[str]()
+    engine, other, steps = make(), make(), Counter[str]()
     engine.submit(request("x", max_tokens=60))
     plans = [PLAIN, TREE, DraftPlan(drafter="suffix", depth=2)]
     for step in range(12):
@@ -119,7 +96,7 @@ def test_a_completion_says_under_which_strategies_it_decoded(model: Any) -> None
         steps[report.strategy] += report.num_decoding
     assert report.finished[0].stats.strategies == tuple(sorted(steps.items()))
     assert len(steps) == 3
-    engine.submit(request("next", prompt=(4, 5, 6), max_tokens=1))
+    engine.submit(request("next", (4, 5, 6), max_tokens=1))
     assert drain(engine)["next"].stats.strategies == (), "a row starts from nothing"
 
 
@@ -137,20 +114,19 @@ def test_text_in_text_out(engine: Engine) -> None:
     assert done.text == engine.state.tokenizer.decode(list(done.token_ids), skip_special_tokens=True)
 
 
-def test_new_weights_end_what_is_pinned_to_others(model: Any, engine: Engine) -> None:
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    engine.submit(Request(id="pinned", prompt_token_ids=(1,), params=params, seed=0, weights_version=0))
-    engine.submit(Request(id="free", prompt_token_ids=(1,), params=params, seed=0))
+def test_new_weights_end_what_is_pinned_to_others(engine: Engine) -> None:
+    engine.submit(replace(request("pinned", (1,), max_tokens=40), weights_version=0))
+    engine.submit(request("free", (1,), max_tokens=40))
     engine.step()
-    engine.load_weights(model.state_dict(), version=3)
+    engine.load_weights(model().state_dict(), version=3)
     done = drain(engine)
     assert done["pinned"].finish_reason == "error"
     assert "weights_version" in done["pinned"].error
     assert done["free"].finish_reason == "length"
 
 
-def test_weights_with_missing_or_unknown_names_are_refused(model: Any, engine: Engine) -> None:
-    state = dict(model.state_dict())
+def test_weights_with_missing_or_unknown_names_are_refused(engine: Engine) -> None:
+    state = dict(model().state_dict())
     missing = {name: value for name, value in state.items() if "layers.0.mlp.gate_proj" not in name}
     with pytest.raises(ValueError, match=r"gate_proj"):
         engine.load_weights(missing, version=1)
@@ -159,16 +135,12 @@ def test_weights_with_missing_or_unknown_names_are_refused(model: Any, engine: E
     assert engine.weights_version == 0
 
 
-BAD_REQUESTS = {
-    "prompt longer than the cache": ("prompt_token_ids", {"prompt": tuple([1] * 500)}),
-    "no room for the response": ("max_tokens", {"max_tokens": 500}),
-    "stop id outside": ("stop_token_ids", {"stop_token_ids": (VOCAB,)}),
-}
-
-
-@pytest.mark.parametrize("name", BAD_REQUESTS)
-def test_a_bad_request_names_its_field_and_harms_nobody(engine: Engine, name: str) -> None:
-    field, arguments = BAD_REQUESTS[name]
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [("prompt_token_ids", {"prompt": (1,) * 500}), ("max_tokens", {"max_tokens": 500}),
+     ("stop_token_ids", {"stop_token_ids": (VOCAB,)})],
+)  # fmt: skip
+def test_a_bad_request_names_its_field_and_harms_nobody(engine: Engine, field: str, arguments: dict[str, Any]) -> None:
     engine.submit(request("good", max_tokens=4))
     with pytest.raises(InvalidRequest) as caught:
         engine.submit(request("bad", **arguments))
@@ -186,11 +158,11 @@ def test_impossible_sampling_parameters_name_their_field(field: str, value: obje
         SamplingParams(**{field: value})
 
 
-def test_nan_logits_end_one_sequence_with_an_error(model: Any) -> None:
-    poisoned = copy.deepcopy(model)
+def test_nan_logits_end_one_sequence_with_an_error() -> None:
+    poisoned = copy.deepcopy(model())
     poisoned.get_input_embeddings().weight.data[200] = math.nan
-    engine = make(poisoned)
-    healthy = make(model, speculation="off")
+    engine = make(model=poisoned, draft=perturbed(poisoned, 0.1))
+    healthy = make(speculation="off")
     prompts = [[1, 2, 3], [1, 200, 3], [9, 8]]
     params = SamplingParams(max_tokens=12, stop_token_ids=(200,))
     first, broken, last = engine.generate(prompts, params, seeds=[1, 2, 3])
@@ -214,44 +186,43 @@ def test_unknown_path_option_and_strategy_are_named(tmp_path: Any) -> None:
         Engine.from_pretrained(tmp_path, max_sequence=3)
 
 
-def test_a_drafter_of_another_vocabulary_is_refused(model: Any) -> None:
-    other = random_model("llama", seed=1, vocab_size=VOCAB + 1)
+def test_a_drafter_of_another_vocabulary_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"^drafter: vocabulary size must equal"):
-        make_engine(copy.deepcopy(model), EngineConfig(max_context=64, profile=False), draft=other)
+        make(draft=random_model("llama", seed=1, vocab_size=VOCAB + 1))
 
 
-def test_model_speculation_needs_a_draft(model: Any) -> None:
+def test_model_speculation_needs_a_draft() -> None:
     with pytest.raises(InvalidRequest, match=r"^speculation: needs a draft model"):
-        make_engine(copy.deepcopy(model), EngineConfig(max_context=64, profile=False, speculation="model"))
+        make_engine(copy.deepcopy(model()), EngineConfig(max_context=64, profile=False, speculation="model"))
     with pytest.raises(InvalidRequest, match=r"^speculation: must be one of adaptive"):
-        make_engine(copy.deepcopy(model), EngineConfig(max_context=64, profile=False, speculation="fastest"))
+        make(speculation="fastest")
 
 
-def test_from_pretrained_with_tokenizer_and_drafter(model: Any, tmp_path: Any) -> None:
-    model.save_pretrained(tmp_path / "target")
-    perturbed(model, 0.1).save_pretrained(tmp_path / "draft")
+def test_from_pretrained_with_tokenizer_and_drafter(tmp_path: Any) -> None:
+    model().save_pretrained(tmp_path / "target")
+    perturbed(model(), 0.1).save_pretrained(tmp_path / "draft")
     hugging_face_tokenizer().save_pretrained(tmp_path / "target")
     engine = Engine.from_pretrained(
         tmp_path / "target", drafter=tmp_path / "draft", dtype=torch.float32, max_context=64, max_sequences=2,
         profile=False, speculation="model",
     )  # fmt: skip
     [done] = engine.generate(["hello"], SamplingParams(max_tokens=6), seeds=[1])
-    [same] = make(model, speculation="off").generate(["hello"], SamplingParams(max_tokens=6), seeds=[1])
+    [same] = make(speculation="off").generate(["hello"], SamplingParams(max_tokens=6), seeds=[1])
     assert (done.token_ids, done.text) == (same.token_ids, same.text)
 
 
-def test_room_is_what_rows_and_blocks_allow(model: Any) -> None:
+def test_room_is_what_rows_and_blocks_allow() -> None:
     """Nothing is admitted without room, and as many sequences as stated with it."""
-    wide = make(model, speculation="off", max_sequences=4)
+    wide = make(speculation="off", max_sequences=4)
     assert wide.stats().room == 4
     for index in range(6):
-        wide.submit(request(f"{index}", prompt=(index, 2, 3)))
+        wide.submit(request(f"{index}", (index, 2, 3)))
     wide.step()
     assert (wide.stats().num_running, wide.stats().num_waiting, wide.stats().room) == (4, 2, 0)
-    tight = make(model, speculation="off", kv_cache_tokens=256)  # of context 128: two sequences
+    tight = make(speculation="off", kv_cache_tokens=256)  # of context 128: two sequences
     assert tight.stats().room == 2
     for index in range(8):
-        tight.submit(request(f"{index}", prompt=tuple(range(index, index + 60)), max_tokens=60))
+        tight.submit(request(f"{index}", tuple(range(index, index + 60)), max_tokens=60))
     tight.step()
     assert tight.stats().num_waiting > 0
     assert tight.stats().room == 0

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from moving import fresh_forward, kv_at
 from on_device import BY_COMPANY
 from sweeps import examples
 
@@ -27,8 +28,6 @@ from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.engine.kv.cache import Prefix
 from rlhfspec.errors import InvalidRequest, SequenceStateError
 from rlhfspec.kernels import gumbel
-from rlhfspec.kernels.kv_pack import pack_slots
-from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.tiny import perturbed, random_model
 
 VOCAB, BLOCK = 61, 8
@@ -64,20 +63,6 @@ def judges() -> list[Engine]:
     return [make(index, speculation="off") for index in range(len(weights()))]
 
 
-def fresh_forward(runner: ModelRunner, tokens: np.ndarray, wanted: np.ndarray) -> torch.Tensor:
-    """Return logits at wanted positions of one forward; position p's KV is in slot p afterwards."""
-    positions = np.arange(len(tokens), dtype=np.int32)
-    meta = AttentionMeta(
-        slots=positions, table_rows=np.zeros(len(tokens), np.int32), context_lens=positions + np.int32(1),
-        extra=np.empty((len(tokens), 0), np.int32), slot_table=positions[None].copy(),
-    )  # fmt: skip
-    return runner.forward(tokens.astype(np.int32), positions, meta, wanted.astype(np.int32))
-
-
-def kv_at(runner: ModelRunner, slots: np.ndarray) -> torch.Tensor:
-    return pack_slots(runner.kv, torch.from_numpy(slots.astype(np.int32)))
-
-
 def replay(done: Completion, asked: Request, index_of: dict[int, int]) -> None:
     count, versions = len(done.token_ids), np.asarray(done.weights_versions)
     tokens = np.asarray((*done.prompt_token_ids, *done.token_ids), np.int32)
@@ -104,6 +89,7 @@ class Memory(RuleBasedStateMachine):
     def begin(self) -> None:
         self.engines = engines()
         self.asked: dict[str, Request] = {}
+        self.left: set[str] = set()
         self.index_of = {self.version: self.index_of_version}
         self.prompts: set[tuple[int, ...]] = set()
         self.swap(0)
@@ -124,6 +110,7 @@ class Memory(RuleBasedStateMachine):
             seed = len(self.asked)
             asked = Request(id=f"r{seed}", prompt_token_ids=PROMPTS[prompt], params=params, seed=seed, stays=stays)
             self.asked[asked.id] = asked
+            self.left.add(asked.id)
             self.prompts.add(asked.prompt_token_ids)
             self.engines[place].submit(asked)
         Memory.seen["submitted"] += again
@@ -138,6 +125,8 @@ class Memory(RuleBasedStateMachine):
             assert done.finish_reason == "length"
             Memory.seen["finished"] += 1
             replay(done, self.asked[done.id], self.index_of)
+            if not self.asked[done.id].stays:
+                self.left.remove(done.id)
 
     @rule(place=st.integers(0, 1), which=st.integers(0, 99))
     def preempt(self, place: int, which: int) -> None:
@@ -146,10 +135,9 @@ class Memory(RuleBasedStateMachine):
 
     @rule(place=st.integers(0, 1), which=st.integers(0, 99))
     def cancel(self, place: int, which: int) -> None:
-        scheduler = self.engines[place].scheduler
-        everywhere = [*self.engines[place].state.sequences, *scheduler.staying, *scheduler.away, *scheduler.arriving]
-        if name := self._pick(everywhere, which, place):
+        if name := self._pick(self._names(self.engines[place]), which, place):
             assert self.engines[place].cancel(name)
+            self.left.remove(name)
             Memory.seen["cancelled"] += 1
 
     @rule(to=st.integers(0, 2), really=st.integers(0, 3))
@@ -212,6 +200,7 @@ class Memory(RuleBasedStateMachine):
         if end in ("give up", "take back"):
             there.cancel(name)
             here.cancel(name) if end == "give up" else here.reattach(name)
+            self.left -= {name} if end == "give up" else set()
         else:
             there.import_sequence(state if end == "land" else replace(state, rest=None))
             assert here.cancel(name)
@@ -226,9 +215,14 @@ class Memory(RuleBasedStateMachine):
             self._step(self.engines[place])
         return known[which % len(known)] if known else ""
 
+    def _names(self, engine: Engine) -> list[str]:
+        scheduler = engine.scheduler
+        return [*engine.state.sequences, *scheduler.staying, *scheduler.away, *scheduler.arriving]
+
     @invariant()
-    def blocks_add_up(self) -> None:
+    def blocks_and_sequences_add_up(self) -> None:
         Memory.seen["operations"] += 1
+        assert self.left == {name for engine in self.engines for name in self._names(engine)}
         for engine in self.engines:
             engine.check_integrity()
             self._check_rows(engine)

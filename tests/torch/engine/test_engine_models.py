@@ -11,15 +11,16 @@ import torch
 from hypothesis import example, given, strategies as st
 from on_device import BY_COMPANY
 from sweeps import examples
-from transformers import MistralConfig, MistralForCausalLM
 
 from rlhfspec.engine import Engine, Request, SamplingParams, oracle
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
+from rlhfspec.engine.forward import runner
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.sweep.classes import CLASSES_VOCAB_SIZE, tiny_config, tiny_model
 from rlhfspec.sweep.ways import check_same, moving, one_by_one, together
+from rlhfspec.testing.engine import log_probs_of
 from rlhfspec.tiny import MODEL_KINDS, perturbed, random_model
 
 VOCAB = 61
@@ -31,12 +32,6 @@ def make(model: Any, **options: Any) -> Engine:
     return make_engine(copy.deepcopy(model), EngineConfig(**chosen), draft=perturbed(model, 0.1))
 
 
-@torch.inference_mode()
-def hugging_face_log_probs(model: Any, prompt: list[int], response: tuple[int, ...]) -> torch.Tensor:
-    logits = model(input_ids=torch.tensor([[*prompt, *response]]), use_cache=False).logits[0].float()
-    return logits.log_softmax(-1)[len(prompt) - 1 : -1][torch.arange(len(response)), torch.tensor(response)]
-
-
 @pytest.mark.sweep(parts=2)
 @pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_log_probs_are_hugging_faces_and_speculation_changes_no_bit(kind: str) -> None:
@@ -46,33 +41,16 @@ def test_log_probs_are_hugging_faces_and_speculation_changes_no_bit(kind: str) -
     drafted = make(model).generate(prompts, params, seeds=[1, 2, 3])
     plain = make(model, speculation="off", prefill_chunk=11)
     for prompt, done, seed in zip(prompts, drafted, [1, 2, 3], strict=True):
-        np.testing.assert_allclose(done.log_probs, hugging_face_log_probs(model, prompt, done.token_ids), atol=1e-5)
+        np.testing.assert_allclose(done.log_probs, log_probs_of(model, done), atol=1e-5)
         [alone] = plain.generate([prompt], params, seeds=[seed])
         assert (done.token_ids, done.log_probs) == (alone.token_ids, alone.log_probs)
         assert done.stats.num_accepted > 0
-
-
-def test_sliding_windows_are_honoured_past_the_window() -> None:
-    config = MistralConfig(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, sliding_window=8, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = MistralForCausalLM(config).eval()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(8)
-    prompt = list(range(30))
-    [done] = make(model).generate([prompt], SamplingParams(max_tokens=20, ignore_eos=True), seeds=[4])
-    model.set_attn_implementation("eager")
-    np.testing.assert_allclose(done.log_probs, hugging_face_log_probs(model, prompt, done.token_ids), atol=1e-5)
 
 
 @pytest.mark.proves_anew
 def test_an_attention_that_bypasses_the_interface_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bias inside one layer passes the configuration checks; the self check finds it."""
     model = random_model("llama", seed=2, vocab_size=VOCAB)
-    from rlhfspec.engine.forward import runner
-
     genuine = runner.tree_attention
 
     def without_scale(*arguments: Any, **keywords: Any) -> torch.Tensor:

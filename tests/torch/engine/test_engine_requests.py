@@ -6,14 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from moving import VOCAB, drain, make, model, request
 
-from rlhfspec.engine import Completion, Engine, Request, SamplingParams, oracle
-from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.core import make_engine
+from rlhfspec.engine import Engine, Request, SamplingParams, oracle
 from rlhfspec.errors import InvalidRequest, WeightsVersionError
-from rlhfspec.tiny import perturbed, random_model
 
-VOCAB = 61
 GOOD: dict[str, Any] = {"id": "a", "prompt_token_ids": (1, 2, 3), "seed": 7, "group": "g", "history": ((4, 5),)}
 FINE: dict[str, Any] = {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "max_tokens": 8, "stop_token_ids": (60,)}
 STRANGE: list[Any] = [
@@ -23,29 +20,13 @@ STRANGE: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return random_model("llama", seed=4, vocab_size=VOCAB)
+NEIGHBOUR = request("neighbour", (9, 8, 7), seed=5, max_tokens=12)
 
 
 @pytest.fixture(scope="module")
-def engine(model: Any) -> Engine:
+def engine() -> Engine:
     """Return an engine with both drafters, which requests reach too."""
-    config = EngineConfig(max_sequences=4, max_context=64, profile=False, num_threads=1, speculation="adaptive")
-    return make_engine(copy.deepcopy(model), config, draft=perturbed(model, 0.1))
-
-
-def neighbour() -> Request:
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    return Request(id="neighbour", prompt_token_ids=(9, 8, 7), params=params, seed=5)
-
-
-def drain(engine: Engine) -> dict[str, Completion]:
-    done = {}
-    while engine.has_work:
-        done |= {each.id: each for each in engine.step().finished}
-    engine.check_integrity()
-    return done
+    return make(max_sequences=4, max_context=64, speculation="adaptive")
 
 
 def accepted(engine: Engine, fields: dict[str, Any], params: dict[str, Any]) -> Request | None:
@@ -67,7 +48,7 @@ def test_a_strange_value_is_refused_by_its_name_or_runs(engine: Engine, field: s
         inside = field in GOOD or field == "weights_version"
         fields, params = GOOD | ({field: value} if inside else {}), FINE | ({} if inside else {field: value})
         request = accepted(engine, fields, params)
-        engine.submit(neighbour())
+        engine.submit(NEIGHBOUR)
         done = drain(engine)
         assert done["neighbour"].finish_reason == "length", f"{field}={value!r}"
         if request is not None:
@@ -81,7 +62,7 @@ def test_no_step_raises_whatever_was_sent(engine: Engine, data: st.DataObject) -
         changes = data.draw(st.dictionaries(st.sampled_from([*GOOD, *FINE]), st.sampled_from(STRANGE), max_size=3))
         fields = GOOD | {"id": f"r{number}"} | {name: value for name, value in changes.items() if name in GOOD}
         accepted(engine, fields, FINE | {name: value for name, value in changes.items() if name in FINE})
-    engine.submit(neighbour())
+    engine.submit(NEIGHBOUR)
     assert drain(engine)["neighbour"].finish_reason == "length"
 
 
@@ -91,14 +72,14 @@ def test_no_step_raises_whatever_was_sent(engine: Engine, data: st.DataObject) -
      {"temperature": 3.4e38}],
     ids=str,
 )  # fmt: skip
-def test_what_the_law_allows_is_the_oracles(engine: Engine, model: Any, params: dict[str, Any]) -> None:
+def test_what_the_law_allows_is_the_oracles(engine: Engine, params: dict[str, Any]) -> None:
     """Numbers are read as float32, one token always stays, and all tokens may stay."""
     chosen = SamplingParams(max_tokens=6, ignore_eos=True, **params)
     engine.submit(Request(id="a", prompt_token_ids=(1, 2, 3), params=chosen, seed=7))
     done = drain(engine)["a"]
     read = {"top_p": max(float(np.float32(chosen.top_p)), 1e-40), "temperature": float(np.float32(chosen.temperature))}
     like = SamplingParams(max_tokens=6, ignore_eos=True, **{**params, **read})
-    assert list(done.token_ids) == oracle.decode(copy.deepcopy(model), [1, 2, 3], like, 7).token_ids
+    assert list(done.token_ids) == oracle.decode(copy.deepcopy(model()), [1, 2, 3], like, 7).token_ids
 
 
 def test_prompts_are_never_truncated(engine: Engine) -> None:
