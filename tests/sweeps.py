@@ -1,12 +1,14 @@
 """Selection of slow tests: `make test-whole` runs everything, a usual run a part that the commit determines.
 
-`sweep(parts=3)` runs a third of a test's values. `whole("why")` leaves the test out. `--whole` or naming a test
-(`test_it[value]`, `file.py::test_it`) runs it. `examples` sets the number of random examples.
+`sweep(parts=3)` runs a third of a test's values, `turns(parts=3)` a third of a module's tests. `whole("why")`
+leaves the test out. `--whole` or naming a test (`test_it[value]`, `file.py::test_it`) runs it. `examples` sets the
+number of random examples.
 """
 
 import os
 import subprocess
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -49,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sweep(parts): each run takes one of so many parts of its values")
+    config.addinivalue_line("markers", "turns(parts): each run takes one of so many parts of the module's tests")
     config.addinivalue_line("markers", "whole(reason): slow by construction, and left to make test-whole")
     config.stash[_LEFT] = Counter()
     os.environ.setdefault(VARIABLE, str(seed_of_commit()))  # workers of xdist inherit it
@@ -59,6 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     named = {argument.split("::", 1)[-1] for argument in config.args if "::" in argument}
     sweeps: dict[str, list[pytest.Item]] = defaultdict(list)
+    modules: dict[str, dict[str, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     left = set()
     for item in items:
         name = item.nodeid.split("::", 1)[-1]
@@ -69,14 +73,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left.add(item)
         elif item.get_closest_marker("sweep"):
             sweeps[item.nodeid.split("[")[0]].append(item)
+        if item.get_closest_marker("turns") and name.split("[")[0] not in named:
+            modules[item.nodeid.split("::")[0]][name.split("[")[0]].append(item)
     for values in sweeps.values():
-        [parts] = {item.get_closest_marker("sweep").kwargs["parts"] for item in values}  # type: ignore[union-attr]
-        taken = part_of(len(values), parts, int(os.environ[VARIABLE]))
-        mixed = sorted(values, key=lambda item: crc32(item.name.encode()))  # else a part may be one of two types, say
-        left |= {item for place, item in enumerate(mixed) if place not in taken}
+        left |= set(_left_of({item.name: [item] for item in values}, "sweep"))
+    for tests in modules.values():
+        left |= set(_left_of(tests, "turns"))
     if left:
         config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]
+
+
+def _left_of(items: dict[str, list[pytest.Item]], mark: str) -> Iterator[pytest.Item]:
+    """Yield the items that are not of the part that the commit says."""
+    markers = (item.get_closest_marker(mark) for each in items.values() for item in each)
+    [parts] = {marker.kwargs["parts"] for marker in markers if marker}
+    mixed = sorted(items, key=lambda name: crc32(name.encode()))  # else a part may be one of two types, say
+    taken = part_of(len(mixed), parts, int(os.environ[VARIABLE]))
+    return (item for place, name in enumerate(mixed) if place not in taken for item in items[name])
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -37,24 +37,27 @@ STARTING = ("tests/processes/", "tests/servers/", "tests/runs/")
 
 @dataclass(frozen=True)
 class Suite:
-    """`target`: of make, with `variable` for its files. `tests`: globs of files; of those the ones with `text` in them.
-    `modules`: packages, and `folders`, that it reaches beside what its tests import."""
+    """`target`: of make, with `variable` for its files. `tests`: globs of files; of those the ones with `text` in them
+    and without `not_text`. `modules`: packages, and `folders`, that it reaches beside what its tests import."""
 
     target: str
     variable: str = ""
     tests: tuple[str, ...] = ()
     text: str = ""
+    not_text: str = "\0"
     modules: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
     is_nightly: bool = False  # never for a change alone
 
     def files(self, root: Path) -> list[Path]:
         found = sorted({path.relative_to(root) for glob in self.tests for path in root.glob(glob)})
-        return [path for path in found if self.text in (root / path).read_text()]
+        texts = {path: (root / path).read_text() for path in found}
+        return [path for path, text in texts.items() if self.text in text and self.not_text not in text]
 
 
 _ENGINE = ("test_engine", "test_engine_contract", "test_engine_requests", "test_extend", "test_moves", "test_graphs",
            "test_kept_blocks", "test_kv_contents")  # fmt: skip
+_ANYWHERE = ("tests/*/[!v]*/test_*.py",)
 SUITES = {
     "second-device": Suite(
         "test-second-device", "ON_DEVICE",
@@ -65,7 +68,7 @@ SUITES = {
         ),
         folders=("tests/second_device/", "tests/on_device.py"),
     ),
-    "slow": Suite("test-slow", "TESTS", tests=("tests/*/[!v]*/test_*.py",), text="mark.whole("),
+    "slow": Suite("test-slow", "TESTS", tests=_ANYWHERE, text="mark.whole(", not_text="whole(PRETRAINED"),
     "vllm": Suite(
         "test-vllm", "TESTS", tests=("tests/*/vllm/test_*.py",), text="vllm_children",
         modules=("rlhfspec.engine.vllm",), folders=("bench/vllm_requirements.py",),
@@ -75,6 +78,7 @@ SUITES = {
         modules=tuple(f"rlhfspec.{name}" for name in ("operator", "plugin", "prepare", "control", "dashboard")),
         folders=("charts/", "e2e/", "Dockerfile"),
     ),
+    "pretrained": Suite("test-slow", "TESTS", tests=_ANYWHERE, text="whole(PRETRAINED", is_nightly=True),
     "sweeps": Suite("test-sweeps", is_nightly=True),
     "kills": Suite("faults", is_nightly=True),
     "cluster-rest": Suite("e2e-rest", is_nightly=True),
@@ -118,7 +122,7 @@ def last_results(root: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
-def run(name: str, files: Iterable[Path] = ()) -> tuple[int, dict[str, int]]:
+def run(name: str, files: Iterable[Path]) -> tuple[int, dict[str, int]]:
     """Run a suite, or these files of it; return make's exit code, and numbers of tests by how they ended."""
     suite = SUITES[name]
     given = [f"{suite.variable}={' '.join(map(str, files))}"] if suite.variable and files else []
@@ -150,7 +154,7 @@ def run_whole(names: Iterable[str]) -> int:
     failed = []
     for name in names:
         began = time.monotonic()
-        code, counted = run(name)
+        code, counted = run(name, SUITES[name].files(ROOT))
         has_passed = code == 0 and counted.get("passed", 1) > 0
         failed += [] if has_passed else [name]
         if not is_clean:

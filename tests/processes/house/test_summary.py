@@ -43,6 +43,14 @@ WHOLE = pytest.mark.whole
 @pytest.mark.parametrize("value", range(2))
 def test_slow(value): ...
 """,
+    "tests/unit/room/test_turns.py": """
+import pytest
+pytestmark = pytest.mark.turns(parts=2)
+def test_a(): ...
+def test_b(): ...
+@pytest.mark.parametrize("value", range(2))
+def test_c(value): ...
+""",
     "tests/unit/room/test_environment.py": """
 import os
 
@@ -99,7 +107,8 @@ def test_a_tier_is_a_marker_too(repository: Path) -> None:
 
 
 def collected(repository: Path, *options: str) -> set[str]:
-    said = pytest_says(repository, "--collect-only", *(options or ["tests/unit/room/test_values.py"]))
+    files = ["tests/unit/room/test_values.py", "tests/unit/room/test_turns.py"]
+    said = pytest_says(repository, "--collect-only", *(options or files))
     return {line.split("::")[1] for line in said.splitlines() if "::" in line}
 
 
@@ -112,8 +121,12 @@ def test_a_run_takes_the_part_of_a_sweep_that_its_commit_says(repository: Path) 
         subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", name], cwd=repository, env=dated, check=True)
         parts.append(collected(repository))
     assert collected(repository) == parts[-1], "again the same for the same commit"
-    assert set().union(*parts) == {"test_one[only]", *(f"test_values[{value}]" for value in range(7))}
-    assert all("test_one[only]" in part and len(part) in (3, 4) for part in parts)
+    values = {"test_one[only]", *(f"test_values[{value}]" for value in range(7))}
+    turns = [sorted(part - values) for part in parts]
+    assert all("test_one[only]" in part and len(part & values) in (3, 4) for part in parts)
+    assert set().union(*parts) == values | {"test_a", "test_b", "test_c[0]", "test_c[1]"}
+    assert {len(turn) for turn in turns} <= {1, 2, 3}
+    assert all(("test_c[0]" in turn) == ("test_c[1]" in turn) for turn in turns), "a test is taken with all its values"
 
 
 @pytest.mark.parametrize(

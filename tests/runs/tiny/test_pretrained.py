@@ -18,7 +18,8 @@ from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.errors import StorageError
 from rlhfspec.tiny import smollm2
 
-pytestmark = [pytest.mark.whole("a pretrained model of 135M parameters"), pytest.mark.timeout(3000)]
+PRETRAINED = "a pretrained model of 135M parameters"
+pytestmark = [pytest.mark.whole(PRETRAINED), pytest.mark.timeout(3000)]
 SUMS = [f"What is {first} + {second}?" for first, second in ((3, 4), (12, 9), (40, 2), (7, 7))]
 SUFFIX = DraftPlan(drafter="suffix", depth=4, width=2, branch=2)
 Move = Callable[[Engine, Engine, str, np.random.Generator], Any]

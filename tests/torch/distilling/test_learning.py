@@ -25,6 +25,8 @@ from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.tiny import MODEL_KINDS, perturbed, random_model
 
+pytestmark = pytest.mark.turns(parts=2)
+
 VOCAB = 61
 CHAIN = DraftPlan(drafter="model", depth=4)
 TREE = DraftPlan(drafter="model", depth=3, width=2, branch=2)

@@ -21,6 +21,8 @@ from rlhfspec.kernels import flash
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention_reference
 from rlhfspec.tiny import perturbed, random_model
 
+pytestmark = pytest.mark.turns(parts=2)
+
 LEAST = 6
 PHRASE = [5, 6, 7, 8, 9, 10, 11]
 PROMPTS = [PHRASE * 5, [3, 1], PHRASE * 5, [4] * 20, PHRASE * 5 + [2] * 9, [12, 13, 14] * 11]

@@ -24,6 +24,8 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.tiny import perturbed, random_model
 
+pytestmark = pytest.mark.turns(parts=2)
+
 MIB = 1 << 20
 
 

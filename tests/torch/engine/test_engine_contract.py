@@ -14,6 +14,8 @@ from rlhfspec.testing.movable import MovableWithKVContract
 from rlhfspec.tiny import perturbed
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
+pytestmark = pytest.mark.turns(parts=2)
+
 TREE = DraftPlan(drafter="model", depth=4, width=2, branch=3)
 SUFFIX_TREE = DraftPlan(drafter="suffix", depth=4, width=2, branch=2)
 

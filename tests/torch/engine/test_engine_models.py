@@ -23,6 +23,8 @@ from rlhfspec.sweep.ways import check_same, moving, one_by_one, together
 from rlhfspec.testing.engine import log_probs_of
 from rlhfspec.tiny import MODEL_KINDS, perturbed, random_model
 
+pytestmark = pytest.mark.turns(parts=2)
+
 VOCAB = 61
 TREE = DraftPlan(drafter="model", depth=4, width=2, branch=2)
 

@@ -17,7 +17,7 @@ from rlhfspec.huggingface.proof.check import BITS_BY_COMPANY, OWN_BITS
 from rlhfspec.sweep.flips import check_device, count_flips
 from rlhfspec.tiny import random_model
 
-pytestmark = pytest.mark.proves_anew
+pytestmark = [pytest.mark.turns(parts=2), pytest.mark.proves_anew]
 PROMPTS = [[5, 6, 7] * count for count in (1, 2, 20, 3, 30, 1)]  # one longer than a forward of constant shape
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
 

@@ -17,6 +17,8 @@ from rlhfspec.engine.kv.state_bytes import from_bytes, to_bytes
 from rlhfspec.errors import InvalidRequest, MalformedRecord, SequenceStateError
 from rlhfspec.tiny import perturbed
 
+pytestmark = pytest.mark.turns(parts=2)
+
 
 @examples(4, whole=20)
 @given(seed=st.integers(0, 1 << 20))

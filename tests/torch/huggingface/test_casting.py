@@ -39,6 +39,8 @@ from rlhfspec.training.scoring.log_probs import LogProbScorer
 from rlhfspec.training.scoring.values import ValueScorer
 from rlhfspec.training.weights import FileWeightStore
 
+pytestmark = pytest.mark.turns(parts=2)
+
 BF16 = torch.bfloat16
 LONG = 4096
 # Routers, sinks and vectors of routers that stay in float32: by the class's list, and where it makes them.

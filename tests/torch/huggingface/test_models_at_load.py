@@ -30,6 +30,8 @@ from rlhfspec.tiny import perturbed, random_model
 from rlhfspec.training.modeling.critic import load_critic
 from rlhfspec.training.modeling.loading import load_policy, load_reference
 
+pytestmark = pytest.mark.turns(parts=2)
+
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 

@@ -31,6 +31,8 @@ from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.kernels.tree_attention_twin import tree_attention_reference
 
+pytestmark = pytest.mark.turns(parts=3)
+
 UNSPLIT = 1 << 20  # longer than any context here
 ISAS = [isa for isa in build.GENERAL_ISAS if build.supports(isa)]
 

@@ -26,7 +26,10 @@ from rlhfspec.training.modeling.packed import PackedRow, pack_sequences
 from rlhfspec.training.scoring import log_probs as scoring
 from rlhfspec.training.scoring.log_probs import LogProbScorer
 
-pytestmark = pytest.mark.skipif(build.load() is None, reason=f"needs the CPU kernels: {build.unavailable_reason()}")
+pytestmark = [
+    pytest.mark.turns(parts=3),
+    pytest.mark.skipif(build.load() is None, reason=f"needs the CPU kernels: {build.unavailable_reason()}"),
+]
 SPLIT = 64
 TREE = DraftPlan(drafter="model", depth=4, width=2, branch=2)
 CONTEXT = 200

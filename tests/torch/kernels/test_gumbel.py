@@ -15,6 +15,8 @@ from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.philox import gumbel_noise
 
+pytestmark = pytest.mark.turns(parts=3)
+
 INF = float("inf")
 NATIVE_ISAS = [isa for isa in build.GENERAL_ISAS if build.load() is not None and build.supports(isa)]
 needs_native = pytest.mark.skipif(not NATIVE_ISAS, reason=f"no CPU kernels: {build.unavailable_reason()}")

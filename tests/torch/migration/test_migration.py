@@ -29,6 +29,8 @@ from rlhfspec.moves.migration.control import (
 from rlhfspec.moves.migration.links.opening import Links, make_landing, open_sending
 from rlhfspec.tiny import perturbed
 
+pytestmark = pytest.mark.turns(parts=2)
+
 
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("kind", ["memory", "shm", "tcp"])

@@ -33,7 +33,10 @@ from rlhfspec.training.modeling.lora import add_lora, merged_state
 from rlhfspec.training.modeling.one_call import RowPart
 from rlhfspec.training.modeling.packed import PackedRow, pack_sequences
 
-pytestmark = pytest.mark.skipif(build.load() is None, reason=f"needs the CPU kernels: {build.unavailable_reason()}")
+pytestmark = [
+    pytest.mark.turns(parts=2),
+    pytest.mark.skipif(build.load() is None, reason=f"needs the CPU kernels: {build.unavailable_reason()}"),
+]
 
 PROMPTS = [[1, 2, 3, 4, 5], [7] * 33, [9, 8]]
 CONTEXT = 96

@@ -19,6 +19,8 @@ from rlhfspec.training.modeling.loading import prepared
 from rlhfspec.training.planning.needs import generator, trainer
 from rlhfspec.training.planning.shape import shape_of
 
+pytestmark = pytest.mark.turns(parts=2)
+
 CONFIGS = {
     "8b": ROOT / "examples" / "cluster" / "8b" / "config.json",
     "32b": TESTS / "data" / "config_32b.json",

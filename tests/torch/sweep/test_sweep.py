@@ -21,6 +21,8 @@ from rlhfspec.training.modeling import exact_functions, loading
 from rlhfspec.training.modeling.exact import ExactForward
 from rlhfspec.training.modeling.packed import PackedRow
 
+pytestmark = pytest.mark.turns(parts=3)
+
 DOCUMENT = ROOT / "docs" / "models.md"
 RIGHT = (
     "bert", "cohere2", "deepseek_v3", "diffllama", "exaone4", "fuyu", "gemma3_text", "glm4", "gpt2", "gpt_neox",
