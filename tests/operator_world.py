@@ -2,10 +2,9 @@
 
 import json
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Self
 
 from rlhfspec.cluster import names
 from rlhfspec.cluster.api import ApiResponse
@@ -83,7 +82,7 @@ def view_of(body: dict[str, Any]) -> JobView:
 
 @dataclass
 class World:
-    """A job's world. `seen`: the watched pods; `look` reconciles once and applies the plan."""
+    """World of a job: `reconcile` applies one plan of the operator, `settle` all until nothing is left to do."""
 
     body: dict[str, Any] = field(default_factory=job_body)
     settings: ChartSettings = SETTINGS
@@ -104,16 +103,15 @@ class World:
     events: list[Event] = field(default_factory=list)
     deletes: list[Delete] = field(default_factory=list)
     made: list[str] = field(default_factory=list)  # names of pods, in order
-    workload: dict[str, Any] | None = None  # Kueue's, of the job
+    workload: Any = None  # Kueue's, of the job
     flavors: dict[str, dict[str, Any]] = field(default_factory=dict)
     priorities: dict[str, int] = field(default_factory=dict)
     workload_writes: list[str] = field(default_factory=list)
     is_gone: bool = False
     num_uids: int = 0
-    log: list[str] = field(default_factory=list)
 
-    def observed(self, pods: Mapping[str, dict[str, Any]] | None = None) -> Observed:
-        views = [pod_view(pod) for pod in (self.pods if pods is None else pods).values()]
+    def observed(self) -> Observed:
+        views = [pod_view(pod) for pod in self.pods.values()]
         return Observed(
             pods=tuple(view for view in views if view is not None), report=self.report, report_at=self.report_at,
             refusals=tuple(self.refusals.values()), broker=self.broker, listening_since=self.listening_since,
@@ -159,6 +157,14 @@ class World:
             plan = self.reconcile()
             if plan.is_quiet and json.dumps(self.body, sort_keys=True) == before:
                 return plan
+        return plan
+
+    def wind_down(self) -> ReconcilePlan:
+        """Settle until every pod that was asked to end is gone, but for those of lost nodes."""
+        num_pods = -1
+        while num_pods != len(self.pods):
+            plan, num_pods = self.settle(), len(self.pods)
+            self.end_those_asked()
         return plan
 
     def accept(self, manifest: dict[str, Any]) -> None:
@@ -225,12 +231,9 @@ class World:
         conditions[type_] = self.condition(type_, is_true, reason or type_, message)
         self._workload_status(conditions=list(conditions.values()))
 
-    def admit(self, **flavors: str) -> None:
-        """Admit the Workload. `flavors`: by role; others get `spot`."""
-        assigned = [
-            {"name": each["name"], "count": each["count"], "flavors": {"cpu": flavors.get(each["name"], "spot")}}
-            for each in self.workload["spec"]["podSets"]
-        ]
+    def admit(self) -> None:
+        sets = self.workload["spec"]["podSets"]
+        assigned = [{"name": each["name"], "count": each["count"], "flavors": {"cpu": "spot"}} for each in sets]
         self._workload_status(admission={"clusterQueue": "all", "podSetAssignments": assigned})
         for type_ in ("QuotaReserved", "Admitted"):
             self.kueue_says(type_, True)
@@ -239,9 +242,10 @@ class World:
     def evict(self, reason: str, message: str) -> None:
         self.kueue_says("Evicted", True, reason, message)
 
-    def edit(self, **changes: Any) -> None:
+    def edit(self, **changes: Any) -> Self:
         self.body["spec"] |= changes
         self.body["metadata"]["generation"] += 1
+        return self
 
     def delete_job(self) -> None:
         """Delete the job while a foreign finalizer holds it."""
@@ -252,10 +256,11 @@ class World:
         pod["spec"]["nodeName"] = node
         pod["status"] = {"phase": "Running", "conditions": [self.condition("Ready", ready)]}
 
-    def run_all(self, node: str = "node1") -> None:
+    def run_all(self, node: str = "node1") -> Self:
         for name, pod in self.pods.items():
             if pod["status"]["phase"] == "Pending":
                 self.run_pod(name, node)
+        return self
 
     def condition(self, type_: str, is_true: bool, reason: str = "", message: str = "") -> dict[str, Any]:
         return {
@@ -263,7 +268,7 @@ class World:
             "message": message,
         }  # fmt: skip
 
-    def end_pod(self, name: str, code: int, message: str = "", reason: str = "") -> None:
+    def end_pod(self, name: str, code: int, message: str = "", reason: str = "") -> Self:
         pod = self.pods[name]
         ended = {
             "exitCode": code, "message": message, "reason": reason or ("Error" if code else "Completed"),
@@ -275,18 +280,22 @@ class World:
             "conditions": [self.condition("Ready", False)],
             "containerStatuses": [{"name": "worker", "state": {"terminated": ended}}],
         }
+        return self
 
-    def end_those_asked(self) -> None:
+    def end_those_asked(self) -> Self:
         for name, pod in list(self.pods.items()):
             if pod["metadata"].get("deletionTimestamp") and pod["spec"].get("nodeName") not in self.lost_nodes:
                 del self.pods[name]
+        return self
 
-    def pass_time(self, seconds: float) -> None:
+    def pass_time(self, seconds: float) -> Self:
         self.now += timedelta(seconds=seconds)
+        return self
 
-    def say(self, **report: Any) -> None:
+    def say(self, **report: Any) -> Self:
         self.report = Report(run=self.run_uid, **report)
         self.report_at = self.now
+        return self
 
     @property
     def run_uid(self) -> str:
@@ -311,12 +320,19 @@ class World:
 
     def to_starting(self) -> None:
         self.settle()
-        self.run_all()
-        self.settle()
-        self.end_pod("sums-prepare-0", 0, "prepared")
-        self.settle()
+        self.run_all().settle()
+        self.end_pod("sums-prepare-0", 0, "prepared").settle()
 
     def to_running(self) -> None:
         self.to_starting()
-        self.run_all()
-        self.settle()
+        self.run_all().settle()
+        assert self.phase == "Running", self.status
+
+
+def running(settings: ChartSettings = SETTINGS, **spec: Any) -> World:
+    """Return a job that runs; what was done until then is forgotten."""
+    world = World(job_body(**spec), settings)
+    world.to_running()
+    for done in (world.deletes, world.made, world.events):
+        done.clear()
+    return world

@@ -1,10 +1,8 @@
 """Pods of a trainer on several nodes find each other and restart together."""
 
-from __future__ import annotations
-
 from typing import Any
 
-from operator_world import SETTINGS, World, job_body
+from operator_world import SETTINGS, World, job_body, running
 
 from rlhfspec.cluster import names
 
@@ -13,28 +11,17 @@ FIRST, SECOND = "sums-trainer-0", "sums-trainer-1"
 KILLED = "killed by SIGKILL (rank 6 of 8 on node 1)"
 
 
-def running(**roles: Any) -> World:
-    world = World(job_body(roles=TWO | roles))
-    world.to_running()
-    assert world.phase == "Running"
-    world.made.clear()
-    return world
-
-
 def trainers(world: World) -> dict[str, str]:
     return {name: pod["metadata"]["uid"] for name, pod in world.pods.items() if "-trainer-" in name}
 
 
 def again(world: World) -> None:
-    for _ in range(4):
-        world.settle()
-        world.end_those_asked()
-        world.pass_time(40.0)
-    world.settle()
+    world.wind_down()
+    world.pass_time(40.0).wind_down()
 
 
 def test_a_node_is_told_which_it_is_and_where_the_first_is() -> None:
-    world = running()
+    world = running(roles=TWO)
     for node, name in enumerate((FIRST, SECOND)):
         spec = world.pods[name]["spec"]
         assert (spec["hostname"], spec["subdomain"]) == (name, "ranks-sums-6f1c-42")
@@ -53,8 +40,7 @@ def test_a_node_is_told_which_it_is_and_where_the_first_is() -> None:
 
 
 def opened(is_on: bool = True, **roles: Any) -> set[str]:
-    world = World(job_body(roles=roles), settings=SETTINGS.model_copy(update={"network_policies": is_on}))
-    world.to_running()
+    world = running(SETTINGS.model_copy(update={"network_policies": is_on}), roles=roles)
     made = {name: policy for (kind, name), policy in world.objects.items() if kind == "NetworkPolicy"}
     for policy in made.values():
         peers = policy["spec"]["podSelector"]
@@ -77,32 +63,29 @@ def test_ports_are_open_within_a_job_that_needs_them() -> None:
 
 
 def test_only_the_first_node_answers_and_is_asked() -> None:
-    world = running()
+    world = running(roles=TWO)
     first, second = (world.pods[name]["spec"]["containers"][0] for name in (FIRST, SECOND))
     assert "readinessProbe" in first
     assert not {"readinessProbe", "livenessProbe", "startupProbe", "ports"} & second.keys()
 
 
 def test_one_node_needs_no_service() -> None:
-    world = World(job_body(roles={"trainer": {"ranksPerNode": 2}}))
-    world.to_running()
+    world = running(roles={"trainer": {"ranksPerNode": 2}})
     assert not [name for kind, name in world.objects if kind == "Service"]
     assert "subdomain" not in world.pods[FIRST]["spec"]
 
 
 def test_all_nodes_are_of_the_group_that_starts_together() -> None:
-    world = World(job_body(roles=TWO, scheduling={"gang": "volcano"}))
-    world.to_running()
+    world = running(roles=TWO, scheduling={"gang": "volcano"})
     [group] = [each for (kind, _), each in world.objects.items() if kind == "PodGroup"]
     assert group["spec"]["minMember"] == len([name for name in world.pods if "prepare" not in name])
     assert all("scheduling.k8s.io/group-name" in world.pods[n]["metadata"]["annotations"] for n in (FIRST, SECOND))
 
 
 def test_when_a_rank_is_killed_the_set_begins_again_and_nothing_else() -> None:
-    world = running()
+    world = running(roles=TWO)
     before, others = trainers(world), {name for name in world.pods if "-trainer-" not in name}
-    world.end_pod(SECOND, 137, KILLED)
-    world.settle()
+    world.end_pod(SECOND, 137, KILLED).settle()
     assert world.healthy()[0] == "False"
     assert KILLED in world.healthy()[2], "the condition names the rank"
     assert [(delete.name, delete.grace_seconds) for delete in world.deletes] == [(FIRST, 2)], "it may hang for ever"
@@ -113,16 +96,14 @@ def test_when_a_rank_is_killed_the_set_begins_again_and_nothing_else() -> None:
     assert not set(trainers(world).values()) & set(before.values())
     assert others == {name for name in world.pods if "-trainer-" not in name}
     assert world.status["restarts"] == {"total": 1, "counted": 0, "byWorker": {"trainer-1": 1}}
-    world.run_all()
-    world.settle()
+    world.run_all().settle()
     assert world.phase == "Running"
 
 
 def test_what_the_others_end_of_is_not_counted_whichever_is_seen_first() -> None:
-    world = running()
+    world = running(roles=TWO)
     world.end_pod(FIRST, 1, "Connection closed by peer (rank 0 of 8 on node 0)")
-    world.end_pod(SECOND, 137, KILLED)
-    world.settle()
+    world.end_pod(SECOND, 137, KILLED).settle()
     assert KILLED in world.healthy()[2]
     again(world)
     assert sorted(world.made) == [FIRST, SECOND]
@@ -130,7 +111,7 @@ def test_what_the_others_end_of_is_not_counted_whichever_is_seen_first() -> None
 
 
 def test_a_set_waits_until_every_pod_of_the_earlier_one_is_gone() -> None:
-    world = running()
+    world = running(roles=TWO)
     world.lost_nodes.add("far")
     world.pods[FIRST]["spec"]["nodeName"] = "far"
     world.end_pod(SECOND, 137, KILLED)
@@ -143,13 +124,11 @@ def test_a_set_waits_until_every_pod_of_the_earlier_one_is_gone() -> None:
 
 
 def test_ranks_that_were_let_go_are_waited_with_until_the_first_node_is_done() -> None:
-    world = running()
+    world = running(roles=TWO)
     world.end_pod(SECOND, 0, "left: rank 0 let its ranks go")
-    world.pass_time(5.0)
-    world.settle()
+    world.pass_time(5.0).settle()
     assert (world.deletes, world.made) == ([], []), "the first still writes the export"
-    world.end_pod(FIRST, 0, "completed: step 10")
-    world.settle()
+    world.end_pod(FIRST, 0, "completed: step 10").settle()
     assert world.phase == "Succeeded"
 
 

@@ -1,36 +1,20 @@
 """A job's life under the operator, step by step."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from operator_world import SETTINGS, World, job_body
+from operator_world import SETTINGS, World, job_body, running
 
 from rlhfspec.operator.deciding.observed import Said
-from rlhfspec.operator.deciding.situation import Delete, ReconcilePlan
+from rlhfspec.operator.deciding.situation import Delete
 from rlhfspec.operator.deciding.status import seconds_to_write
 
 STAGES = ("control", "prompts", "generator", "reward", "trainer")
 
 
-def running(**changes: Any) -> World:
-    world = World(job_body(**changes))
-    world.to_running()
-    assert world.phase == "Running"
-    world.deletes.clear()
-    world.made.clear()
-    world.events.clear()
-    return world
-
-
 def names_of(deletes: list[Delete]) -> list[str]:
     return [delete.name.removeprefix("sums-") for delete in deletes]
-
-
-def is_quiet(plan: ReconcilePlan) -> bool:
-    return plan.is_quiet
 
 
 # --- from nothing to the last step ---------------------------------------------------------------------------------
@@ -40,25 +24,19 @@ def test_a_job_from_nothing_to_its_last_step() -> None:
     world = World()
     world.settle()
     assert (world.phase, list(world.pods)) == ("Pending", ["sums-prepare-0"])
-    world.run_all()
-    world.settle()
+    world.run_all().settle()
     assert world.phase == "Preparing"
     assert world.status["reason"] == "Preparing"
     assert "kubectl rlhf logs sums --role prepare" in world.status["message"]
-    world.end_pod("sums-prepare-0", 0, "prepared")
-    world.settle()
+    world.end_pod("sums-prepare-0", 0, "prepared").settle()
     assert world.phase == "Starting"
     assert world.status["message"] == ""
     assert world.made[1:] == [f"sums-{role}-0" for role in STAGES]
-    world.run_all()
-    world.settle()
+    world.run_all().settle()
     assert world.phase == "Running"
-    world.end_pod("sums-trainer-0", 0, "completed: step 10")
-    world.settle()
-    world.end_those_asked()
-    world.settle()
+    world.end_pod("sums-trainer-0", 0, "completed: step 10").wind_down()
     assert (world.phase, sorted(world.pods)) == ("Succeeded", ["sums-prepare-0", "sums-trainer-0"])
-    assert is_quiet(world.plan())
+    assert world.plan().is_quiet
     assert world.plan().requeue_seconds is None, "an ended job costs nothing"
     assert [event.reason for event in world.events] == ["Pending", "Preparing", "Starting", "Running", "Succeeded"]
 
@@ -66,33 +44,21 @@ def test_a_job_from_nothing_to_its_last_step() -> None:
 def test_a_job_that_is_complete_shows_its_last_step() -> None:
     """The control pod may have ended before its report."""
     world = running()
-    world.say(step=9, total_steps=10)
-    world.settle()
+    world.say(step=9, total_steps=10).settle()
     assert world.status["progress"]["shown"] == "9/10"
-    world.end_pod("sums-trainer-0", 0, "completed: step 10")
-    world.settle()
+    world.end_pod("sums-trainer-0", 0, "completed: step 10").settle()
     assert (world.phase, world.status["progress"]["shown"]) == ("Succeeded", "10/10")
 
 
-def test_pods_are_made_after_what_they_mount() -> None:
-    kinds = [manifest["kind"] for manifest in World().plan().create]
-    assert kinds == ["ConfigMap", "Secret", "Pod"]
-
-
-@pytest.mark.parametrize(("outcome", "left"), [("keep", ["sums-prepare-0", "sums-trainer-0"]), ("delete", [])])
-def test_finished_pods_stay_as_the_job_says(outcome: str, left: list[str]) -> None:
-    world = running(deletionPolicy={"succeeded": outcome})
-    world.end_pod("sums-trainer-0", 0, "completed: step 10")
-    world.settle()
-    world.end_those_asked()
-    world.settle()
-    assert sorted(world.pods) == left
+def test_finished_pods_go_where_the_job_says_so() -> None:
+    world = running(deletionPolicy={"succeeded": "delete"})
+    world.end_pod("sums-trainer-0", 0, "completed: step 10").wind_down()
+    assert world.pods == {}
 
 
 def test_a_trainer_that_left_is_no_success() -> None:
     world = running()
-    world.end_pod("sums-trainer-0", 0, "left: asked to")
-    world.settle()
+    world.end_pod("sums-trainer-0", 0, "left: asked to").settle()
     assert world.phase == "Running"
     assert world.status["restarts"]["total"] == 1
     assert world.status["restarts"]["counted"] == 0
@@ -104,8 +70,7 @@ def test_a_job_that_is_wrong_never_starts_until_it_is_corrected() -> None:
     assert (world.phase, world.pods) == ("Failed", {})
     assert world.healthy()[1] == "BadConfig"
     assert "spec.training.steps" in world.status["message"]
-    world.edit(training={"steps": 3})
-    world.settle()
+    world.edit(training={"steps": 3}).settle()
     assert (world.phase, list(world.pods)) == ("Pending", ["sums-prepare-0"])
 
 
@@ -113,47 +78,25 @@ def test_a_job_without_a_claim_says_which_field_to_set() -> None:
     world = World(settings=SETTINGS.model_copy(update={"claim": None}), labelled={"mine"})
     world.settle()
     completed = world.status["completionTime"]
-    world.pass_time(60)
-    world.settle()
+    world.pass_time(60).settle()
     assert (world.phase, world.status["completionTime"]) == ("Failed", completed)
     assert world.status["message"].startswith("spec.storage.claim: ")
-    world.edit(storage={"claim": "mine"})
-    world.settle()
+    world.edit(storage={"claim": "mine"}).settle()
     assert world.pods["sums-prepare-0"]["spec"]["volumes"][2]["persistentVolumeClaim"] == {"claimName": "mine"}
-
-
-def test_what_prepare_refuses_fails_the_job_and_names_the_field() -> None:
-    world = World()
-    world.settle()
-    world.run_all()
-    world.end_pod("sums-prepare-0", 78, "spec.model.path: no such folder (got 'models/none')")
-    world.settle()
-    assert world.phase == "Failed"
-    assert world.healthy()[:2] == ("False", "BadConfig")
-    assert world.healthy()[2] == "prepare-0: spec.model.path is refused; its words: kubectl rlhf why"
 
 
 def test_a_job_that_prepare_refused_after_an_edit_goes_on_once_it_is_edited_back() -> None:
     world = running()
-    world.edit(suspend=True)
-    world.settle()
-    world.end_those_asked()
-    world.settle()
-    world.end_those_asked()
-    world.settle()
+    world.edit(suspend=True).wind_down()
     assert world.phase == "Suspended"
-    world.edit(suspend=False, podTemplate={"spec": {"nodeSelector": {"disk": "old"}}})
-    world.settle()
-    world.run_all()
-    world.end_pod("sums-prepare-0", 78, "spec.storage.runFolder: holds the run of another job")
-    world.settle()
-    assert (world.phase, world.healthy()[1]) == ("Failed", "BadConfig")
-    world.edit(suspend=True, podTemplate={})
-    world.settle()
+    world.edit(suspend=False, podTemplate={"spec": {"nodeSelector": {"disk": "old"}}}).settle()
+    world.run_all().end_pod("sums-prepare-0", 78, "spec.storage.runFolder: holds the run of another job").settle()
+    refused = "prepare-0: spec.storage.runFolder is refused; its words: kubectl rlhf why"
+    assert (world.phase, world.healthy()) == ("Failed", ("False", "BadConfig", refused))
+    world.edit(suspend=True, podTemplate={}).settle()
     assert (world.phase, world.healthy()[0]) == ("Suspended", "True")
     world.edit(suspend=False)
     world.to_running()
-    assert world.phase == "Running"
     assert "completionTime" not in world.status
 
 
@@ -163,13 +106,10 @@ def test_a_job_that_prepare_refused_after_an_edit_goes_on_once_it_is_edited_back
 def test_a_failed_worker_is_made_again_after_a_while_and_nobody_else() -> None:
     world = running()
     others = {name: pod["metadata"]["uid"] for name, pod in world.pods.items() if "reward" not in name}
-    world.end_pod("sums-reward-0", 1, "boom")
-    plan = world.settle()
+    plan = world.end_pod("sums-reward-0", 1, "boom").settle()
     assert names_of(world.deletes) == []
-    assert plan.requeue_seconds is not None
     assert 0.25 <= plan.requeue_seconds <= 0.5
-    world.pass_time(0.5)
-    world.settle()
+    world.pass_time(0.5).settle()
     assert names_of(world.deletes) == ["reward-0"]
     assert world.made == ["sums-reward-0"]
     assert others == {name: pod["metadata"]["uid"] for name, pod in world.pods.items() if "reward" not in name}
@@ -178,11 +118,8 @@ def test_a_failed_worker_is_made_again_after_a_while_and_nobody_else() -> None:
 
 def fail_again_and_again(world: World, role: str, code: int, times: int, message: str = "boom") -> None:
     for _ in range(times):
-        world.run_all()
-        world.end_pod(f"sums-{role}-0", code, message)
-        world.settle()
-        world.pass_time(31)
-        world.settle()
+        world.run_all().end_pod(f"sums-{role}-0", code, message).settle()
+        world.pass_time(31).settle()
 
 
 def test_too_many_failures_fail_the_job_and_a_trained_step_forgives() -> None:
@@ -190,8 +127,7 @@ def test_too_many_failures_fail_the_job_and_a_trained_step_forgives() -> None:
     fail_again_and_again(world, "reward", 1, 2)
     assert world.healthy()[1] == "CrashLoop"
     world.say(step=1)
-    world.run_all()
-    world.settle()
+    world.run_all().settle()
     assert world.healthy()[0] == "True"
     fail_again_and_again(world, "reward", 1, 2)
     assert world.phase == "Running"
@@ -205,13 +141,11 @@ def test_too_many_failures_fail_the_job_and_a_trained_step_forgives() -> None:
 
 def test_a_step_that_is_trained_again_forgives_nothing() -> None:
     world = running(failurePolicy={"maxRestarts": 2})
-    world.say(step=3)
-    world.settle()
+    world.say(step=3).settle()
     for _ in range(3):
         fail_again_and_again(world, "trainer", 1, 1)
         for step in (1, 2, 3):  # after its checkpoint
-            world.say(step=step)
-            world.settle()
+            world.say(step=step).settle()
     assert (world.phase, world.status["reason"]) == ("Failed", "CrashLoop")
     assert (
         world.status["message"]
@@ -248,8 +182,7 @@ def test_a_broker_that_nobody_reaches_never_fails_a_job() -> None:
 )
 def test_what_would_only_happen_again_fails_the_job(role: str, message: str, reason: str, told: str) -> None:
     world = running()
-    world.end_pod(f"sums-{role}-0", 78, message)
-    world.settle()
+    world.end_pod(f"sums-{role}-0", 78, message).settle()
     assert (world.phase, world.status["reason"]) == ("Failed", reason)
     assert world.status["message"] == f"{role}-0: {told}; its words: kubectl rlhf why"
     assert world.healthy()[1] == reason
@@ -261,13 +194,11 @@ def test_a_rule_decides_before_the_counting(action: str, phase: str, counted: in
     rules = [{"roles": ["reward"], "exitCodes": [42, 78], "action": action}]
     for code in (42, 78):
         world = running(failurePolicy={"rules": rules})
-        world.end_pod("sums-reward-0", code, "boom")
-        world.settle()
+        world.end_pod("sums-reward-0", code, "boom").settle()
         assert (world.phase, world.status["restarts"]["counted"]) == (phase, counted)
         assert (world.status["reason"] == "FailurePolicy") == (phase == "Failed")
     world = running(failurePolicy={"rules": rules})
-    world.end_pod("sums-trainer-0", 42, "boom")
-    world.settle()
+    world.end_pod("sums-trainer-0", 42, "boom").settle()
     assert (world.phase, world.status["restarts"]["counted"]) == ("Running", 1), "the rule is for another role"
 
 
@@ -279,8 +210,7 @@ def test_an_eviction_is_not_the_job_s_fault() -> None:
         world.pods["sums-generator-0"]["status"] |= {"reason": "Evicted", "message": "The node was low on memory"}
         world.settle()
         assert world.healthy()[1:] == ("Evicted", "generator-0: Evicted: The node was low on memory")
-        world.pass_time(31)
-        world.settle()
+        world.pass_time(31).settle()
     assert world.phase == "Running"
     assert world.status["restarts"]["counted"] == 0
 
@@ -293,8 +223,7 @@ def test_what_is_drained_is_made_again_once_it_is_gone() -> None:
     world.settle()
     assert world.healthy()[1] == "Evicted"
     assert world.made == []
-    world.end_those_asked()
-    world.settle()
+    world.end_those_asked().settle()
     assert world.made == ["sums-generator-0"]
     assert world.status["restarts"]["total"] == 0
 
@@ -309,8 +238,7 @@ def test_a_lost_node_s_pods_are_forced_but_never_the_trainer_s() -> None:
     world.deletes.clear()
     world.settle()
     assert world.deletes == []
-    world.pass_time(166)
-    world.settle()
+    world.pass_time(166).settle()
     assert [(d.name, d.grace_seconds) for d in world.deletes] == [("sums-generator-0", 0)]
     assert world.made == ["sums-generator-0"]
     assert world.healthy()[1] == "NodeLost"
@@ -323,41 +251,30 @@ def test_a_lost_node_s_pods_are_forced_but_never_the_trainer_s() -> None:
 def test_a_trainer_that_needs_longer_for_its_checkpoint_has_it_when_suspended() -> None:
     template = {"spec": {"terminationGracePeriodSeconds": 3600}}
     world = running(roles={"trainer": {"podTemplate": template}})
-    world.edit(suspend=True)
-    world.settle()
+    world.edit(suspend=True).settle()
     assert [(d.name, d.grace_seconds) for d in world.deletes] == [("sums-trainer-0", 3600)]
 
 
 def test_suspend_asks_the_trainer_first_and_resume_opens_the_next_run() -> None:
     world = running()
     first = world.run_uid
-    world.edit(suspend=True)
-    world.settle()
+    world.edit(suspend=True).settle()
     assert world.phase == "Suspending"
     assert [(d.name, d.grace_seconds) for d in world.deletes] == [("sums-trainer-0", 600)]
-    world.end_those_asked()
-    world.settle()
-    world.end_those_asked()
-    world.settle()
+    world.wind_down()
     assert (world.phase, world.pods) == ("Suspended", {})
-    assert is_quiet(world.plan())
+    assert world.plan().is_quiet
     world.edit(suspend=False)
-    world.to_starting()
-    world.run_all()
-    world.settle()
-    assert (world.phase, world.status["run"]["number"]) == ("Running", 2)
+    world.to_running()
+    assert world.status["run"]["number"] == 2
     assert {pod["metadata"]["labels"]["rlhfspec.io/run"] for pod in world.pods.values()} == {world.run_uid}
     assert world.run_uid != first
 
 
 def test_a_suspension_that_is_taken_back_ends_in_a_new_run() -> None:
     world = running()
-    world.edit(suspend=True)
-    world.settle()
-    world.edit(suspend=False)
-    for _ in range(3):
-        world.end_those_asked()
-        world.settle()
+    world.edit(suspend=True).settle()
+    world.edit(suspend=False).wind_down()
     assert world.status["run"]["number"] == 2
     assert list(world.pods) == ["sums-prepare-0"]
 
@@ -372,9 +289,7 @@ def test_a_pod_that_was_not_seen_when_the_run_ended_is_ended_too() -> None:
     world.pods |= unseen
     world.settle()
     assert (world.phase, names_of(world.deletes)) == ("Suspending", ["trainer-0"])
-    for _ in range(2):
-        world.end_those_asked()
-        world.settle()
+    world.wind_down()
     assert (world.phase, world.pods) == ("Suspended", {})
 
 
@@ -386,41 +301,32 @@ def test_a_job_that_is_made_suspended_has_no_run() -> None:
 
 def test_a_restart_of_one_role_touches_no_other() -> None:
     world = running()
-    world.edit(restart={"id": "again", "roles": ["reward"]})
-    world.settle()
+    world.edit(restart={"id": "again", "roles": ["reward"]}).settle()
     assert names_of(world.deletes) == ["reward-0"]
-    world.end_those_asked()
-    world.settle()
+    world.end_those_asked().settle()
     assert world.made == ["sums-reward-0"]
     world.run_all()
-    assert is_quiet(world.settle())
+    assert world.settle().is_quiet
     assert world.status["run"]["number"] == 1
 
 
 def test_a_restart_of_all_goes_on_in_the_next_run_once() -> None:
     world = running()
-    world.edit(restart={"id": "again"})
-    world.settle()
+    world.edit(restart={"id": "again"}).settle()
     assert names_of(world.deletes) == ["trainer-0"]
-    for _ in range(3):
-        world.end_those_asked()
-        world.settle()
+    world.wind_down()
     assert world.status["run"]["number"] == 2
     world.to_running()
     assert world.status["run"]["number"] == 2
-    assert world.phase == "Running"
 
 
 def test_a_failed_job_may_begin_anew_by_hand() -> None:
     world = running()
-    world.end_pod("sums-trainer-0", 78, "loss is not finite")
-    world.settle()
-    world.end_those_asked()
-    world.settle()
+    world.end_pod("sums-trainer-0", 78, "loss is not finite").wind_down()
     assert world.phase == "Failed"
     world.edit(restart={"id": "again"})
     world.to_running()
-    assert (world.phase, world.status["run"]["number"]) == ("Running", 2)
+    assert world.status["run"]["number"] == 2
     assert "completionTime" not in world.status
 
 
@@ -431,8 +337,7 @@ def test_a_deadline_fails_the_job(field: str) -> None:
     world.pass_time(90)
     assert world.settle().requeue_seconds == 10.0
     assert world.phase == "Starting"
-    world.pass_time(11)
-    world.settle()
+    world.pass_time(11).settle()
     assert (world.phase, world.status["reason"]) == ("Failed", "DeadlineExceeded")
     assert world.status["message"] == f"spec.{field}: 100 s are over"
 
@@ -440,20 +345,14 @@ def test_a_deadline_fails_the_job(field: str) -> None:
 def test_suspended_time_is_not_active_time() -> None:
     world = running(activeDeadlineSeconds=100)
     world.pass_time(60)
-    world.edit(suspend=True)
-    for _ in range(3):
-        world.settle()
-        world.end_those_asked()
-    world.pass_time(1000)
-    world.settle()
+    world.edit(suspend=True).wind_down()
+    world.pass_time(1000).settle()
     assert world.phase == "Suspended"
     world.edit(suspend=False)
     world.to_running()
-    world.pass_time(39)
-    world.settle()
+    world.pass_time(39).settle()
     assert world.phase == "Running"
-    world.pass_time(2)
-    world.settle()
+    world.pass_time(2).settle()
     assert world.phase == "Failed"
 
 
@@ -465,26 +364,18 @@ def test_a_job_that_is_held_while_it_goes_ends_its_trainer_then_all_and_makes_no
     world.delete_job()
     world.settle()
     assert (world.phase, names_of(world.deletes)) == ("Terminating", ["trainer-0"])
-    world.end_those_asked()
-    world.settle()
-    world.end_those_asked()
-    world.settle()
+    world.wind_down()
     assert (world.phase, world.pods) == ("Terminating", {})
-    assert is_quiet(world.plan())
+    assert world.plan().is_quiet
     assert world.plan().requeue_seconds is None
 
 
 @pytest.mark.parametrize("end", ["completed: step 10", "boom"])
 def test_a_job_is_deleted_so_long_after_its_end_as_it_says(end: str) -> None:
     world = running(ttlSecondsAfterFinished=60)
-    world.end_pod("sums-trainer-0", 78 if end == "boom" else 0, end)
-    for _ in range(2):
-        world.settle()
-        world.end_those_asked()
-    world.settle()
+    world.end_pod("sums-trainer-0", 78 if end == "boom" else 0, end).wind_down()
     assert world.plan().requeue_seconds == pytest.approx(60.0)
-    world.pass_time(59)
-    world.settle()
+    world.pass_time(59).settle()
     assert not world.is_gone
     world.pass_time(1)
     world.reconcile()
@@ -504,45 +395,35 @@ def generators_of(world: World) -> list[str]:
 
 def test_generators_follow_the_advice_one_at_a_time() -> None:
     world = elastic()
-    world.say(step=1, generators_wanted=9)
-    world.settle()
+    world.say(step=1, generators_wanted=9).settle()
     assert generators_of(world) == ["sums-generator-0", "sums-generator-1"]
     world.settle()
     assert len(generators_of(world)) == 2, "the new one is not ready yet"
-    world.run_all()
-    world.settle()
-    world.run_all()
-    world.settle()
+    world.run_all().settle()
+    world.run_all().settle()
     assert len(generators_of(world)) == 3, "as many as may be"
-    world.say(step=2, generators_wanted=1)
-    world.settle()
+    world.say(step=2, generators_wanted=1).settle()
     assert [(d.name, d.grace_seconds) for d in world.deletes] == [("sums-generator-2", None)]
-    world.end_those_asked()
-    world.settle()
+    world.end_those_asked().settle()
     assert names_of(world.deletes) == ["generator-2", "generator-1"]
     world.end_those_asked()
-    assert is_quiet(world.settle())
+    assert world.settle().is_quiet
     assert generators_of(world) == ["sums-generator-0"]
 
 
 def test_old_advice_is_not_followed() -> None:
     world = elastic()
     world.say(step=1, generators_wanted=3)
-    world.pass_time(61)
-    world.settle()
+    world.pass_time(61).settle()
     assert len(generators_of(world)) == 1
 
 
 def test_kubectl_scale_is_honoured_within_the_bounds() -> None:
     world = elastic()
-    world.edit(roles={"generator": {"workers": 2, "replicas": {"min": 1, "max": 3}}})
-    world.settle()
+    world.edit(roles={"generator": {"workers": 2, "replicas": {"min": 1, "max": 3}}}).settle()
     assert len(generators_of(world)) == 2
     fixed = running(roles={"generator": {"workers": 3}, "reward": {"workers": 2}})
-    fixed.edit(roles={"generator": {"workers": 1}, "reward": {"workers": 2}})
-    for _ in range(4):
-        fixed.settle()
-        fixed.end_those_asked()
+    fixed.edit(roles={"generator": {"workers": 1}, "reward": {"workers": 2}}).wind_down()
     assert generators_of(fixed) == ["sums-generator-0"]
     assert names_of(fixed.deletes) == ["generator-2", "generator-1"]
     assert "sums-rebalancer-0" in fixed.pods, "who takes part in a run is settled when it is opened"
@@ -553,8 +434,7 @@ def test_kubectl_scale_is_honoured_within_the_bounds() -> None:
 
 def test_progress_is_written_now_and_then_and_news_at_once() -> None:
     world = running()
-    world.say(step=1, reward=0.25)
-    world.settle()
+    world.say(step=1, reward=0.25).settle()
     old = dict(world.status)
     assert old["progress"]["reward"] == 0.25
 
@@ -577,24 +457,20 @@ def test_progress_is_written_now_and_then_and_news_at_once() -> None:
 
 def test_time_alone_changes_no_status() -> None:
     world = running()
-    world.say(step=1)
-    world.settle()
+    world.say(step=1).settle()
     before = dict(world.status)
     for _ in range(20):
         world.pass_time(15)
         world.say(step=1)
         assert world.plan().status == before
-        assert is_quiet(world.plan())
+        assert world.plan().is_quiet
 
 
 def test_an_old_copy_of_the_job_is_not_acted_upon() -> None:
     world = running()
     status = world.status
-    world.edit(restart={"id": "again"})
-    for _ in range(3):
-        world.settle()
-        world.end_those_asked()
+    world.edit(restart={"id": "again"}).wind_down()
     world.body["status"] = status
     plan = world.plan()
-    assert is_quiet(plan)
+    assert plan.is_quiet
     assert plan.status == status
