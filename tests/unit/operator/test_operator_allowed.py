@@ -1,14 +1,14 @@
 """What a job may set in its pods: nothing that reaches a Secret of others, another account, or the node."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
-from operator_world import SETTINGS, World, job_body
+from operator_world import SETTINGS, World, job_body, running, view_of
 
 from rlhfspec.operator.allowed_fields import Allowed
+from rlhfspec.operator.deciding.memory import Memory
 from rlhfspec.operator.deciding.reasons import config_problem
+from rlhfspec.operator.deciding.situation import Situation
 from rlhfspec.operator.making.objects import objects_for
 
 
@@ -165,22 +165,14 @@ def test_an_object_without_the_label_is_refused_and_one_with_it_is_not(name: str
     said = refusal(**changes)
     assert said.startswith("spec.roles.reward.podTemplate.spec.")
     assert "is not there, or has no label rlhfspec.io/jobs-may-use=true" in said
-    world = World(job_body(**changes), labelled={"another", "runs"})
-    world.to_running()
-    assert world.phase == "Running"
+    World(job_body(**changes), labelled={"another", "runs"}).to_running()
 
 
 def test_storage_of_the_job_needs_the_label_too() -> None:
     assert refusal(storage={"claim": "another"}).startswith("spec.storage.claim: PersistentVolumeClaim another is not")
     store = {"uri": "s3://bucket/team", "secret": "another"}
     assert refusal(storage=store).startswith("spec.storage.secret: Secret another is not there")
-    assert not config_problem_of(storage={"claim": "runs"})
-
-
-def config_problem_of(**spec: Any) -> str:
-    world = World(job_body(**spec))
-    world.settle()
-    return "" if world.pods else str(world.status.get("message"))
+    running(storage={"claim": "runs"})
 
 
 def test_a_job_begins_once_the_label_is_there() -> None:
@@ -188,9 +180,7 @@ def test_a_job_begins_once_the_label_is_there() -> None:
     plan = world.settle()
     assert (world.phase, plan.requeue_seconds) == ("Failed", 15.0)
     world.labelled.add("another")
-    world.pass_time(15)
-    world.to_running()
-    assert world.phase == "Running"
+    world.pass_time(15).to_running()
 
 
 USUAL = {
@@ -223,16 +213,8 @@ USUAL = {
 }  # fmt: skip
 
 
-def test_what_jobs_usually_need_is_allowed() -> None:
-    world = World(job_body(**USUAL))
-    world.to_running()
-    assert world.phase == "Running"
-
-
-def test_containers_of_the_job_have_no_privileges() -> None:
-    world = World(job_body(**USUAL))
-    world.to_running()
-    [sidecar] = world.pods["sums-reward-0"]["spec"]["initContainers"]
+def test_what_jobs_usually_need_is_allowed_and_their_containers_have_no_privileges() -> None:
+    [sidecar] = running(**USUAL).pods["sums-reward-0"]["spec"]["initContainers"]
     assert sidecar["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
@@ -251,11 +233,6 @@ def test_the_administrator_allows_more_and_less() -> None:
 
 
 def situation_of(world: World) -> Any:
-    from operator_world import view_of
-
-    from rlhfspec.operator.deciding.memory import Memory
-    from rlhfspec.operator.deciding.situation import Situation
-
     return Situation(view_of(world.body), world.observed(), world.settings, world.now, Memory())
 
 

@@ -1,7 +1,5 @@
 """Detection of an unavailable NATS or Redis by the operator."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,14 +1,12 @@
 """Every reason of a job appears at the first look, with evidence, and goes with its cause."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from operator_world import World
+from operator_world import World, running
 from places import ROOT, TESTS
 
 from rlhfspec.cluster.report import Trouble
@@ -16,7 +14,6 @@ from rlhfspec.operator.deciding.failures import WHERE
 from rlhfspec.operator.deciding.observed import Refusal, Said
 from rlhfspec.operator.deciding.reasons import CAUSES, OTHERS
 from rlhfspec.operator.deciding.reconcile import reconcile
-from rlhfspec.operator.deciding.situation import ReconcilePlan
 from rlhfspec.operator.deciding.status import PHASES
 from rlhfspec.operator.looking.views import job_view
 
@@ -28,17 +25,6 @@ def starting() -> World:
     world = World()
     world.to_starting()
     return world
-
-
-def running() -> World:
-    world = World()
-    world.to_running()
-    return world
-
-
-def healthy(plan: ReconcilePlan) -> tuple[str, str, str]:
-    (condition,) = (c for c in plan.status["conditions"] if c["type"] == "Healthy")
-    return condition["status"], condition["reason"], condition["message"]
 
 
 def waiting(world: World, reason: str, message: str = "") -> None:
@@ -103,11 +89,12 @@ def test_what_the_scheduler_says(message: str, reason: str, begins: str) -> None
 MOUNT = 'MountVolume.SetUp failed for volume "credentials" : '
 
 
-def with_event(world: World, event: str) -> ReconcilePlan:
+def healthy_with(world: World, event: str) -> tuple[str, str, str]:
     observed = world.observed()
     warned = replace(world.view(POD), warnings=(Said("FailedMount", event),))
     pods = tuple(warned if pod.name == POD else pod for pod in observed.pods)
-    return reconcile(job_view(world.body), replace(observed, pods=pods), world.settings, world.now)
+    world.carry_out(reconcile(job_view(world.body), replace(observed, pods=pods), world.settings, world.now))
+    return world.healthy()
 
 
 @pytest.mark.parametrize(
@@ -121,9 +108,9 @@ def with_event(world: World, event: str) -> ReconcilePlan:
 def test_what_the_events_of_a_pod_say(event: str, reason: str) -> None:
     world = starting()
     waiting(world, "ContainerCreating")
-    assert healthy(with_event(world, event)) == ("False", reason, f"{POD}: {event}")
+    assert healthy_with(world, event) == ("False", reason, f"{POD}: {event}")
     world.pods[POD]["status"]["conditions"] = [world.condition("PodReadyToStartContainers", True)]
-    assert healthy(with_event(world, event))[0] == "True", "by now all is mounted"
+    assert healthy_with(world, event)[0] == "True", "by now all is mounted"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +126,7 @@ def test_what_the_events_of_a_pod_say(event: str, reason: str) -> None:
 def test_what_a_kubelet_says_of_the_first_moments_of_every_pod_is_no_reason(event: str) -> None:
     world = starting()
     waiting(world, "ContainerCreating")
-    assert healthy(with_event(world, event))[0] == "True"
+    assert healthy_with(world, event)[0] == "True"
 
 
 @pytest.mark.parametrize(
@@ -159,10 +146,8 @@ def test_what_the_api_server_refuses(message: str, reason: str) -> None:
     assert world.plan().create == (), "tried so lately"
     assert world.plan().requeue_seconds == 5.0
     world.refuse = {}
-    world.pass_time(5)
-    world.settle()
-    world.run_all()
-    world.settle()
+    world.pass_time(5).settle()
+    world.run_all().settle()
     assert world.healthy()[0] == "True"
 
 
@@ -171,31 +156,26 @@ def test_what_the_api_server_refuses(message: str, reason: str) -> None:
 )
 def test_what_control_reports(reason: Any) -> None:
     world = running()
-    world.say(troubles=(Trouble(reason=reason, workers=("reward-0",)),))
-    world.settle()
+    world.say(troubles=(Trouble(reason=reason, workers=("reward-0",)),)).settle()
     status, found, message = world.healthy()
     assert (status, found) == ("False", reason)
     assert message.endswith(" reward-0; its words: kubectl rlhf why")
-    world.say()
-    world.settle()
+    world.say().settle()
     assert world.healthy()[0] == "True"
 
 
 def test_the_operator_itself_sees_that_the_broker_is_away() -> None:
     world = running()
-    observed = replace(world.observed(), broker=Said("TransportUnavailable", "NATS does not answer"))
-    plan = reconcile(job_view(world.body), observed, world.settings, world.now)
-    assert healthy(plan) == ("False", "BrokerUnavailable", "NATS does not answer")
+    world.broker = Said("TransportUnavailable", "NATS does not answer")
+    world.settle()
+    assert world.healthy() == ("False", "BrokerUnavailable", "NATS does not answer")
 
 
 def ends(code: int, message: str = "", reason: str = "", times: int = 1) -> Callable[[World], None]:
     def happen(world: World) -> None:
         for _ in range(times):
-            world.run_all()
-            world.end_pod(POD, code, message, reason)
-            world.settle()
-            world.pass_time(31)
-            world.settle()
+            world.run_all().end_pod(POD, code, message, reason).settle()
+            world.pass_time(31).settle()
 
     return happen
 
@@ -241,17 +221,9 @@ def test_how_a_worker_ended(happen: Callable[[World], None], reason: str, eviden
     world = running()
     happen(world)
     assert world.healthy() == ("False", reason, evidence)
-    world.run_all()
-    world.say(step=1)
-    world.settle()
-    assert world.healthy()[0] == "True"
-
-
-def test_a_worker_that_is_back_is_no_longer_shown() -> None:
-    world = running()
-    ends(1, "boom")(world)
-    world.run_all()
-    world.settle()
+    world.run_all().settle()
+    assert world.healthy()[1] == ("CrashLoop" if reason == "CrashLoop" else "AsExpected"), "it is back"
+    world.say(step=1).settle()
     assert world.healthy()[0] == "True"
 
 
@@ -259,28 +231,23 @@ def test_one_that_failed_again_and_again_is_back_once_it_stays() -> None:
     world = running()
     ends(1, "boom", times=2)(world)
     world.run_all()
-    world.say()
-    world.settle()
+    world.say().settle()
     world.pass_time(29)
     assert world.settle().requeue_seconds is not None
     assert world.healthy()[1] == "CrashLoop"
-    world.pass_time(1)
-    world.settle()
+    world.pass_time(1).settle()
     assert world.healthy()[0] == "True"
 
 
 def test_control_that_says_nothing_is_noticed_after_a_minute() -> None:
     world = running()
     world.say(step=1)
-    world.pass_time(59)
-    world.settle()
+    world.pass_time(59).settle()
     assert world.healthy()[0] == "True"
-    world.pass_time(1)
-    world.settle()
+    world.pass_time(1).settle()
     assert world.healthy()[1:] == ("ControlSilent", "sums-control-0 has reported nothing since 00:00:00 UTC")
     message = world.healthy()[2]
-    world.pass_time(100)
-    world.settle()
+    world.pass_time(100).settle()
     assert world.healthy()[2] == message, "the same text, or every look would write"
 
 
@@ -290,28 +257,24 @@ def test_control_told_another_replica_what_this_one_never_heard() -> None:
     world.listening_since = world.now  # another one was killed, and this one has no report yet
     world.settle()
     assert world.healthy()[0] == "True"
-    world.pass_time(60)
-    world.settle()
+    world.pass_time(60).settle()
     assert world.healthy()[1] == "ControlSilent"
 
 
 def test_a_pod_that_is_not_ready_for_long_is_named() -> None:
     world = running()
     world.pods[POD]["status"]["conditions"] = [world.condition("Ready", False)]
-    world.say()
-    world.settle()
+    world.say().settle()
     assert world.healthy()[0] == "True"
     world.pass_time(60)
-    world.say()
-    world.settle()
+    world.say().settle()
     assert world.healthy()[1:] == ("PodsNotReady", f"{POD} is Running and not ready since 00:00:00 UTC")
 
 
 def test_the_cause_that_explains_others_is_shown() -> None:
     world = running()
     world.end_pod(POD, 75, "NATS is away")
-    world.end_pod("sums-prompts-0", 75, "NATS is away")
-    world.settle()
+    world.end_pod("sums-prompts-0", 75, "NATS is away").settle()
     assert world.healthy()[1:] == (
         "BrokerUnavailable",
         f"prompts-0: ended with exit code 75; {WHERE} (and 1 more)",

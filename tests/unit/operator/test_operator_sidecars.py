@@ -1,11 +1,9 @@
 """Sidecars from webhooks neither delay nor fail a job: only the worker counts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
-from operator_world import World, job_body
+from operator_world import World, job_body, running
 
 from rlhfspec.operator.deciding.runs import STOP_SECONDS
 from rlhfspec.operator.looking.views import pod_view
@@ -21,11 +19,10 @@ def with_classic(world: World, name: str) -> None:
     status["containerStatuses"] = [beside, *status["containerStatuses"]]
 
 
-def with_native(world: World, name: str, code: int) -> None:
-    """Add a native sidecar that ends after the worker; its exit code does not matter."""
+def with_native(world: World, name: str, state: dict[str, Any]) -> None:
+    """Add a native sidecar, which ends after the worker."""
     pod = world.pods[name]
     pod["spec"]["initContainers"] = [{"name": "mesh", "restartPolicy": "Always"}]
-    state = {"terminated": {"exitCode": code, "reason": "Error", "message": "terminated"}}
     pod["status"]["initContainerStatuses"] = [{"name": "mesh", "state": state}]
 
 
@@ -33,33 +30,24 @@ def with_native(world: World, name: str, code: int) -> None:
 def test_a_job_with_sidecars_trains_to_its_end(native: bool) -> None:
     world = World()
     world.settle()
-    world.run_all()
-    world.settle()
+    world.run_all().settle()
 
     def end(name: str, code: int, message: str) -> None:
         world.end_pod(name, code, message)
-        with_native(world, name, 137) if native else with_classic(world, name)
+        with_native(world, name, {"terminated": {"exitCode": 137}}) if native else with_classic(world, name)
 
     end("sums-prepare-0", 0, "prepared")
     world.settle()
     assert world.phase == "Starting"
-    world.run_all()
-    world.settle()
+    world.run_all().settle()
     assert world.phase == "Running"
     end("sums-reward-0", 1, "boom")
     world.settle()
     assert world.status["internal"]["workers"]["reward-0"]["message"].startswith("ended with exit code 1;")
-    world.pass_time(60)
-    world.settle()
-    world.end_those_asked()
-    world.settle()
-    world.run_all()
-    world.settle()
+    world.pass_time(60).wind_down()
+    world.run_all().settle()
     end("sums-trainer-0", 0, "completed: step 10")
-    for _ in range(3):
-        world.settle()
-        world.end_those_asked()
-    world.settle()
+    world.wind_down()
     assert (world.phase, world.status["message"]) == ("Succeeded", "completed: step 10")
     assert world.status["restarts"]["total"] == 1
     waited_for = [each.grace_seconds for each in world.deletes if each.name == "sums-trainer-0"]
@@ -72,17 +60,12 @@ def test_a_job_with_sidecars_trains_to_its_end(native: bool) -> None:
 def test_the_pods_of_a_job_that_ended_keep_their_logs(native: bool) -> None:
     """The kubelet reports the end of a container a moment before the end of its pod, and ends native sidecars."""
     for role, code, message in (("trainer", 0, "completed: step 10"), ("reward", 78, "exact: boom")):
-        world = World()
-        world.to_running()
+        world = running()
         world.end_pod(f"sums-{role}-0", code, message)
-        pod = world.pods[f"sums-{role}-0"]
-        pod["status"]["phase"] = "Running"
+        world.pods[f"sums-{role}-0"]["status"]["phase"] = "Running"
         if native:
-            pod["spec"]["initContainers"] = [{"name": "mesh", "restartPolicy": "Always"}]
-            pod["status"]["initContainerStatuses"] = [{"name": "mesh", "state": {"running": {}}}]
-        for _ in range(3):
-            world.settle()
-            world.end_those_asked()
+            with_native(world, f"sums-{role}-0", {"running": {}})
+        world.wind_down()
         assert world.phase == ("Failed" if code else "Succeeded")
         assert f"sums-{role}-0" not in {delete.name for delete in world.deletes}
 
@@ -90,9 +73,7 @@ def test_the_pods_of_a_job_that_ended_keep_their_logs(native: bool) -> None:
 def view(world: World, **status: Any) -> Any:
     pod = world.pods["sums-prepare-0"]
     pod["status"] = status
-    found = pod_view(pod)
-    assert found is not None
-    return found
+    return pod_view(pod)
 
 
 def test_what_is_said_of_the_pod_as_a_whole_comes_first() -> None:

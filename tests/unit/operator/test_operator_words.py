@@ -1,7 +1,5 @@
 """A job and its events are read without the right to read logs: they hold no words of its processes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -16,9 +14,6 @@ WORDS = ("the key is hunter2", "spec.hunter2-x: no", "storage away: hunter2", "l
 def test_no_words_of_a_pod_are_in_the_status_or_its_events(role: str, code: int, words: str) -> None:
     world = World()
     world.settle() if role == "prepare" else world.to_running()
-    world.run_all()
-    world.end_pod(f"sums-{role}-0", code, words)
-    world.settle()
-    world.pass_time(61)
-    world.settle()
+    world.run_all().end_pod(f"sums-{role}-0", code, words).settle()
+    world.pass_time(61).settle()
     assert "hunter2" not in json.dumps(world.status) + str(world.events)

@@ -1,7 +1,5 @@
 """The operator keeps its laws in a random world, and in a kind one every job ends."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter
@@ -9,12 +7,12 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import pytest
 from hypothesis import given, strategies as st
 from operator_world import SETTINGS, World, job_body, view_of
 from sweeps import examples
 
 from rlhfspec.cluster import names
+from rlhfspec.operator.deciding.memory import text_of
 from rlhfspec.operator.deciding.observed import Observed
 from rlhfspec.operator.deciding.reconcile import reconcile
 from rlhfspec.operator.deciding.situation import ReconcilePlan, WorkloadWrite
@@ -98,17 +96,15 @@ class Wild:
         trainer = self.seen_pods.get("sums-trainer-0")
         gone_by = {pod.name: pod.gone_by for pod in observed.pods}
         lost = {name for name, by in gone_by.items() if by is not None and by < self.world.now}
+        memory = plan.status.get("internal", {})
+        is_open = memory.get("state") == "open" and plan.status["phase"] in ("Running", "Starting")
         for delete in plan.delete:
             pod = self.seen_pods[delete.name]
             assert delete.grace_seconds != 0 or delete.name in lost, "nobody is forced within its grace"
             role, phase = pod["metadata"]["labels"][names.ROLE], pod["status"]["phase"]
             if role == "trainer" and phase not in ("Succeeded", "Failed"):
                 assert delete.grace_seconds in (None, CHECKPOINT_SECONDS), "a trainer has its grace, always"
-            counted_in = plan.status.get("internal", {}).get("workers", {}).get(delete.name.removeprefix("sums-"), {})
-            is_open = plan.status.get("internal", {}).get("state") == "open" and plan.status["phase"] in (
-                "Running",
-                "Starting",
-            )
+            counted_in = memory.get("workers", {}).get(delete.name.removeprefix("sums-"), {})
             if is_open and phase in ("Pending", "Running") and not pod["metadata"].get("deletionTimestamp"):
                 is_asked = role in restart.get("roles", ())
                 assert role == "generator" or is_asked, f"nobody asked to end {delete.name}"
@@ -121,9 +117,7 @@ class Wild:
     def judge_queue(self, plan: ReconcilePlan, observed: Observed) -> None:
         before, after = (body.get("internal", {}).get("number", 0) for body in (self.seen_body["status"], plan.status))
         if before < after and self.seen_body["spec"].get("scheduling"):
-            seen = observed.queueing.workload
-            assert seen is not None
-            assert seen.is_admitted, "no run opens without quota"
+            assert observed.queueing.workload.is_admitted, "no run opens without quota"
         if plan.workload is not None and plan.workload.verb in ("delete", "status"):
             is_ready = any(each["type"] == "PodsReady" for each in self.changed_by(plan.workload))
             is_running = any(not pod.is_finished for pod in observed.pods)
@@ -173,9 +167,10 @@ class Wild:
 
     def remove_pod(self) -> None:
         if name := self.some_pod("Running", "Pending"):
-            self.world.pods[name]["metadata"].setdefault(
-                "deletionTimestamp", (self.world.now + timedelta(seconds=30)).strftime("%Y-%m-%dT%H:%M:%SZ")
-            )
+            self.let_end(self.world.pods[name])
+
+    def let_end(self, pod: Json) -> None:
+        pod["metadata"].setdefault("deletionTimestamp", text_of(self.world.now + timedelta(seconds=30)))
 
     def finish_prepare(self) -> None:
         if self.world.pods.get("sums-prepare-0", {}).get("status", {}).get("phase") == "Running":
@@ -194,10 +189,7 @@ class Wild:
         self.world.lost_nodes = {"node2"}
         for pod in self.world.pods.values():
             if pod["spec"].get("nodeName") == "node2" and pod["status"]["phase"] == "Running":
-                pod["metadata"].setdefault(
-                    "deletionTimestamp", (self.world.now + timedelta(seconds=30)).strftime("%Y-%m-%dT%H:%M:%SZ")
-                )
-
+                self.let_end(pod)
         self.world.pass_time(self.rng.choice([0, 50]))
 
     def node_comes_back(self) -> None:
@@ -336,9 +328,8 @@ def test_laws_hold_at_every_moment_and_every_job_comes_to_its_end(
     assert world.plan().is_quiet
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_kind_world_trains_every_job(seed: int) -> None:
-    wild = Wild(seed)
+def test_a_kind_world_trains_every_job() -> None:
+    wild = Wild(0)
     wild.be_kind()
     assert wild.world.phase == "Succeeded"
     assert wild.world.status["restarts"]["total"] == 0
