@@ -1,4 +1,4 @@
-"""The live view, drawn on a terminal of a given size."""
+"""The live view, drawn on a terminal of a given size, and tables as they are printed."""
 
 import io
 from dataclasses import replace
@@ -77,3 +77,10 @@ def picture(view: View, console: Console) -> list[str]:
     with console.capture() as capture:
         console.print(panel(view.progress, console.size, "stop"))
     return capture.get().splitlines()
+
+
+def printed(table: object, width: int = 160) -> list[str]:
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(table)
+    return [line.rstrip() for line in capture.get().splitlines()]

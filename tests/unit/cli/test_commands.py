@@ -1,4 +1,3 @@
-import io
 import json
 import os
 import re
@@ -6,15 +5,15 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from places import ROOT
-from rich.console import Console
 from run_folders import a_run, example_job
 from runs import command
-from typer.testing import CliRunner, Result
+from typer.testing import Result
+from views import printed
 
-from rlhfspec.cli.main import app
 from rlhfspec.cli.signals import name_of_last, on_signals
 from rlhfspec.job.choices.algorithms import ALGORITHMS
 from rlhfspec.job.file import read_job
@@ -30,10 +29,8 @@ from rlhfspec.telemetry.read import Life, lives
 from rlhfspec.telemetry.spans import Attribute, Span
 
 
-def rlhfspec(*arguments: str | Path) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
-    return result.exit_code, result.output
+def rlhfspec(*words: str | Path, code: int = 0) -> str:
+    return command([str(word) for word in words], code).output
 
 
 @pytest.fixture
@@ -46,15 +43,13 @@ def folder(tmp_path: Path) -> Path:
 
 def init(folder: Path, *options: str) -> Path:
     job = folder / "job.yaml"
-    code, output = rlhfspec("init", job, "--model", "./model", "--data", "./train.jsonl", *options)
-    assert code == 0, output
+    rlhfspec("init", job, "--model", "./model", "--data", "./train.jsonl", *options)
     return job
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_init_writes_a_valid_job(folder: Path, algorithm: str) -> None:
-    code, output = rlhfspec("validate", init(folder, "--algorithm", algorithm))
-    assert code == 0, output
+    output = rlhfspec("validate", init(folder, "--algorithm", algorithm))
     assert f"algorithm   {algorithm}" in output
     assert "20 rows" in output
     assert "rewards     1 * rewards:" in output
@@ -80,9 +75,8 @@ def test_init_keeps_what_is_there(folder: Path) -> None:
     job = init(folder)
     assert "return 1.0" in (folder / "rewards.py").read_text()
     job.write_text("mine")
-    code, output = rlhfspec("init", job)
-    assert (code, job.read_text()) == (2, "mine")
-    assert "--force" in output
+    assert "--force" in rlhfspec("init", job, code=2)
+    assert job.read_text() == "mine"
     init(folder, "--force")
     assert "RLHFJob" in job.read_text()
 
@@ -100,64 +94,48 @@ def test_the_reward_that_init_writes(folder: Path) -> None:
     ("arguments", "fix"), [(("--algorithm", "grop"), "must be one of ppo"), ((), "does not exist")]
 )
 def test_init_refuses(tmp_path: Path, arguments: tuple[str, ...], fix: str) -> None:
-    code, output = rlhfspec("init", tmp_path / "none" / "job.yaml", *arguments)
-    assert code == 2
-    assert fix in output
+    assert fix in rlhfspec("init", tmp_path / "none" / "job.yaml", *arguments, code=2)
 
 
 def test_what_init_writes_by_itself_is_valid(tmp_path: Path) -> None:
-    assert rlhfspec("init", tmp_path / "job.yaml")[0] == 0
-    code, output = rlhfspec("validate", tmp_path / "job.yaml")
-    assert code == 0, output
-    assert "tiny:sums.jsonl (not read" in output
-    code, output = rlhfspec("validate", tmp_path / "job.yaml", "--set", "model.drafter=tiny:sum")
-    assert code == 2
-    assert "spec.model.drafter: must be tiny: and one of" in output
+    rlhfspec("init", tmp_path / "job.yaml")
+    assert "tiny:sums.jsonl (not read" in rlhfspec("validate", tmp_path / "job.yaml")
+    wrong = rlhfspec("validate", tmp_path / "job.yaml", "--set", "model.drafter=tiny:sum", code=2)
+    assert "spec.model.drafter: must be tiny: and one of" in wrong
 
 
 def test_init_makes_a_name_of_the_file(folder: Path) -> None:
     odd = folder / "My Run_2.yaml"
-    assert rlhfspec("init", odd, "--model", "./model", "--data", "./train.jsonl")[0] == 0
+    rlhfspec("init", odd, "--model", "./model", "--data", "./train.jsonl")
     assert read_job(odd).metadata.name == "my-run-2"
 
 
 def test_validate_remarks_and_takes_overrides(folder: Path) -> None:
-    job = init(folder)
-    code, output = rlhfspec(
-        "validate", job, "--set", "dataset.epochs=1", "--set", "training.steps=3", "--set", "generation.topK=5"
-    )
-    assert code == 0, output
+    sets = ("--set", "dataset.epochs=1", "--set", "training.steps=3", "--set", "generation.topK=5")
+    output = rlhfspec("validate", init(folder), *sets)
     assert "training    3 steps" in output
     assert "remark: the data ends after step 1 of 3" in output
     assert "remark: generation.topK" in output
 
 
 def test_schema() -> None:
-    code, output = rlhfspec("schema")
-    assert (code, json.loads(output)["properties"]["spec"]["additionalProperties"]) == (0, False)
-    code, output = rlhfspec("schema", "--crd")
-    assert (code, json.loads(output)["kind"]) == (0, "CustomResourceDefinition")
+    assert json.loads(rlhfspec("schema"))["properties"]["spec"]["additionalProperties"] is False
 
 
 JOB = str(ROOT / "examples" / "grpo.yaml")
 SMALL = ("--generators", "4", "--per-generator", "8", "--seeds", "2")
 
 
-def simulated(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["simulate", JOB, *arguments])
+def simulated(*arguments: str, code: int = 0) -> Result:
+    return command(["simulate", JOB, *arguments], code)
 
 
-def content(*arguments: str) -> dict[str, object]:
-    result = simulated(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    read = json.loads(result.stdout)
-    assert isinstance(read, dict)
-    return read
+def content(*arguments: str) -> dict[str, Any]:
+    return json.loads(simulated(*arguments, "--json").stdout)
 
 
 def test_the_table_has_every_policy_and_the_picture_is_drawn(tmp_path: Path) -> None:
     result = simulated(*SMALL, "--out", str(tmp_path))
-    assert result.exit_code == 0, result.output
     for name in ("none", "threshold", "knee", "counts", "ours", "pull+none", "pull+ours", "ours-knowing"):
         assert f" {name} " in result.stdout
     assert (tmp_path / "simulated.png").read_bytes().startswith(b"\x89PNG")
@@ -169,12 +147,12 @@ def test_the_same_seeds_give_the_same_json() -> None:
     assert first == content(*arguments)
     assert first["simulated"] is True
     assert first["generators"] == 4
-    assert [trial["policy"] for trial in first["trials"]] == ["ours", "pull+none"]  # type: ignore[attr-defined]
+    assert [trial["policy"] for trial in first["trials"]] == ["ours", "pull+none"]
 
 
 def test_slow_machines_and_deaths_take_time() -> None:
     seconds = [
-        content(*SMALL, "--policy", "none", *more)["trials"][0]["mean_seconds"]  # type: ignore[index]
+        content(*SMALL, "--policy", "none", *more)["trials"][0]["mean_seconds"]
         for more in ((), ("--slow", "0:3"), ("--kill", "1@0.2+5"))
     ]
     assert seconds[0] < min(seconds[1:])
@@ -192,8 +170,7 @@ def test_slow_machines_and_deaths_take_time() -> None:
     ],
 )
 def test_what_cannot_be_is_one_line(arguments: tuple[str, str], said: str) -> None:
-    result = simulated(*SMALL, *arguments)
-    assert result.exit_code == 2
+    result = simulated(*SMALL, *arguments, code=2)
     assert said in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
@@ -233,9 +210,9 @@ def test_it_is_calibrated_by_what_a_run_left(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").write_text("".join(lines))
     (tmp_path / "traces" / "generator-0.jsonl").write_text("".join(spans))
     found = content("--seeds", "1", "--policy", "none", "--calibrate", str(tmp_path))["calibration"]
-    assert found["samples"] == 64 + 16  # type: ignore[index]
-    assert found["sequence_seconds"] == pytest.approx(0.5e-3, rel=0.1)  # type: ignore[index]
-    assert found["median_error"] < 0.05  # type: ignore[index]
+    assert found["samples"] == 64 + 16
+    assert found["sequence_seconds"] == pytest.approx(0.5e-3, rel=0.1)
+    assert found["median_error"] < 0.05
 
 
 def a_line(generator: int, weights_version: int, *num_accepted: int) -> LearntLine:
@@ -246,40 +223,39 @@ def a_line(generator: int, weights_version: int, *num_accepted: int) -> LearntLi
     )  # fmt: skip
 
 
-def report(run: Path, *options: str) -> Result:
-    return CliRunner().invoke(app, ["drafter", "report", str(run), *options])
+def report(run: Path, *options: str) -> str:
+    return rlhfspec("drafter", "report", run, *options)
 
 
 def test_it_shows_acceptance_by_step_and_depth_and_what_it_cost(tmp_path: Path) -> None:
     for line in (a_line(0, 0, 2, 2), a_line(1, 0, 0, 0, 4), a_line(0, 1, 0, 0, 0, 0, 8)):
         append_learnt_line(tmp_path, line)
-    result = report(tmp_path)
-    assert result.exit_code == 0, result.output
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines() if "│" in line]
+    output = report(tmp_path)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
     first = ["0", "512", "3.0", "8.0", "2.25", "75%", "50%", *["0%"] * 4]
     assert rows == [first, ["1", "1,024", "1.5", "4.0", "5.00", *["100%"] * 4, "0%", "0%"]]
-    assert "learning took 4.5 s of generators and saved an estimated 12.0 s" in result.output
+    assert "learning took 4.5 s of generators and saved an estimated 12.0 s" in output
 
 
 def test_it_says_how_old_the_drafter_is(tmp_path: Path) -> None:
     append_learnt_line(tmp_path, a_line(0, 3, 1, 1))
-    assert "learnt last 0 steps ago" in report(tmp_path).output
+    assert "learnt last 0 steps ago" in report(tmp_path)
     append_learnt_line(tmp_path, replace(a_line(1, 3, 1, 1), num_tokens=0))
     append_learnt_line(tmp_path, replace(a_line(0, 5, 1, 1), num_tokens=0))
-    assert "learnt last 2 steps ago" in report(tmp_path).output
+    assert "learnt last 2 steps ago" in report(tmp_path)
 
 
 def test_of_many_steps_it_shows_some_and_the_last(tmp_path: Path) -> None:
     for version in range(137):
         append_learnt_line(tmp_path, a_line(0, version, 1, 1))
-    rows = [line for line in report(tmp_path).output.splitlines() if "│" in line]
+    rows = [line for line in report(tmp_path).splitlines() if "│" in line]
     assert 15 < len(rows) <= 20
     assert rows[-1].split("│")[1].strip() == "136"
 
 
 def test_as_json_it_gives_the_lines(tmp_path: Path) -> None:
     append_learnt_line(tmp_path, a_line(3, 2, 5, 1))
-    [found] = map(json.loads, report(tmp_path, "--json").output.splitlines())
+    [found] = map(json.loads, report(tmp_path, "--json").splitlines())
     assert found["generator"] == "generator-3"
     assert found["num_accepted"] == [5, 1]
 
@@ -301,8 +277,12 @@ def test_where_no_drafter_learnt_it_says_so_in_a_line(tmp_path: Path) -> None:
             assert len(result.stderr.splitlines()) == 1
 
 
-def trace(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["trace", *arguments])
+@pytest.fixture
+def traced(tmp_path: Path) -> Path:
+    with SpanFiles(tmp_path) as files:
+        for span in life().spans:
+            files.keep(span)
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -314,28 +294,21 @@ def trace(*arguments: str) -> Result:
         (("--slowest", "2", "--step", "9"), "--step: there are no traces of this step"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
-    with SpanFiles(tmp_path) as files:
-        for span in life().spans:
-            files.keep(span)
-    refused = trace(str(tmp_path), *arguments)
-    assert refused.exit_code == 2
-    assert refused.output.startswith(said)
-    assert len(refused.output.splitlines()) == 1
+def test_a_mistake_is_one_line(traced: Path, arguments: tuple[str, ...], said: str) -> None:
+    refused = rlhfspec("trace", traced, *arguments, code=2)
+    assert refused.startswith(said)
+    assert len(refused.splitlines()) == 1
 
 
-def test_without_a_sample_the_slowest_are_listed(tmp_path: Path) -> None:
-    with SpanFiles(tmp_path) as files:
-        for span in life().spans:
-            files.keep(span)
-    listed = trace(str(tmp_path))
-    assert (listed.exit_code, listed.output) == (0, trace(str(tmp_path), "--slowest", "10").output)
-    assert "sums/3/7/1" in listed.output
+def test_without_a_sample_the_slowest_are_listed(traced: Path) -> None:
+    listed = rlhfspec("trace", traced)
+    assert listed == rlhfspec("trace", traced, "--slowest", "10")
+    assert "sums/3/7/1" in listed
 
 
 def test_top_says_how_far_a_run_of_one_process_is(tmp_path: Path) -> None:
     a_run(tmp_path, 3, steps=9)
-    said = CliRunner().invoke(app, ["top", str(tmp_path)]).output
+    said = command(["top", str(tmp_path)]).output
     assert "no run with --processes is going on there; a run is there, running, 3 of 9 steps" in said
     assert f"rlhfspec dashboard {tmp_path}" in said
 
@@ -367,13 +340,6 @@ def life() -> Life:
         span("critic", "critic", 4.0, 6.0, 4.0, error="timed\nout"),
         span("training", "trainer", 4.0, 10.0, 4.0, scored=106.0, complete=108.0, dropped=3),
     ])[0]  # fmt: skip
-
-
-def printed(table: object, width: int = 160) -> list[str]:
-    console = Console(width=width, file=io.StringIO())
-    with console.capture() as capture:
-        console.print(table)
-    return [line.rstrip() for line in capture.get().splitlines()]
 
 
 def test_a_waterfall_shows_what_waited_for_what() -> None:
@@ -413,8 +379,6 @@ def test_bars_are_seen_however_short_and_stay_within_the_axis() -> None:
     assert bar([("█", 1.0, 1.0)], began=1.0, ended=1.0, width=4) == "█"
 
 
-def test_a_folder_with_traces_is_a_runs_own(tmp_path: Path) -> None:
-    with SpanFiles(tmp_path) as files:
-        files.keep(life().spans[0])
-    with RunFolder(tmp_path) as folder:
+def test_a_folder_with_traces_is_a_runs_own(traced: Path) -> None:
+    with RunFolder(traced) as folder:
         folder.begin(example_job(), resume=False)

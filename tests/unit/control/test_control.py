@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dashboards import beat, load, snapshot
 from run_folders import example_job
 
 from rlhfspec.cluster.report import Report
@@ -18,24 +19,15 @@ from rlhfspec.control.show import trace_lines
 from rlhfspec.control.troubles import LASTING_SECONDS
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
-from rlhfspec.messages.records import DatasetInfo, Heartbeat, Load, Plan, StepReport, WorkerInfo
+from rlhfspec.messages.records import DatasetInfo, Heartbeat, Plan, StepReport
 from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.runs.live.run_state import GONE_SECONDS, SILENT_SECONDS
 from rlhfspec.telemetry.spans import Span
 
 NOON = datetime(2026, 7, 1, 12, 0, 7, tzinfo=UTC)
-BEAT = Heartbeat(
-    id="b", job="sums", stage="reward", worker=0, doing="waiting", what="finished samples", since_seconds=0.0,
-    overdue_seconds=float("-inf"), busy_seconds=1.0,
-)  # fmt: skip
-INFO = WorkerInfo(
-    id="w", job="sums", stage="reward", worker=0, host="node", pid=1, grpc_address="a:1", http_address="a:2"
-)
-LOAD = Load(
-    id="1", job="sums", generator="generator-1", step=3, num_running=2, num_waiting=1, num_finished=7, num_tokens=99,
-    tokens_per_second=123.4, accepted_per_verification=None, strategy="suffix", worker=1,
-)  # fmt: skip
+BEAT = replace(beat(), doing="waiting", what="finished samples", since_seconds=0.0, overdue_seconds=float("-inf"))
+INFO = snapshot()[0]
 
 
 class Run:
@@ -159,8 +151,8 @@ def test_who_is_drained_has_left_and_is_no_trouble() -> None:
     run.ready("generator", 0)
     run.ready("generator", 1)
     run.says(SILENT_SECONDS + 1)
-    run.knowledge.known.tell(LOAD)
-    assert run.says(0.25).tokens_per_second == 123.4
+    run.knowledge.known.tell(load(1))
+    assert run.says(0.25).tokens_per_second == 1001.0
     run.beat("generator", 1, doing="stopped", what="leaves")
     assert run.says(0.25).tokens_per_second is None, "its load is no load any more"
     assert run.there() == [("generator", 0)]

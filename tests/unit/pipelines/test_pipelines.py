@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from typer.testing import CliRunner
+from runs import command
 
-from rlhfspec.cli.main import app
 from rlhfspec.simulator.pipelines import schedule as schedules
 from rlhfspec.simulator.pipelines.schedule import (
     BACKWARD_TIMES,
@@ -111,17 +110,12 @@ def test_a_stage_that_keeps_more_than_1f1b_is_noticed(monkeypatch: pytest.Monkey
 
 
 def test_the_command(tmp_path: Path) -> None:
-    def invoke(*arguments: str) -> tuple[int, str]:
-        done = CliRunner().invoke(app, ["simulate", *arguments])
-        return done.exit_code, done.output
+    def simulated(*words: str, code: int = 0) -> str:
+        return command(["simulate", *words], code).output
 
-    code, output = invoke("--fuse", "2x4", "--out", str(tmp_path))
-    assert (code, "No schedule takes less than 24" in output) == (0, True)
+    assert "No schedule takes less than 24" in simulated("--fuse", "2x4", "--out", str(tmp_path))
     assert (tmp_path / "fused.png").stat().st_size > 10_000
-    code, output = invoke("--fuse", "4x8x0.5", "--json")
-    assert (code, json.loads(output)["schedules"]["serial"]["time"]) == (0, 49.5)
+    assert json.loads(simulated("--fuse", "4x8x0.5", "--json"))["schedules"]["serial"]["time"] == 49.5
     for wrong in ("4", "0x4", "4x8x0", "65x1"):
-        code, output = invoke("--fuse", wrong)
-        assert (code, "--fuse: must be" in output) == (2, True), output
-    code, output = invoke()
-    assert (code, "JOB: must be given" in output) == (2, True)
+        assert "--fuse: must be" in simulated("--fuse", wrong, code=2)
+    assert "JOB: must be given" in simulated(code=2)

@@ -4,14 +4,15 @@ import io
 import json
 import sys
 import unicodedata
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from dashboards import beat, snapshot
 from hypothesis import example, given, strategies as st
-from rich.console import Console
+from views import printed
 
 from rlhfspec.control.show import document_of
-from rlhfspec.messages.records import Doing, Heartbeat, Load, WorkerInfo
 from rlhfspec.plugin.logs import parsed
 from rlhfspec.plugin.output import SafeConsole, say, shown
 from rlhfspec.plugin.pods import state_of
@@ -22,32 +23,17 @@ from rlhfspec.runs.live.run_state import RunState, after
 
 
 def test_what_control_shows_becomes_a_table() -> None:
-    load = Load(
-        id="load/1", job="sums", generator="generator-1", step=3, num_running=7, num_waiting=2, num_finished=9,
-        num_tokens=900, tokens_per_second=123.4, accepted_per_verification=2.345, strategy="tree 16", worker=1,
-        sample_ids=("a", "b"), num_generated=(1, 2), num_held=(3, 4),
-    )  # fmt: skip
-    told = [*of("reward", 0, "waiting", "responses"), *of("generator", 1, "working", "step 3"), load]
+    speed = {"tokens_per_second": 123.4, "accepted_per_verification": 2.345}
+    ready, busy, working = snapshot(1, owned=("a", "b"), what="step 3")
+    idle = replace(beat(), doing="waiting", what="responses")
+    told = [ready, busy, replace(working, **speed), replace(ready, stage="reward", worker=0), idle]
     view = LiveView(run=after(RunState(), [(0.0, each) for each in told]), now=0.1)
     labels = {"rlhfspec.io/role": "generator", "rlhfspec.io/worker": "1"}
     pod = {"metadata": {"labels": labels}, "spec": {"nodeName": "node2"}}
-    console = Console(width=150)
-    with console.capture() as captured:
-        console.print(table_of(document_of(view), [pod]))
-    rows = [line.replace("│", " ").split() for line in captured.get().splitlines() if "-" in line and "┃" not in line]
-    assert rows[0] == ["generator-1", "node2", "step", "3", "tree", "16", "5s", "123", "7", "2", "2.35", "2"]
-    assert rows[1] == ["reward-0", "waits", "for", "responses", "5s"]
-
-
-def of(stage: str, worker: int, doing: Doing, what: str) -> tuple[WorkerInfo, Heartbeat]:
-    ready = WorkerInfo(
-        id="w", job="sums", stage=stage, worker=worker, host="h", pid=1, grpc_address="", http_address=""
-    )
-    beat = Heartbeat(
-        id="b", job="sums", stage=stage, worker=worker, doing=doing, what=what, since_seconds=5.0, overdue_seconds=-1.0,
-        busy_seconds=1.0,
-    )  # fmt: skip
-    return ready, beat
+    lines = [line for line in printed(table_of(document_of(view), [pod])) if "-" in line and "┃" not in line]
+    rows = [line.replace("│", " ").split() for line in lines]
+    assert rows[0] == ["generator-1", "node2", "step", "3", "suffix-d4-w1-b2", "1s", "123", "3", "1", "2.35", "2"]
+    assert rows[1] == ["reward-0", "waits", "for", "responses", "1s"]
 
 
 def test_lines_that_are_no_json_are_shown_as_they_are() -> None:

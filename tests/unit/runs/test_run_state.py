@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from dashboards import load, snapshot
 from hypothesis import given, strategies as st
 from wire_records import records
 
@@ -34,20 +35,9 @@ FIXED = {"id": "b", "job": "sums", "since_seconds": 1.0, "overdue_seconds": -1.0
 DOING = {"doing": st.sampled_from(["working", "waiting", "stopped"]), "what": st.text(max_size=3)}
 BUSY = st.integers(0, 9).map(float)
 BEATS = st.builds(partial(Heartbeat, **FIXED), stage=STAGES, worker=NEAR, busy_seconds=BUSY, **DOING)
-LOADS = st.builds(
-    lambda worker, number: Load(
-        id="l", job="sums", generator="g", worker=worker, step=number, num_running=number, num_waiting=0,
-        num_finished=0, num_tokens=0, tokens_per_second=1.0, accepted_per_verification=None, strategy="",
-    ),
-    NEAR, st.integers(0, 99),
-)  # fmt: skip
+LOADS = st.builds(lambda worker, number: load(worker, running=number), NEAR, st.integers(0, 99))
 PLANS = st.builds(lambda number: Plan(id="p", job="sums", num_wanted=number, why_wanted=str(number)), NEAR)
-INFOS = st.builds(
-    lambda stage, worker, pid: WorkerInfo(
-        id="w", job="sums", stage=stage, worker=worker, host=f"node-{pid}", pid=pid, grpc_address="", http_address=""
-    ),
-    STAGES, NEAR, st.integers(1, 3),
-)  # fmt: skip
+INFOS = st.builds(partial(replace, snapshot()[0]), stage=STAGES, worker=NEAR, pid=st.integers(1, 3))
 PHASES = st.sampled_from(["starting", "restarting", "left"])
 PROCESSES = st.builds(ProcessNews, stage=STAGES, worker=NEAR, phase=PHASES, by_hand=st.booleans())
 HELD = st.builds(HeldNews, stage=STAGES, worker=NEAR, is_held=st.booleans())
@@ -171,10 +161,6 @@ def test_what_is_told_counts_once_it_is_asked_for() -> None:
 
 
 def test_of_two_that_claim_a_sample_the_last_to_speak_has_it() -> None:
-    load = Load(
-        id="l", job="sums", generator="g", step=1, num_running=1, num_waiting=0, num_finished=0, num_tokens=0,
-        tokens_per_second=1.0, accepted_per_verification=None, strategy="", sample_ids=("a", "b"),
-    )  # fmt: skip
-    other = replace(load, worker=1, sample_ids=("b",))
-    assert reduced([(1.0, load), (2.0, other)]).owners == {"a": ("generator", 0), "b": ("generator", 1)}
-    assert reduced([(3.0, load), (2.0, other)]).owners == {"a": ("generator", 0), "b": ("generator", 0)}
+    one, other = load(owned=("a", "b")), load(1, owned=("b",))
+    assert reduced([(1.0, one), (2.0, other)]).owners == {"a": ("generator", 0), "b": ("generator", 1)}
+    assert reduced([(3.0, one), (2.0, other)]).owners == {"a": ("generator", 0), "b": ("generator", 0)}

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from collector import running_collector
 from example_records import example_evaluation
-from stays import traced_sample
+from stays import PROMPT, UID, traced_sample
+from views import Hand
 
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.messages.records import EvaluationReport, Load, Prompt, Sample, Score, ScoringStage, StepReport, Weights
@@ -31,12 +32,7 @@ from rlhfspec.telemetry.spans import Span, span_id, trace_id
 from rlhfspec.telemetry.tracer import Tracer
 from rlhfspec.worker.health import Health
 
-UID = "3f2a91c0"
 SAMPLE = traced_sample()
-PROMPT = Prompt(
-    id=SAMPLE.id, job="sums", step=3, prompt=7, replica=1, text="2+2=", token_ids=(1, 2), columns_json="{}", seed=1,
-    weights_version=2,
-)  # fmt: skip
 WEIGHTS = Weights(id="sums/weights/3", job="sums", version=3, role="policy", uri="memory:3", digest="00")
 LOAD = Load(
     id="sums/load", job="sums", generator="generator-0", step=3, num_running=5, num_waiting=2, num_finished=1,
@@ -46,14 +42,6 @@ LOAD = Load(
 )  # fmt: skip
 STAGES = ("prompts", "generator", "reward", "reference", "trainer")
 SPANS = ("prompt", "generation", "reward", "reference", "training")
-
-
-class Time:
-    def __init__(self) -> None:
-        self.seconds = 100.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 def score(stage: ScoringStage, *, error: str = "") -> Score:
@@ -67,7 +55,7 @@ def report(step: int = 3, *, num_dropped: int = 0) -> StepReport:
     return StepReport(id="sums/3", job="sums", metrics=replace(example_step(step=step), num_dropped=num_dropped))
 
 
-async def one_life(of: dict[str, Bus], clock: Time) -> None:
+async def one_life(of: dict[str, Bus], clock: Hand) -> None:
     """Run a sample through separate buses; a stage takes a second, a queue half a second."""
     prompts, samples, trained, scores = await asyncio.gather(
         of["generator"].of("generator").subscribe(Prompt),
@@ -106,7 +94,7 @@ async def opened(transport: MemoryTransport, watcher: Watcher | None) -> Bus:
 
 def traced_life() -> tuple[list[Span], list[Tracer]]:
     spans: list[Span] = []
-    clock = Time()
+    clock = Hand()
 
     async def main() -> list[Tracer]:
         transport = MemoryTransport()
@@ -156,7 +144,8 @@ def test_nothing_is_kept_of_what_is_over() -> None:
         assert not tracer._steps
 
 
-async def done_twice(spans: list[Span], taken: type[Prompt] | type[Sample], by: str, made: Sample | Score) -> None:
+async def done_twice(taken: type[Prompt] | type[Sample], by: str, made: Sample | Score) -> list[Span]:
+    spans: list[Span] = []
     transport = MemoryTransport(clock=(clock := FakeClock()))
     first, second = [await opened(transport, Tracer(UID, spans.append)) for _ in range(2)]
     slow, fast = [await bus.of(by).subscribe(taken) for bus in (first, second)]
@@ -169,22 +158,20 @@ async def done_twice(spans: list[Span], taken: type[Prompt] | type[Sample], by: 
     await second.of(by).publish(made)
     await delivery.ack()
     await first.of(by).publish(made)
+    return spans
 
 
-def test_what_is_done_twice_is_the_same_span_and_says_so() -> None:
-    spans: list[Span] = []
-    asyncio.run(done_twice(spans, Sample, "reward", score("reward")))
+async def test_what_is_done_twice_is_the_same_span_and_says_so() -> None:
+    spans = await done_twice(Sample, "reward", score("reward"))
     assert [(span.name, span.again) for span in spans[2:]] == [("reward", False), ("reward", True)]
     assert spans[2].id == spans[3].id
 
 
-def test_what_is_generated_anew_is_another_stay_and_scores_hang_on_the_one_that_counted() -> None:
-    spans: list[Span] = []
-    asyncio.run(done_twice(spans, Prompt, "generator", SAMPLE))
-    fast, slow = spans[1:]
+async def test_what_is_generated_anew_is_another_stay_and_scores_hang_on_the_one_that_counted() -> None:
+    prompt, fast, slow = await done_twice(Prompt, "generator", SAMPLE)
     assert [(span.delivery, span.again) for span in (fast, slow)] == [(2, False), (1, True)]
     assert fast.id != slow.id
-    assert fast.parent == slow.parent == spans[0].id
+    assert fast.parent == slow.parent == prompt.id
 
 
 def test_a_failed_score_and_samples_that_were_left_out_are_told() -> None:
@@ -315,7 +302,7 @@ def test_a_collector_gets_one_connected_trace_from_several_processes(tmp_path: P
                 each = {
                     s: closing.enter_context(watching("sums", UID, run=None, otlp_endpoint=endpoint)) for s in STAGES
                 }
-                await one_life({s: await opened(transport, looking.watcher) for s, looking in each.items()}, Time())
+                await one_life({s: await opened(transport, looking.watcher) for s, looking in each.items()}, Hand())
 
         asyncio.run(main())
         queues = [f"queue of {name}" for name in SPANS[1:]]
@@ -346,7 +333,7 @@ def numbers(meters: Meters) -> dict[str, float]:
 
 
 def test_what_is_counted_of_what_passes() -> None:
-    clock = Time()
+    clock = Hand()
     place = WorkerPlace("generator", 1)
     meters = Meters(now=clock)
     headers = meters.publishing(WorkerPlace("prompts", 0), PROMPT)

@@ -1,7 +1,5 @@
 """The trace of a sample moved in all ways has no gap."""
 
-import asyncio
-import io
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -10,9 +8,9 @@ from typing import Any
 import pytest
 from collector import running_collector
 from hypothesis import given, strategies as st
-from rich.console import Console
 from stays import PROMPT, UID, Watched, moved_there_and_back, progress
 from traced_moves import check_times
+from views import printed
 
 from rlhfspec.messages.records import Prompt
 from rlhfspec.messages.transport.memory import MemoryTransport
@@ -193,28 +191,24 @@ def test_who_was_only_slow_and_came_second_counts_for_nothing() -> None:
     assert [(stay.worker, life.is_in_vain(stay)) for stay in life.stays] == [(0, False), (1, True)]
 
 
-def test_a_sample_that_could_not_arrive_was_never_there() -> None:
+async def test_a_sample_that_could_not_arrive_was_never_there() -> None:
     """The prompt is adopted before the engine takes the sequence, and returned on failure."""
     spans: list[Span] = []
     meters = Meters()
-
-    async def main() -> None:
-        bus = await Bus.open(MemoryTransport(), "sums", uid=UID, workers={"prompts": 1, "generator": 2, "reward": 1})
-        inboxes = []
-        for watcher in (None, Tracer(UID, spans.append), meters):
-            bus.watcher = watcher
-            inboxes.append(await bus.of("generator", 1).subscribe(Prompt))
-        source, *watched = inboxes
-        await bus.of("prompts").publish(PROMPT)
-        [held] = await source.pull(max_records=1, timeout_seconds=0)
-        for inbox in watched:
-            adopted = await inbox.adopt(encode(held.record), PROMPT.id, held.held.token, held.headers)
-            adopted.held.leave(None)
-            adopted = await inbox.adopt(encode(held.record), PROMPT.id, held.held.token, held.headers)
-            inbox.arrived(adopted, progress(4, plain=4))
-            adopted.held.leave(progress(6, plain=6, moves=1, at=200.0))
-
-    asyncio.run(main())
+    bus = await Bus.open(MemoryTransport(), "sums", uid=UID, workers={"prompts": 1, "generator": 2, "reward": 1})
+    inboxes = []
+    for watcher in (None, Tracer(UID, spans.append), meters):
+        bus.watcher = watcher
+        inboxes.append(await bus.of("generator", 1).subscribe(Prompt))
+    source, *watched = inboxes
+    await bus.of("prompts").publish(PROMPT)
+    [held] = await source.pull(max_records=1, timeout_seconds=0)
+    for inbox in watched:
+        adopted = await inbox.adopt(encode(held.record), PROMPT.id, held.held.token, held.headers)
+        adopted.held.leave(None)
+        adopted = await inbox.adopt(encode(held.record), PROMPT.id, held.held.token, held.headers)
+        inbox.arrived(adopted, progress(4, plain=4))
+        adopted.held.leave(progress(6, plain=6, moves=1, at=200.0))
     assert [(span.name, span.stay, span.attributes["tokens"]) for span in spans if span.name == "generation"] == [
         ("generation", 2, 2)
     ]
@@ -303,11 +297,4 @@ def test_a_picture_of_a_sample_that_moved() -> None:
 
 
 def shown(life: Life) -> str:
-    return "\n".join(printed(waterfall(life, width=20)))
-
-
-def printed(table: object, width: int = 240) -> list[str]:
-    console = Console(width=width, file=io.StringIO())
-    with console.capture() as capture:
-        console.print(table)
-    return [line.rstrip() for line in capture.get().splitlines()]
+    return "\n".join(printed(waterfall(life, width=20), 240))
