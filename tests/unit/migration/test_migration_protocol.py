@@ -10,20 +10,18 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from moving_world import NODES, World, any_of
+from hypothesis import given, strategies as st
+from moving_world import World, any_of
 
 from rlhfspec.errors import MalformedRecord
 from rlhfspec.moves.migration import destination as theirs, messages, source as ours
-from rlhfspec.moves.migration.destination import DOUBT_SECONDS, LEASE_SECONDS, Destination
+from rlhfspec.moves.migration.destination import LEASE_SECONDS, Destination
 from rlhfspec.moves.migration.messages import from_bytes, to_bytes
 from rlhfspec.moves.migration.source import MoveSource
 
 HEAD: dict[str, Any] = {"move": "m", "sample": "x", "number": 1, "source": "s", "destination": "d"}
 RESERVE = messages.Reserve(**HEAD, manifest=b"manifest", weights_version=3, has_kv=True)
 HAND_OVER = messages.HandOver(**HEAD, state=b"s", kv=b"k", key="k", num_bytes=1, prompt=b"p", token="t")
-INDEX, PLACE = st.integers(0, NODES - 1), st.integers(0, 7)
 
 
 def lives(seeds: range, **bugs: Any) -> Counter[str]:
@@ -41,53 +39,6 @@ def test_many_lives_end_with_one_owner_each() -> None:
     ends = lives(range(600))
     assert min(ends[how] for how in ("kv", "tokens", "kept")) > 50, "what is checked does happen"
     assert ends["lost"] > 0
-
-
-class Moves(RuleBasedStateMachine):
-    """State machine over the same world, with which hypothesis finds the shortest failure."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.world = World()
-
-    @rule(index=INDEX, sample=st.integers(0, 1), to=INDEX)
-    def move(self, index: int, sample: int, to: int) -> None:
-        self.world.move(index, self.world.samples[sample], to)
-
-    @rule(at=PLACE, keep=st.booleans())
-    def deliver(self, at: int, keep: bool) -> None:
-        self.world.deliver(at, keep=keep)
-
-    @rule(at=PLACE, keep=st.booleans())
-    def reply(self, at: int, keep: bool) -> None:
-        self.world.reply(at, keep=keep)
-
-    @rule(index=INDEX)
-    def work(self, index: int) -> None:
-        self.world.work(index)
-
-    @rule(at=PLACE)
-    def lose(self, at: int) -> None:
-        self.world.lose(at)
-
-    @rule(index=INDEX, what=st.sampled_from(["silence", "give_up", "preempt", "swap", "finish", "crash"]))
-    def befall(self, index: int, what: str) -> None:
-        getattr(self.world, what)(index)
-
-    @rule(seconds=st.sampled_from([0.6, 3.0, LEASE_SECONDS + 1, DOUBT_SECONDS + 1]))
-    def advance(self, seconds: float) -> None:
-        self.world.advance(seconds)
-
-    @invariant()
-    def one_runs_it(self) -> None:
-        self.world.check()
-
-    def teardown(self) -> None:
-        self.world.settle()
-
-
-TestMoves = Moves.TestCase
-TestMoves.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 
 class NoTombstone(Destination):
@@ -141,9 +92,7 @@ class BelievesGoneForEver(MoveSource):
         return super()._doubt(event, now)
 
 
-@pytest.mark.parametrize(
-    ("bug", "first"), [(NoTombstone, 1500), (ForgetsWhatItTook, 150), (TakesWithoutALease, 1100)]
-)  # fmt: skip
+@pytest.mark.parametrize(("bug", "first"), [(NoTombstone, 1500), (ForgetsWhatItTook, 150), (TakesWithoutALease, 1100)])
 def test_a_destination_without_one_rule_is_found_out(bug: Callable[[str], Destination], first: int) -> None:
     """`first` is a seed near the failing life, which saves time."""
     with pytest.raises(AssertionError):

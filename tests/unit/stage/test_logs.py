@@ -40,7 +40,7 @@ def test_a_line_says_where_and_when(stream: io.StringIO) -> None:
     }  # fmt: skip
 
 
-def test_what_is_about_a_sample_names_it_in_every_thread_and_task(stream: io.StringIO) -> None:
+async def test_what_is_about_a_sample_names_it_in_every_thread_and_task(stream: io.StringIO) -> None:
     async def one(sample: str) -> None:
         thread = ComputeThread(sample)
         with about(sample):
@@ -50,12 +50,9 @@ def test_what_is_about_a_sample_names_it_in_every_thread_and_task(stream: io.Str
         log.warning("later")
         thread.close()
 
-    async def main() -> None:
-        await asyncio.gather(one("sums/1/0/0"), one("sums/1/0/1"))
-
-    asyncio.run(main())
-    said = sorted((line["message"], line.get("sample", "")) for line in lines(stream))
     ids = ["sums/1/0/0", "sums/1/0/1"]
+    await asyncio.gather(*map(one, ids))
+    said = sorted((line["message"], line.get("sample", "")) for line in lines(stream))
     assert said == [*(("computed", id) for id in ids), *(("done", id) for id in ids), ("later", ""), ("later", "")]
 
 

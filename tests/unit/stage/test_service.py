@@ -2,21 +2,23 @@
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError as FutureCancelled
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
-from dashboards import beat, load
-from rich.console import Console
+from dashboards import beat, load, snapshot
 from small_job import a_job
+from views import printed
 
 from rlhfspec.cli.commands.top import _row
 from rlhfspec.control.show import document_of
 from rlhfspec.dashboard.live.live_state import Live
 from rlhfspec.errors import InvalidRequest, LoopStalled, RecordUndeliverable, StageFailed, StageStalled
-from rlhfspec.messages.records import WorkerInfo
 from rlhfspec.messages.transport.clock import FakeClock
 from rlhfspec.plugin.status import table_of
 from rlhfspec.runs.live.live import LiveView
@@ -103,31 +105,27 @@ async def test_whatever_a_call_raises_arrives(raised: BaseException, arrives: ty
     assert await thread.in_thread(pow, 2, 3) == 8, "the thread lives on"
 
 
-def test_a_cancelled_call_leaves_its_thread_behind_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_cancelled_call_leaves_its_thread_behind_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def hang() -> threading.Thread:
+    def hang() -> None:
         begun.set()
         go_on.wait(60)
-        return threading.current_thread()
 
-    async def main() -> None:
-        thread = ComputeThread("reward-0")
-        hung = asyncio.create_task(thread.in_thread(hang))
-        queued = asyncio.create_task(thread.in_thread(pow, 2, 3))
-        while not begun.is_set():
-            await asyncio.sleep(0)
-        queued.cancel()
-        await asyncio.wait([queued])
-        assert not caplog.records, "what had not begun leaves nothing behind"
-        hung.cancel()
-        await asyncio.wait([hung])
-        assert hung.cancelled()
-        assert "reward-0: cancelled while it computes; its thread is left behind" in caplog.text
-        fresh = await thread.in_thread(threading.current_thread)
-        assert fresh.name == "reward-0/2"
-
-    asyncio.run(main())
+    thread = ComputeThread("reward-0")
+    hung = asyncio.create_task(thread.in_thread(hang))
+    queued = asyncio.create_task(thread.in_thread(pow, 2, 3))
+    while not begun.is_set():
+        await asyncio.sleep(0)
+    queued.cancel()
+    await asyncio.wait([queued])
+    assert not caplog.records, "what had not begun leaves nothing behind"
+    hung.cancel()
+    await asyncio.wait([hung])
+    assert hung.cancelled()
+    assert "reward-0: cancelled while it computes; its thread is left behind" in caplog.text
+    fresh = await thread.in_thread(threading.current_thread)
+    assert fresh.name == "reward-0/2"
     go_on.set()
 
 
@@ -210,28 +208,21 @@ def test_the_first_that_raises_ends_the_others_and_is_named() -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_our_own_errors_need_no_class_name() -> None:
-    async def refuse(service: Scripted) -> None:
-        raise InvalidRequest("rewards.sources[0]", "x", "must be finite")
+@pytest.mark.parametrize(
+    ("error", "kind", "told"),
+    [
+        (InvalidRequest("sources[0]", "x", "must be finite"), StageFailed, "reward 0: failed: sources[0]: must be"),
+        (RecordUndeliverable("generator", "s", "1/0/0", ""), RecordUndeliverable, "generator: could not handle 1/0/0"),
+        (asyncio.CancelledError(), StageFailed, "reward 0: failed: it was cancelled, but not by the supervisor"),
+    ],
+    ids=["ours without its class", "of a stage as it is", "cancelled from elsewhere"],
+)
+def test_an_error_is_told_in_its_words(error: BaseException, kind: type[Exception], told: str) -> None:
+    async def fail(service: Scripted) -> None:
+        raise error
 
-    with pytest.raises(StageFailed, match=r"reward 0: failed: rewards.sources\[0\]: must be finite"):
-        supervised(("reward", refuse))
-
-
-def test_a_stage_error_is_raised_as_it_is() -> None:
-    async def undeliverable(service: Scripted) -> None:
-        raise RecordUndeliverable("generator", "rlhf.sums.prompt", "sums/1/0/0", "poison")
-
-    with pytest.raises(RecordUndeliverable, match="generator: could not handle sums/1/0/0"):
-        supervised(("supervisor", undeliverable), ("trainer", hang))
-
-
-def test_a_cancellation_from_elsewhere_is_a_failure() -> None:
-    async def cancel_itself(service: Scripted) -> None:
-        raise asyncio.CancelledError
-
-    with pytest.raises(StageFailed, match="reward 0: failed: it was cancelled, but not by the supervisor"):
-        supervised(("reward", cancel_itself), ("trainer", hang))
+    with pytest.raises(kind, match=re.escape(told)):
+        supervised(("reward", fail), ("trainer", hang))
 
 
 def test_work_past_its_deadline_is_named() -> None:
@@ -337,23 +328,18 @@ def test_a_failure_while_cancelled_is_logged(caplog: pytest.LogCaptureFixture) -
     assert "disk full" in caplog.text
 
 
-async def test_a_stop_that_fails_is_named() -> None:
+@pytest.mark.parametrize("fails", [True, False])
+async def test_a_stop_that_fails_is_named_and_one_that_hangs_ends_with_the_grace(fails: bool) -> None:
     class Stubborn(Scripted):
         async def stop(self) -> None:
-            raise OSError("no such socket")
-
-    vitals = Vitals(clock := FakeClock())
-    with pytest.raises(StageFailed, match="view 0: failed: OSError: no such socket"):
-        await supervise(clock, vitals, [Stubborn("view", vitals), Scripted("trainer", vitals, finish)], 30.0)
-
-
-async def test_a_stop_that_hangs_ends_with_the_grace() -> None:
-    class Stubborn(Scripted):
-        async def stop(self) -> None:
+            if fails:
+                raise OSError("no such socket")
             await asyncio.Event().wait()
 
     vitals = Vitals(clock := FakeClock())
-    await supervise(clock, vitals, [Stubborn("view", vitals), Scripted("trainer", vitals, finish)], 30.0)
+    named = pytest.raises(StageFailed, match="view 0: failed: OSError: no such socket") if fails else nullcontext()
+    with named:
+        await supervise(clock, vitals, [Stubborn("view", vitals), Scripted("trainer", vitals, finish)], 30.0)
     assert len(asyncio.all_tasks()) == 1, "a task outlives the run"
 
 
@@ -368,16 +354,11 @@ async def test_cancelling_the_run_cancels_the_services() -> None:
     assert [service.ended for service in services] == ["cancelled", "cancelled"]
 
 
-def slow(vitals: Vitals, monkeypatch: pytest.MonkeyPatch) -> Beats:
-    beats = Beats(vitals)
+@pytest.mark.parametrize("news", ["work in another thread", "trouble", "stop"])
+async def test_a_beat_comes_at_once_with_news(news: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    vitals, stopping, begun, over = Vitals(), asyncio.Event(), threading.Event(), threading.Event()
+    worker, beats = vitals.worker("reward", 0), Beats(vitals)
     monkeypatch.setattr(beats, "_pace", Pace(1000.0, 1000.0))
-    return beats
-
-
-async def test_work_that_begins_in_any_thread_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    vitals = Vitals()
-    worker = vitals.worker("reward", 0)
-    begun, over = threading.Event(), threading.Event()
 
     def work() -> None:
         begun.wait()
@@ -386,33 +367,22 @@ async def test_work_that_begins_in_any_thread_is_told_at_once(monkeypatch: pytes
 
     thread = threading.Thread(target=work)
     thread.start()
-    beat = asyncio.create_task(slow(vitals, monkeypatch).next("waits", asyncio.Event()))
+    beat = asyncio.create_task(beats.next("waits", stopping))
     try:
         await asyncio.sleep(0.05)
         assert not beat.done()
-        begun.set()
+        match news:
+            case "trouble":
+                worker.in_trouble("no weights are stored: disk full")
+            case "stop":
+                stopping.set()
+            case _:
+                begun.set()
         await asyncio.wait_for(beat, 60.0)
     finally:
         begun.set()
         over.set()
         thread.join()
-
-
-async def test_a_trouble_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    vitals = Vitals()
-    worker = vitals.worker("trainer", 0)
-    beat = asyncio.create_task(slow(vitals, monkeypatch).next("waits", asyncio.Event()))
-    await asyncio.sleep(0.05)
-    worker.in_trouble("no weights are stored: disk full")
-    await asyncio.wait_for(beat, 60.0)
-
-
-async def test_a_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopping = asyncio.Event()
-    beat = asyncio.create_task(slow(Vitals(), monkeypatch).next("waits", stopping))
-    await asyncio.sleep(0.05)
-    stopping.set()
-    await asyncio.wait_for(beat, 60.0)
 
 
 def test_work_that_goes_on_is_no_news() -> None:
@@ -425,21 +395,11 @@ def test_work_that_goes_on_is_no_news() -> None:
     assert after.without_times() == before.without_times()
 
 
-INFO = WorkerInfo(id="w", job="sums", stage="reward", worker=0, host="h", pid=1, grpc_address="", http_address="")
-
-
-def plugin_top(view: LiveView) -> str:
-    console = Console(width=150)
-    with console.capture() as captured:
-        console.print(table_of(document_of(view), []))
-    return captured.get()
-
-
 @pytest.mark.parametrize(("seconds", "is_told"), [(SILENT_SECONDS - 0.5, False), (SILENT_SECONDS + 0.5, True)])
 def test_all_that_tell_of_silence_tell_it_at_one_time(seconds: float, is_told: bool) -> None:
     clock = FakeClock()
     known, live = KnownRun(clock), Live()
-    known.tell(INFO, beat(), load())
+    known.tell(replace(snapshot()[0], stage="reward"), beat(), load())
     asyncio.run(clock.advance(seconds))
     view = LiveView(run=known.run, now=clock.now())
     live.seen(view)
@@ -447,7 +407,8 @@ def test_all_that_tell_of_silence_tell_it_at_one_time(seconds: float, is_told: b
     [page], [tile] = live.content(clock.now())["workers"], live.content(clock.now())["generators"]
     told = {"roster": state.doing, "dashboard": page["doing"]}
     told |= {"its generators": "silent" if tile["silent"] else "working", "top": _row(state)[2]}
-    told |= {"kubectl rlhf top": "silent" if "silent" in plugin_top(view) else "working"}
+    plugin = "".join(printed(table_of(document_of(view), [])))
+    told |= {"kubectl rlhf top": "silent" if "silent" in plugin else "working"}
     assert set(told.values()) == {"silent" if is_told else "working"}, told
 
 

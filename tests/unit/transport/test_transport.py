@@ -18,7 +18,6 @@ from rlhfspec.messages.transport.jetstream import reading as module
 from rlhfspec.messages.transport.jetstream.deliveries import Consuming
 from rlhfspec.messages.transport.jetstream.reading import PullReading
 from rlhfspec.messages.transport.memory import MemoryTransport
-from rlhfspec.messages.transport.memory_subjects import WorkSubject
 from rlhfspec.testing.transport import TransportContract
 from rlhfspec.testing.transport_harness import DEAD, SUBJECT, TransportHarness, ids
 
@@ -40,7 +39,6 @@ async def test_memory_is_bounded() -> None:
         for message in await reward.pull(1, 1.0):
             await message.ack()
     subject = transport._subjects[SUBJECT]
-    assert isinstance(subject, WorkSubject)
     assert not subject.stored
     assert len(subject.ids) <= 20
     assert not await transport.publish(SUBJECT, b"", id="499")
@@ -93,22 +91,19 @@ async def test_waiting_costs_no_turns_of_the_event_loop() -> None:
     assert turns < 30
 
 
-def test_fake_time_wakes_sleepers_in_order() -> None:
-    async def main() -> list[tuple[str, float]]:
-        clock = FakeClock()
-        woken: list[tuple[str, float]] = []
+async def test_fake_time_wakes_sleepers_in_order() -> None:
+    clock = FakeClock()
+    woken: list[tuple[str, float]] = []
 
-        async def nap(name: str, *seconds: float) -> None:
-            for each in seconds:
-                await clock.sleep(each)
-                woken.append((name, clock.now()))
+    async def nap(name: str, *seconds: float) -> None:
+        for each in seconds:
+            await clock.sleep(each)
+            woken.append((name, clock.now()))
 
-        naps = [asyncio.create_task(nap("a", 3.0)), asyncio.create_task(nap("b", 1.0, 1.0))]
-        await clock.advance(10.0)
-        await asyncio.gather(*naps)
-        return woken
-
-    assert asyncio.run(main()) == [("b", 1.0), ("b", 2.0), ("a", 3.0)]
+    naps = [asyncio.create_task(nap("a", 3.0)), asyncio.create_task(nap("b", 1.0, 1.0))]
+    await clock.advance(10.0)
+    await asyncio.gather(*naps)
+    assert woken == [("b", 1.0), ("b", 2.0), ("a", 3.0)]
 
 
 async def test_first_of_says_whether_any_is_done() -> None:
@@ -249,9 +244,7 @@ async def everything_arrives(
     letters = [dead_letters.decode(m.data) for m in await watch.pull(1000, 0.0)]
     dead = sorted((letter.consumer, letter.id) for letter in letters)
     assert dead == sorted(key for key, (kind, _) in model.state.items() if kind == "dead")
-    work = transport._subjects[SUBJECT]
-    assert isinstance(work, WorkSubject)
-    assert not work.stored
+    assert not transport._subjects[SUBJECT].stored
 
 
 class HeldConnection:
