@@ -12,11 +12,11 @@ from rlhfspec.engine.drafting.cost import ROW_GRID, TARGET, CostModel, CostTable
 
 
 def predicted(
-    model: AcceptanceModel, gaps: list[float], *, row: int = 0, rank: int = 0, depth: int = 1
+    model: AcceptanceModel, gaps: list[float], *, drafter: str = "model", row: int = 0, rank: int = 0, depth: int = 1
 ) -> npt.NDArray[np.float32]:
     n = len(gaps)
     rows, depths, ranks = (np.full(n, value, np.int32) for value in (row, depth, rank))
-    return model.predict("model", rows, depths, ranks, np.array(gaps, np.float32))
+    return model.predict(drafter, rows, depths, ranks, np.array(gaps, np.float32))
 
 
 def feed(
@@ -115,10 +115,7 @@ def test_odd_gaps_and_rows_beyond_the_announced_are_harmless() -> None:
 def test_drafters_are_learnt_apart() -> None:
     model = AcceptanceModel(2)
     feed(model, [0], 0.02, steps=100)
-    other = model.predict(
-        "suffix", np.zeros(1, np.int32), np.ones(1, np.int32), np.zeros(1, np.int32), np.full(1, 1.2, np.float32)
-    )
-    assert other[0] > 0.6
+    assert predicted(model, [1.2], drafter="suffix")[0] > 0.6
     assert {row.drafter for row in model.calibration()} == {"model"}
 
 

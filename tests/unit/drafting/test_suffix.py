@@ -1,11 +1,11 @@
 """The suffix and the model drafter; the vectorised tree walk equals its slow twin."""
 
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import numpy as np
 import pytest
+from counting import counting_calls
 from hypothesis import given, strategies as st
 from twins.tree import accept_slow
 
@@ -19,7 +19,7 @@ from rlhfspec.engine.drafting.model import DraftRows, Expanded, GrownTrees, Mode
 from rlhfspec.engine.drafting.noise import gumbel, gumbels, philox
 from rlhfspec.engine.drafting.suffix import SuffixDrafter
 from rlhfspec.engine.drafting.tree import accept, ancestors, index_in_sequence
-from rlhfspec.testing.drafter import MOST_TOKENS, DrafterContract, DraftTable
+from rlhfspec.testing.drafter import MOST_TOKENS, DrafterContract, DraftTable, refuse_malformed
 
 CHAIN = DraftPlan(drafter="suffix", depth=8)
 TREE = DraftPlan(drafter="suffix", depth=6, width=2, branch=3)
@@ -140,36 +140,19 @@ def test_strangers_do_not_see_each_other() -> None:
     assert propose(drafter, table.batch(1)).size == 0
 
 
-def test_trees_keep_the_contract() -> None:
+def test_trees_are_as_deep_as_plan_and_room_allow() -> None:
     random = np.random.default_rng(0)
     table, drafter = DraftTable(6), SuffixDrafter()
     for row in range(6):
         table.begin(drafter, row, random.integers(0, 3, 300).tolist(), "shared" if row < 3 else "")
     table.room[:] = [500, 4, 3, 2, 1, 0]
     for _ in range(4):  # the first ones index the prompts
-        forest = propose(drafter, table.batch(0, 1, 2, 3, 4, 5), TREE)
+        forest = propose(drafter, batch := table.batch(0, 1, 2, 3, 4, 5), TREE)
+    refuse_malformed(forest, batch, TREE)
     assert forest.size > 12
-    for node in range(forest.size):
-        parent = int(forest.parent[node])
-        assert parent < node
-        if parent >= 0:
-            assert forest.sequence[parent] == forest.sequence[node]
-            assert forest.depth[node] == forest.depth[parent] + 1
-            assert forest.path_acceptance[node] <= forest.path_acceptance[parent]
-    siblings = defaultdict(list)
-    for node in range(forest.size):
-        siblings[int(forest.sequence[node]), int(forest.parent[node])].append(node)
-    for nodes in siblings.values():
-        assert [int(forest.rank[node]) for node in nodes] == list(range(len(nodes)))
-        assert len(nodes) <= TREE.branch
-        assert len({int(forest.token[node]) for node in nodes}) == len(nodes)
-    assert (forest.gap >= 0).all()
     assert (forest.gap <= 30).all()
     deepest = {sequence: int(forest.depth[forest.sequence == sequence].max(initial=0)) for sequence in range(6)}
     assert deepest == {0: 6, 1: 3, 2: 2, 3: 1, 4: 0, 5: 0}, "no deeper than room - 1: the verification adds one token"
-    per_level = Counter(zip(forest.depth.tolist(), forest.parent.tolist(), strict=True))
-    expanded = Counter(depth for depth, _ in per_level)
-    assert all(expanded[depth] <= TREE.width * 6 for depth in range(2, 7))
 
 
 def target_of(text: list[int], order: int) -> Callable[[int, int, IntArray], int]:
@@ -348,14 +331,11 @@ def test_a_proposal_takes_few_calls_a_token() -> None:
     _, acceptance = generate(drafter, table, rows, sample, 6, plan=CHAIN)
     batch = table.batch(*rows)
     propose(drafter, batch)  # what is new since the last step has been indexed
-    calls: list[str] = []
-    sys.setprofile(lambda frame, event, argument: calls.append(event) if event.endswith("call") else None)
-    try:
+    with counting_calls() as calls:
         forest = drafter.propose(batch, CHAIN, acceptance, Always())
-    finally:
-        sys.setprofile(None)
+        num_calls = calls()
     assert forest.size > 200
-    assert len(calls) / forest.size < 100
+    assert num_calls / forest.size < 100
 
 
 class Successors:

@@ -1,7 +1,5 @@
 """Plans keep their laws, equal the slow planner's, are fast, and learn costs and lengths."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import replace

@@ -233,9 +233,3 @@ def test_a_policy_with_one_answer_to_all_prompts_is_said_to_collapse(
     made = collapsing(entropies, distinct)
     assert warning_of(made).startswith("the policy collapses: 2 different responses to 8 prompts") is warns
     assert ("warning" in dict(facts(made))) is warns
-
-
-def test_lines_of_before_can_still_be_read() -> None:
-    line = example_step().to_line().replace('"equal_reward_groups": null, ', "")
-    assert "equal" not in line
-    assert StepMetrics.from_line(line).equal_reward_groups is None

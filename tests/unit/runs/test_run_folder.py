@@ -1,6 +1,5 @@
 """The run folder has whole lines, resumes after any kill, and admits one run of its own job."""
 
-import copy
 import functools
 import json
 import stat
@@ -25,7 +24,7 @@ from rlhfspec.job.file.yaml_text import parts_of
 from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import CURVE, MEASUREMENTS, Lengths, Spread, StepMetrics, curve, example_step
 from rlhfspec.runs.folder.run_folder import RunFolder
-from rlhfspec.runs.folder.same_job import as_content, first_difference, with_new_fields
+from rlhfspec.runs.folder.same_job import as_content, with_new_fields
 from rlhfspec.runs.folder.sample_lines import by_column, evaluation_of, sample_line
 from rlhfspec.runs.view.summary import facts
 
@@ -57,10 +56,11 @@ def test_every_field_is_curve_or_measurement() -> None:
     assert curve(replace(example_step(), grad_norm=0.8 + 1e-16).to_line()) != curve(example_step().to_line())
 
 
-def test_a_line_of_an_older_run_has_no_experts() -> None:
+@pytest.mark.parametrize(("field", "default"), [("expert_rows", {}), ("equal_reward_groups", None)])
+def test_a_line_of_an_older_run_lacks_a_field(field: str, default: Any) -> None:
     content = json.loads(example_step().to_line())
-    del content["expert_rows"]
-    assert StepMetrics.from_line(json.dumps(content)) == replace(example_step(), expert_rows={})
+    del content[field]
+    assert StepMetrics.from_line(json.dumps(content)) == replace(example_step(), **{field: default})
 
 
 @given(st.permutations([0.1, 0.7, 1e-9, 123456.5, -3.25, 1 / 3]))
@@ -143,7 +143,7 @@ def test_resume_drops_later_steps(tmp_path: Path) -> None:
 @given(data=st.data())
 @settings(max_examples=25)
 def test_resume_after_kill_at_any_byte(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Resuming from an earlier checkpoint gives the same two files."""
+    """Resuming from an earlier checkpoint gives the same two files; a torn line is not read."""
     path = tmp_path_factory.mktemp("run")
     a_run(path, 3)
     whole = {name: (path / name).read_bytes() for name in ("steps.jsonl", "samples.jsonl")}
@@ -151,8 +151,11 @@ def test_resume_after_kill_at_any_byte(tmp_path_factory: pytest.TempPathFactory,
         num_last = 1 if name == "steps.jsonl" else 4
         start_of_last = len(b"".join(content.splitlines(True)[:-num_last]))
         (path / name).write_bytes(content[: data.draw(st.integers(start_of_last, len(content)), name)])
+    steps = (path / "steps.jsonl").read_bytes()
     with RunFolder(path) as folder:
-        assert begin(folder, example_job(), resume=True, resume_at=2).missing_steps == ()
+        assert len(folder.steps()) == steps.count(b"\n")
+        opening = begin(folder, example_job(), resume=True, resume_at=2)
+        assert (opening.missing_steps, opening.num_dropped_steps) == ((), len(steps.splitlines()) - 2)
         write_steps(folder, range(3, 4))
     assert {name: (path / name).read_bytes() for name in whole} == whole
 
@@ -204,17 +207,6 @@ def test_an_evaluation_is_of_the_samples_that_were_scored() -> None:
     assert Evaluation.from_line(told.to_line()) == told
     with pytest.raises(RolloutError, match="every other of the evaluation after step 7 has no reward"):
         evaluation_of(7, 7, samples, {}, max_tokens=8, seconds=1.5)
-
-
-def test_a_torn_line_is_dropped_and_not_read(tmp_path: Path) -> None:
-    folder = a_run(tmp_path, 2)
-    with folder.steps_file.open("ab") as file:
-        file.write(example_step(step=3).to_line().encode()[:-1])
-    assert len(folder.steps()) == 2
-    with RunFolder(tmp_path) as again:
-        assert begin(again, example_job(), resume=True, resume_at=2).num_dropped_steps == 1
-        again.append_step(example_step(step=3))
-        assert len(again.steps()) == 3
 
 
 def test_a_line_that_lacks_only_its_end_is_torn(tmp_path: Path) -> None:
@@ -283,10 +275,12 @@ def test_a_damaged_job_file_of_a_run_is_one_line(tmp_path: Path, content: str) -
         RunFolder(tmp_path).check(example_job(), resume=True)
 
 
-@pytest.mark.parametrize("out", ["/proc/run", "/proc/a/b", "/proc"])
-def test_an_out_that_cannot_be_written_is_said_by_the_first_check(out: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"--out: cannot be (made|written)"):
-        RunFolder(out).check(example_job(), resume=False)
+@pytest.mark.parametrize("out", ["/proc/run", "/proc/a/b", "/proc", "file", "file/below"])
+def test_an_out_that_cannot_be_written_is_said_by_the_first_check(tmp_path: Path, out: str) -> None:
+    (tmp_path / "file").touch()
+    for first in (RunFolder(tmp_path / out).check, RunFolder(tmp_path / out).begin):
+        with pytest.raises(InvalidRequest, match=r"--out: cannot be (made|written)"):
+            first(example_job(), resume=False)
 
 
 def test_a_step_out_of_order_is_a_fault(tmp_path: Path) -> None:
@@ -312,13 +306,6 @@ def test_what_is_no_run_is_not_overwritten(tmp_path: Path, others: tuple[str, ..
         with pytest.raises(InvalidRequest, match=f"must be empty or hold a run; it holds {others[-1]}"):
             begin(RunFolder(tmp_path), example_job(), resume=resume)
     assert sorted(path.name for path in tmp_path.iterdir()) == [*others]
-
-
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(InvalidRequest, match="--out: cannot be made"):
-            begin(RunFolder(path), example_job(), resume=False)
 
 
 def test_resume_begins_where_nothing_is(tmp_path: Path) -> None:
@@ -351,12 +338,14 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
         assert begin(folder, example_job(), resume=True).resumed
 
 
-def changed(path: str, value: Any) -> RLHFJob:
-    content = as_content(example_job(steps=5))
-    holder: Any = content
+def holder_of(content: Any, path: str) -> tuple[Any, Any]:
     *way, last = parts_of(path)
-    for key in way:
-        holder = holder[key]
+    return functools.reduce(lambda holder, key: holder[key], way, content), last
+
+
+def changed(path: str, value: Any, **training: Any) -> RLHFJob:
+    content = as_content(example_job(steps=5, **training))
+    holder, last = holder_of(content, path)
     holder[last] = value
     return RLHFJob.model_validate(content)
 
@@ -453,13 +442,9 @@ def test_the_job_that_differs_tells_no_secret(tmp_path: Path) -> None:
     [("training.optimizer.learningRate", 1e-7), ("algorithm.klCoefficient", 0.5), ("training.steps", 50)],
 )
 def test_what_changes_the_curve_on_purpose_is_recorded(tmp_path: Path, path: str, value: Any) -> None:
-    a_run(tmp_path, steps=5, schedule={"name": "cosine"})
-    content = as_content(RunFolder(tmp_path).job())
-    holder = content["spec"]
-    for key in path.split(".")[:-1]:
-        holder = holder[key]
-    old, holder[path.rpartition(".")[2]] = holder[path.rpartition(".")[2]], value
-    job = RLHFJob.model_validate(content)
+    schedule = {"name": "cosine"}
+    holder, last = holder_of(as_content(a_run(tmp_path, steps=5, schedule=schedule).job()), f"spec.{path}")
+    old, job = holder[last], changed(f"spec.{path}", value, schedule=schedule)
     with RunFolder(tmp_path) as folder:
         opening = begin(folder, job, resume=True, resume_at=3)
         assert f"spec.{path} is {value} from here on; it was {old}" in list(opening.told())
@@ -498,25 +483,16 @@ def test_the_document_lists_every_field_and_its_kind() -> None:
         assert [name.strip(" `") for row in rows for name in row.split("|")[1].split(",")] == keys
 
 
-def test_a_run_from_before_the_engine_was_named_goes_on(tmp_path: Path) -> None:
-    job = example_job()
-    with RunFolder(tmp_path) as folder:
-        folder.begin(job, resume=False)
-    content = as_content(job)
-    del content["spec"]["generation"]["engine"]
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(content))
-    with RunFolder(tmp_path) as folder:
-        folder.check(job, resume=True)  # raises, where it is of another
-
-
-@given(st.data())
-def test_a_field_that_was_not_there_had_its_default(data: st.DataObject) -> None:
+@pytest.mark.parametrize("block", ["generation", "training", "checkpoint", "observability"])
+def test_a_field_that_was_not_there_had_its_default(tmp_path: Path, block: str) -> None:
     """This holds for every block whose fields all have defaults."""
-    content = as_content(example_job())
-    before = copy.deepcopy(content)
-    block = before["spec"][data.draw(st.sampled_from(["generation", "training", "checkpoint", "observability"]))]
-    del block[data.draw(st.sampled_from(sorted(block)))]
-    assert first_difference(with_new_fields(before), content) is None
+    with RunFolder(tmp_path) as folder:
+        folder.begin(example_job(), resume=False)
+    for field in as_content(example_job())["spec"][block]:
+        content = as_content(example_job())
+        del content["spec"][block][field]
+        folder.job_file.write_text(yaml.safe_dump(content))
+        RunFolder(tmp_path).check(example_job(), resume=True)  # raises, where it is of another
 
 
 CHANGED: dict[str, Any] = {
@@ -528,16 +504,12 @@ CHANGED: dict[str, Any] = {
 
 @pytest.mark.parametrize("path", [*marked(Spec, Mark.MUTABLE), *marked(Spec, Mark.MUTABLE_WHILE_SUSPENDED)])
 def test_a_run_goes_on_whichever_mutable_field_changed(tmp_path: Path, path: str) -> None:
-    with RunFolder(tmp_path) as folder:
-        folder.begin(example_job(), resume=False)
-    content = as_content(example_job())
-    *blocks, field = path.split(".")
-    block = functools.reduce(dict.__getitem__, blocks, content["spec"])
-    assert block[field] != CHANGED[field]
-    block[field] = CHANGED[field]
-    with RunFolder(tmp_path) as folder:
-        folder.begin(RLHFJob.model_validate(content), resume=True)
-        assert folder.manifest().resumed, "it is the same run"
+    before, after = example_job(steps=5), changed(f"spec.{path}", CHANGED[path.rpartition(".")[2]])
+    assert before != after
+    for job in (before, after):
+        with RunFolder(tmp_path) as folder:
+            folder.begin(job, resume=True)
+    assert folder.manifest().resumed, "it is the same run"
 
 
 def test_what_this_release_cannot_read_is_compared_as_it_is() -> None:

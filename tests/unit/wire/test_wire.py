@@ -46,11 +46,9 @@ def test_nothing_on_the_wire_is_json_but_the_rows_of_the_user_s_data() -> None:
 def test_lines_made_of_what_arrives_have_the_same_bytes() -> None:
     step = replace(example_step(step=3), kl={"k3": 0.125, "k1": -0.25}, learning={"z": 1.5, "a": 1e-300})
     told = decode(encode(StepReport(id="sums/3/report", job="sums", metrics=step)))
-    assert isinstance(told, StepReport)
     assert told.metrics.to_line() == step.to_line()
     evaluation = replace(example_evaluation(step=3), reward_components={"format": 0.5, "exact": 0.1})
     done = decode(encode(EvaluationReport(id="sums/3/evaluation", job="sums", evaluation=evaluation)))
-    assert isinstance(done, EvaluationReport)
     assert done.evaluation.to_line() == evaluation.to_line()
 
 
