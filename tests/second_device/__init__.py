@@ -4,7 +4,6 @@ Its memory is main memory that the host cannot touch: a read by the host raises 
 Tensors of two devices in one operator raise, as on a GPU.
 
     with second_device.counted() as seen: ...  # then seen.h2d, seen.d2h (copies), seen.waits, seen.names
-    with second_device.capturing(): ...  # as within a CUDA graph: waits and copies raise
     with second_device.limited(1 << 20): ...  # a limit in bytes, beyond which it is out of memory
 
 It cannot show missing stream synchronisation (all is in order), pinned memory, Triton kernels or times.
@@ -25,9 +24,7 @@ import torch
 from second_device import build, module
 from second_device.build import Unavailable
 
-__all__ = [
-    "Unavailable", "capturing", "counted", "is_capturing", "limited", "load", "opened", "swapping", "without_kernels",
-]  # fmt: skip
+__all__ = ["Unavailable", "counted", "limited", "load", "opened", "swapping", "without_kernels"]
 _COUNTS = (
     "h2d", "h2d_bytes", "h2d_pinned", "d2h", "d2h_bytes", "d2d", "waits", "kernels", "allocations", "allocated", "peak",
 )  # fmt: skip
@@ -63,21 +60,6 @@ def counted() -> Iterator[SimpleNamespace]:
     result = SimpleNamespace()
     yield result
     vars(result).update(vars(seen()))
-
-
-def is_capturing() -> bool:
-    return bool(_library().second_is_capturing())
-
-
-@contextmanager
-def capturing(on: bool = True) -> Iterator[None]:
-    """Forbid waits in this thread, as in a capture. `on=False` exempts a twin whose kernel would not wait."""
-    before = is_capturing()
-    _library().second_capturing(int(on))
-    try:
-        yield
-    finally:
-        _library().second_capturing(int(before))
 
 
 @contextmanager

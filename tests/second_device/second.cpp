@@ -31,12 +31,7 @@ enum Count { H2D, H2D_BYTES, H2D_PINNED, D2H, D2H_BYTES, D2D, SYNC, KERNELS, ALL
 std::atomic<int64_t> counts[NUM];
 std::atomic<int64_t> limit{(int64_t)RANGE};  // of bytes, of both devices together
 thread_local int current = 0;
-thread_local bool capturing = false;
 void count(Count what, int64_t by = 1) { counts[what] += by; }
-void wait(const char* what) {
-  TORCH_CHECK(!capturing, what, ": waits for the device, which cannot be recorded in a graph");
-  count(SYNC);
-}
 
 // ---- memory ----------------------------------------------------------------------------------------------------------
 
@@ -120,8 +115,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override { wait("synchronize"); }
-  void synchronizeEvent(void*) const override { wait("synchronize"); }
+  void synchronizeStream(const c10::Stream&) const override { count(SYNC); }
+  void synchronizeEvent(void*) const override { count(SYNC); }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.0; }
 };
@@ -282,7 +277,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   bool waits = WAITS.count(call.name);
   if (TAKES_HOST_INDICES.count(call.name))
     for (auto& [ours, made] : call.pairs) waits |= ours.scalar_type() == at::kBool && call.pairs[0].first.scalar_type() != at::kBool;
-  if (waits) wait(call.name.c_str());
+  if (waits) count(SYNC);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   call.settle();
   const size_t first = stack->size() - schema.returns().size();
@@ -301,7 +296,6 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const bool ours = is_ours(from), theirs = is_ours(to);
   if (ours && theirs) count(D2D);
   else {
-    TORCH_CHECK(!capturing, "a copy between host and device (", from.sizes(), " ", from.dtype(), ") cannot be recorded in a graph");
     count(ours ? D2H : H2D);
     count(ours ? D2H_BYTES : H2D_BYTES, to.nbytes());
     if (ours) count(SYNC);
@@ -313,7 +307,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   if (from.sizes() != to.sizes()) to.resize_(from.sizes());
   return copy_from(from, to, false);
 }
-at::Scalar local_scalar_dense(const at::Tensor& tensor) { wait("item"); return opened_tensor(tensor).item(); }
+at::Scalar local_scalar_dense(const at::Tensor& tensor) { count(SYNC); return opened_tensor(tensor).item(); }
 at::Tensor empty(c10::IntArrayRef sizes, c10::optional<at::ScalarType> dtype, c10::optional<at::Layout>, c10::optional<c10::Device> device,
                  c10::optional<bool>, c10::optional<at::MemoryFormat> format) {
   c10::OptionalDeviceGuard guard(device);
@@ -371,9 +365,7 @@ long second_limit() { return limit; }
 long second_count(int what) { return counts[what]; }
 void second_forget() { for (int i = 0; i < NUM; i++) if (i != ALLOCATED && i != PEAK) counts[i] = 0; counts[PEAK] = counts[ALLOCATED].load(); std::lock_guard<std::mutex> g(names_lock); names.clear(); }
 void second_reset_peak() { counts[PEAK] = counts[ALLOCATED].load(); }
-void second_capturing(int on) { capturing = on; }
-int second_is_capturing() { return capturing; }
-void second_wait() { wait("synchronize"); }
+void second_wait() { count(SYNC); }
 int second_current() { return current; }
 void second_set(int device) { current = device; }
 void* second_opened(void* pointer) { return memory().opened(pointer); }
