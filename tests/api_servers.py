@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -20,16 +21,22 @@ async def serving(answer: Handler, folder: Path) -> AsyncIterator[Api]:
     app.router.add_route("*", "/{path:.*}", answer)
     async with TestServer(app) as server:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("KUBECONFIG", str(kubeconfig(server, folder)))
+            patch.setenv("KUBECONFIG", kubeconfig(folder, {"server": str(server.make_url("/"))}))
             access = KubeAccess()
         async with Api(access) as api:
             yield api
 
 
-def kubeconfig(server: TestServer, folder: Path) -> Path:
-    cluster = {"name": "a", "cluster": {"server": f"http://127.0.0.1:{server.port}"}}
-    context = {"name": "a", "context": {"cluster": "a", "user": "a"}}
-    user = {"name": "a", "user": {}}
-    config = {"clusters": [cluster], "contexts": [context], "users": [user], "current-context": "a"}
-    (folder / "config").write_text(yaml.safe_dump(config))
-    return folder / "config"
+def kubeconfig(folder: Path, cluster: dict[str, Any], user: dict[str, Any] | None = None, **context: str) -> str:
+    """Write a file with the contexts `one`, the current one, and `other`, and return its path."""
+    of_both = {"cluster": "a", "user": "a"}
+    contexts = [
+        {"name": "one", "context": of_both | context},
+        {"name": "other", "context": of_both | {"namespace": "elsewhere"}},
+    ]
+    content = {
+        "clusters": [{"name": "a", "cluster": cluster}], "users": [{"name": "a", "user": user or {}}],
+        "contexts": contexts, "current-context": "one",
+    }  # fmt: skip
+    (folder / "config").write_text(yaml.safe_dump(content))
+    return str(folder / "config")

@@ -1,6 +1,5 @@
 """Runs at a release's servers, open or left over, as the operator sees them."""
 
-import asyncio
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,9 +23,6 @@ from rlhfspec.operator.shared.streams import Streams
 from rlhfspec.stage.bus import Bus
 
 JOB = "sums"
-
-
-PATIENCE_SECONDS = 60.0
 
 
 @dataclass
@@ -82,9 +78,3 @@ async def is_there(control: NatsTransport, uid: str) -> bool:
     found = {await control._look(subject) is not None for subject in subjects}
     assert len(found) == 1, "some are gone and some are not"
     return found.pop()
-
-
-async def ended(*tasks: asyncio.Task[None]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,7 +1,6 @@
 """Stage tests without a model, on a fake clock: without `advance` no timeout ever fires."""
 
 import asyncio
-import inspect
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -269,18 +268,6 @@ class Stages:
 
 def policy_weights(version: int) -> Weights:
     return weights_record(JOB, "policy", version, uri=f"memory:{version}", digest="00")
-
-
-async def until(condition: Callable[[], Any], what: str) -> None:
-    """Run threads and tasks until the condition. The fake clock stands still."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + THREAD_SECONDS
-    while True:
-        outcome = condition()
-        if await outcome if inspect.isawaitable(outcome) else outcome:
-            return
-        assert loop.time() < end, f"never: {what}"
-        await asyncio.sleep(0.001)
 
 
 async def ends(task: asyncio.Task[None], service: Service) -> None:

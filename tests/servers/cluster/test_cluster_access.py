@@ -1,6 +1,5 @@
 """The client of operator, dashboard and plugin reaches the API server as the kubeconfig says."""
 
-import asyncio
 import json
 import stat
 from collections.abc import Callable
@@ -8,83 +7,67 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from api_servers import kubeconfig
 
 from rlhfspec.cluster.access import KubeAccess
 from rlhfspec.cluster.api import Api
 from rlhfspec.errors import ClusterUnavailable, InvalidRequest
 
+NOBODY = {"server": "http://127.0.0.1:1"}
 POD = {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "rl", "name": "sums"}}
 
 
-def kubeconfig(folder: Path, cluster: dict[str, Any], user: dict[str, Any], namespace: str = "") -> str:
-    contexts = [
-        {"name": "one", "context": {"cluster": "a", "user": "a"} | ({"namespace": namespace} if namespace else {})},
-        {"name": "other", "context": {"cluster": "a", "user": "a", "namespace": "elsewhere"}},
-    ]
-    content = {
-        "clusters": [{"name": "a", "cluster": cluster}], "users": [{"name": "a", "user": user}],
-        "contexts": contexts, "current-context": "one",
-    }  # fmt: skip
-    (folder / "config").write_text(yaml.safe_dump(content))
-    return str(folder / "config")
-
-
-def asked(folder: Path, cluster: Callable[[int], dict[str, Any]], user: dict[str, Any]) -> web.Request:
+async def asked(folder: Path, cluster: Callable[[int], dict[str, Any]], user: dict[str, Any]) -> web.Request:
     seen: list[web.Request] = []
 
     async def answer(request: web.Request) -> web.Response:
         seen.append(request)
         return web.json_response(POD)
 
-    async def main() -> None:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", answer)
-        async with TestServer(app) as server:
-            assert server.port is not None
-            access = KubeAccess(kubeconfig(folder, cluster(server.port), user))
-            async with Api(access, agent="somebody", deadline_seconds=0.0) as api:
-                assert (await api.get("v1", "Pod", "rl", "sums")).body == POD
-
-    asyncio.run(main())
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server:
+        assert server.port is not None
+        access = KubeAccess(kubeconfig(folder, cluster(server.port), user))
+        async with Api(access, agent="somebody", deadline_seconds=0.0) as api:
+            assert (await api.get("v1", "Pod", "rl", "sums")).body == POD
     [request] = seen
     return request
 
 
-def test_a_login_plugin_is_asked_for_the_token(tmp_path: Path) -> None:
+async def test_a_login_plugin_is_asked_for_the_token(tmp_path: Path) -> None:
     credential = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": {"token": "t1"}}
     plugin = tmp_path / "login"
     plugin.write_text(f"#!/bin/sh\necho '{json.dumps(credential)}'\n")
     plugin.chmod(plugin.stat().st_mode | stat.S_IXUSR)
     login = {"apiVersion": credential["apiVersion"], "command": str(plugin), "interactiveMode": "Never"}
-    request = asked(tmp_path, lambda port: {"server": f"http://127.0.0.1:{port}"}, {"exec": login})
+    request = await asked(tmp_path, lambda port: {"server": f"http://127.0.0.1:{port}"}, {"exec": login})
     assert request.headers["Authorization"] == "Bearer t1"
     assert request.headers["User-Agent"] == "somebody"
 
 
-def test_a_server_may_lie_under_a_path(tmp_path: Path) -> None:
-    request = asked(tmp_path, lambda port: {"server": f"http://127.0.0.1:{port}/k8s/clusters/c-1"}, {"token": "t"})
+async def test_a_server_may_lie_under_a_path(tmp_path: Path) -> None:
+    request = await asked(tmp_path, lambda port: {"server": f"http://127.0.0.1:{port}/k8s/clusters/c-1"}, {})
     assert request.path == "/k8s/clusters/c-1/api/v1/namespaces/rl/pods/sums"
 
 
-def test_a_proxy_is_gone_through(tmp_path: Path) -> None:
+async def test_a_proxy_is_gone_through(tmp_path: Path) -> None:
     proxied = {"server": "http://api.example.invalid"}
-    request = asked(tmp_path, lambda port: proxied | {"proxy-url": f"http://127.0.0.1:{port}"}, {"token": "t"})
+    request = await asked(tmp_path, lambda port: proxied | {"proxy-url": f"http://127.0.0.1:{port}"}, {})
     assert request.headers["Host"] == "api.example.invalid"
 
 
 def test_another_name_may_stand_in_the_certificate(tmp_path: Path) -> None:
     cluster = {"server": "https://127.0.0.1:1", "tls-server-name": "api.example"}
-    assert KubeAccess(kubeconfig(tmp_path, cluster, {"token": "t"})).options() == {"server_hostname": "api.example"}
+    assert KubeAccess(kubeconfig(tmp_path, cluster)).options() == {"server_hostname": "api.example"}
 
 
 def test_the_namespace_is_the_contexts(tmp_path: Path) -> None:
-    file = kubeconfig(tmp_path, {"server": "http://127.0.0.1:1"}, {"token": "t"}, namespace="rl")
+    file = kubeconfig(tmp_path, NOBODY, namespace="rl")
     assert (KubeAccess(file).namespace, KubeAccess(file, "other").namespace) == ("rl", "elsewhere")
-    file = kubeconfig(tmp_path, {"server": "http://127.0.0.1:1"}, {"token": "t"})
-    assert KubeAccess(file).namespace == "default"
+    assert KubeAccess(kubeconfig(tmp_path, NOBODY)).namespace == "default"
 
 
 @pytest.mark.parametrize("content", ["", "clusters: [", "current-context: none\n", None])
@@ -97,16 +80,12 @@ def test_what_is_no_kubeconfig_is_refused_in_one_line(tmp_path: Path, content: s
 
 
 def test_an_unknown_context_is_refused(tmp_path: Path) -> None:
-    file = kubeconfig(tmp_path, {"server": "http://127.0.0.1:1"}, {"token": "t"})
     with pytest.raises(InvalidRequest, match=r"cannot be used.*missing"):
-        KubeAccess(file, "missing")
+        KubeAccess(kubeconfig(tmp_path, NOBODY), "missing")
 
 
-def test_who_does_not_wait_is_told_at_once_that_nobody_answers(tmp_path: Path) -> None:
-    async def main() -> None:
-        access = KubeAccess(kubeconfig(tmp_path, {"server": "http://127.0.0.1:1"}, {"token": "t"}))
-        async with Api(access, deadline_seconds=0.0) as api:
+async def test_who_does_not_wait_is_told_at_once_that_nobody_answers(tmp_path: Path) -> None:
+    async with Api(KubeAccess(kubeconfig(tmp_path, NOBODY)), deadline_seconds=0.0) as api:
+        refused = r"GET /api/v1/namespaces/rl/pods/sums: no answer: .*127\.0\.0\.1"
+        with pytest.raises(ClusterUnavailable, match=refused):
             await api.get("v1", "Pod", "rl", "sums")
-
-    with pytest.raises(ClusterUnavailable, match=r"GET /api/v1/namespaces/rl/pods/sums: no answer: .*127\.0\.0\.1"):
-        asyncio.run(main())

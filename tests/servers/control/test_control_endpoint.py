@@ -73,37 +73,32 @@ def test_what_is_missing_is_one_line(servers: SharedServers, operator: Operator,
         Endpoint("http://operator:8443/", authority(servers), token)
 
 
-def test_an_operator_that_is_away_is_one_line_of_the_log(
+async def test_an_operator_that_is_away_is_one_line_of_the_log(
     servers: SharedServers, operator: Operator, token: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     endpoint, asked = Endpoint(operator.url, authority(servers), token), asyncio.Event()
     operator.answer = 503
-    tries = 0
+    tries, loop = 0, asyncio.get_running_loop()
 
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-
-        def post(body: bytes) -> None:
-            nonlocal tries
-            tries += 1
+    def post(body: bytes) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 3:
+            operator.answer = 200
+        try:
+            endpoint.post(body)
+        finally:
             if tries == 3:
-                operator.answer = 200
-            try:
-                endpoint.post(body)
-            finally:
-                if tries == 3:
-                    loop.call_soon_threadsafe(asked.set)
+                loop.call_soon_threadsafe(asked.set)
 
-        reporter = Reporter(Vitals(), lambda: Report(run="c0e43711", step=tries), post, random.Random(0))
+    reporter = Reporter(Vitals(), lambda: Report(run="c0e43711", step=tries), post, random.Random(0))
+    with caplog.at_level(logging.INFO, logger="rlhfspec"):
         running = asyncio.create_task(reporter.run())
         async with asyncio.timeout(60.0):
             await asked.wait()
         await reporter.stop()
         await running
         reporter.close()
-
-    with caplog.at_level(logging.INFO, logger="rlhfspec"):
-        asyncio.run(main())
     away = "the operator does not take reports: it answered 503 Service Unavailable; the run goes on without"
     assert [record.message for record in caplog.records] == [away, "the operator takes reports again"]
     assert len(operator.reports) == 1

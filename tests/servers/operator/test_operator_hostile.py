@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from datetime import timedelta
@@ -95,7 +94,7 @@ def test_every_job_that_an_api_server_takes_has_a_status(manifest: dict[str, Any
     assert {"Healthy", "Failed"} <= {condition["type"] for condition in json.loads(json.dumps(status))["conditions"]}
 
 
-def test_a_job_that_cannot_be_decided_says_why_and_is_tried_again(tmp_path: Path) -> None:
+async def test_a_job_that_cannot_be_decided_says_why_and_is_tried_again(tmp_path: Path) -> None:
     asked: list[tuple[str, str, Any]] = []
 
     async def take(request: web.Request) -> web.Response:
@@ -105,13 +104,10 @@ def test_a_job_that_cannot_be_decided_says_why_and_is_tried_again(tmp_path: Path
     def broken(*_: Any) -> Any:
         raise OverflowError("Python int too large to convert to C int")
 
-    async def look() -> Any:
-        cache = Cache()
-        cache.put_job(job_body())
-        async with serving(take, tmp_path) as api:
-            return await Reconciler(cache, api, SETTINGS, decide=broken).reconcile(("rl", "sums"))
-
-    looked = asyncio.run(look())
+    cache = Cache()
+    cache.put_job(job_body())
+    async with serving(take, tmp_path) as api:
+        looked = await Reconciler(cache, api, SETTINGS, decide=broken).reconcile(("rl", "sums"))
     assert looked.requeue_seconds == pytest.approx(60.0)
     (_, path, patch), *events = asked
     event = next(event for _, _, event in events if event["type"] == "Warning")

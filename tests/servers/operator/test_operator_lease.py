@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -13,21 +12,16 @@ from rlhfspec.operator.lease import Lease
 
 
 @pytest.mark.parametrize(("code", "is_held"), [(200, True), (404, False), (409, False), (500, True)])
-def test_who_finds_its_lease_written_by_another_stops_at_once(code: int, is_held: bool, tmp_path: Path) -> None:
+async def test_who_finds_its_lease_written_by_another_stops_at_once(code: int, is_held: bool, tmp_path: Path) -> None:
     """While the API server fails, the holder keeps the lease until it expires."""
     codes = [404, 201, code]  # there is none, it is made, and then
 
     async def answer(_: web.Request) -> web.Response:
         return web.json_response({"metadata": {"resourceVersion": "1"}, "spec": {}}, status=codes.pop(0))
 
-    async def attempts() -> list[bool]:
-        async with serving(answer, tmp_path) as api:
-            lease = Lease(api, "rlhf", "rl-operator", "a")
-            held = []
-            for _ in range(2):
-                await lease.attempt()
-                held.append(lease.is_held)
-            return held
-
-    assert asyncio.run(attempts()) == [True, is_held]
+    async with serving(answer, tmp_path) as api:
+        lease = Lease(api, "rlhf", "rl-operator", "a")
+        for wanted in (True, is_held):
+            await lease.attempt()
+            assert lease.is_held == wanted
     assert codes == []

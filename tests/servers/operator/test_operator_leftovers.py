@@ -13,7 +13,8 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
-from open_runs import JOB, PATIENCE_SECONDS, asked_by_the_operator, ended, is_there, opened, operators, runs_of
+from coroutines import until
+from open_runs import JOB, asked_by_the_operator, is_there, opened, operators, runs_of
 from operator_objects import job, pod
 from places import ROOT
 from shared_servers import NO_REDIS, REDIS, SharedServers, free_port
@@ -32,6 +33,7 @@ from rlhfspec.operator.shared.streams import Streams, metadata_of
 from rlhfspec.runs.live import redis_users as users
 from rlhfspec.runs.live.redis_client import client_of
 from rlhfspec.runs.live.redis_users import ClusterRun, install_of
+from rlhfspec.stage.tasks import ended
 
 needs_redis = pytest.mark.skipif(REDIS is None, reason=NO_REDIS)
 
@@ -102,25 +104,20 @@ def streams_at(port: int) -> Streams:
     return Streams(f"nats://127.0.0.1:{port}", "6eb63d927a08", None, "", None)
 
 
-def test_a_nats_that_is_deaf_or_gone_is_no_news_twice(
+async def test_a_nats_that_is_deaf_or_gone_is_no_news_twice(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "CALL_SECONDS", 0.5)
-
-    async def main() -> None:
-        with deaf_server() as port:
-            for at in (port, free_port()):
-                failed: list[str] = []
-                caplog.clear()
-                tending = Tending(streams_at(at), runs_of(), failed.append)
-                for _ in range(2):
-                    await asyncio.wait_for(tending._look(), 20.0)
-                assert failed == ["NATS", "NATS"]
-                [record] = [each for each in caplog.records if each.name == "rlhfspec.operator.shared.leftovers"]
-                assert "jobs go on" in record.message
-
-    with caplog.at_level(logging.INFO):
-        asyncio.run(main())
+    with caplog.at_level(logging.INFO), deaf_server() as port:
+        for at in (port, free_port()):
+            failed: list[str] = []
+            caplog.clear()
+            tending = Tending(streams_at(at), runs_of(), failed.append)
+            for _ in range(2):
+                await asyncio.wait_for(tending._look(), 20.0)
+            assert failed == ["NATS", "NATS"]
+            [record] = [each for each in caplog.records if each.name == "rlhfspec.operator.shared.leftovers"]
+            assert "jobs go on" in record.message
 
 
 @needs_redis
@@ -155,9 +152,10 @@ async def may(servers: SharedServers, uid: str, namespace: str = "team") -> str:
 
 
 async def until_may(servers: SharedServers, uid: str) -> None:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while await may(servers, uid):
-            await asyncio.sleep(0.05)
+    async def is_let_in() -> bool:
+        return await may(servers, uid) == ""
+
+    await until(is_let_in, "control has access")
 
 
 async def users_and_keys(servers: SharedServers) -> tuple[set[str], set[str]]:

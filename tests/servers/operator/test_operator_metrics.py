@@ -94,7 +94,7 @@ async def acting(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Watch
     patch.setattr(Lease, "is_held", property(lambda lease: True))
 
     async with TestServer(app) as server, ClientSession() as session:
-        patch.setenv("KUBECONFIG", str(kubeconfig(server, folder)))
+        patch.setenv("KUBECONFIG", kubeconfig(folder, {"server": str(server.make_url("/"))}))
         operator = Operator(SETTINGS.model_copy(update={"job_namespaces": ("rl",)}), ReplicaPlace(None), ())
         operator._begin()
         async with operator._api, TestServer(health_app(operator._metrics, operator._problem)) as health:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp.test_utils import TestClient, TestServer
@@ -42,32 +42,28 @@ class Endpoint:
         return {"authenticated": True, "audiences": [audience], "user": user}
 
 
-def served(use: Callable[[Endpoint, Callable[[str], Awaitable[int]]], Awaitable[None]]) -> None:
-    async def go() -> None:
-        endpoint = Endpoint()
-        async with TestClient(TestServer(endpoint.reports.app())) as client:
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[Endpoint, Callable[[str], Awaitable[int]]]]:
+    endpoint = Endpoint()
+    async with TestClient(TestServer(endpoint.reports.app())) as client:
 
-            async def post(token: str) -> int:
-                headers = {"Authorization": f"Bearer {token}"}
-                async with client.post(PATH, data=endpoint.body, headers=headers) as answer:
-                    return answer.status
+        async def post(token: str) -> int:
+            headers = {"Authorization": f"Bearer {token}"}
+            async with client.post(PATH, data=endpoint.body, headers=headers) as answer:
+                return answer.status
 
-            await use(endpoint, post)
-
-    asyncio.run(go())
+        yield endpoint, post
 
 
-def test_a_job_reports_so_often_and_not_more() -> None:
-    async def use(endpoint: Endpoint, post: Callable[[str], Awaitable[int]]) -> None:
+async def test_a_job_reports_so_often_and_not_more() -> None:
+    async with served() as (endpoint, post):
         assert [await post("good"), await post("good")] == [204, 429]
         endpoint.now += LEAST_SECONDS
         assert await post("good") == 204
 
-    served(use)
 
-
-def test_a_token_is_asked_about_now_and_then() -> None:
-    async def use(endpoint: Endpoint, post: Callable[[str], Awaitable[int]]) -> None:
+async def test_a_token_is_asked_about_now_and_then() -> None:
+    async with served() as (endpoint, post):
         for _ in range(3):
             await post("good")
             assert await post("bad") == 401
@@ -80,13 +76,9 @@ def test_a_token_is_asked_about_now_and_then() -> None:
         assert await post("good") == 204
         assert endpoint.asked["good"] == 2
 
-    served(use)
 
-
-def test_however_many_tokens_come_few_are_remembered() -> None:
-    async def use(endpoint: Endpoint, post: Callable[[str], Awaitable[int]]) -> None:
+async def test_however_many_tokens_come_few_are_remembered() -> None:
+    async with served() as (endpoint, _):
         for number in range(MOST_KNOWN + 5):
             await endpoint.reports._caller(f"bad-{number}")
         assert len(endpoint.reports._callers) == MOST_KNOWN
-
-    served(use)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aiohttp import web
 from api_servers import serving
+from coroutines import until
 
 from rlhfspec.operator.shared import spaces
 from rlhfspec.operator.shared.spaces import Spaces
+from rlhfspec.stage.tasks import ended
 
 KIT = [
     {"apiVersion": "v1", "kind": kind, "metadata": {"name": "it"}}
@@ -35,21 +36,15 @@ class Server:
 
 
 @asynccontextmanager
-async def working(server: Server, folder: Path) -> AsyncIterator[tuple[Spaces, Callable[[Callable[[], bool]], Any]]]:
-    async def until(holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60.0):
-            while not holds():
-                await asyncio.sleep(0.01)
-
+async def working(server: Server, folder: Path) -> AsyncIterator[Spaces]:
     async with serving(server.answer, folder) as api:
         found = Spaces(api, KIT)
         task = asyncio.create_task(found.work())
         try:
-            yield found, until
+            yield found
         finally:
             assert not task.done()
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await ended(task)
 
 
 @pytest.fixture(autouse=True)
@@ -60,21 +55,20 @@ def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 CLAIM, ACCOUNT = f"POST {WHERE}/persistentvolumeclaims", f"PATCH {WHERE}/serviceaccounts/it"
 
 
-def test_what_is_refused_is_tried_again_until_it_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        server = Server()
-        server.answers["PATCH"] = 403
-        async with working(server, tmp_path) as (found, until):
-            found.joins("team")
-            await until(lambda: server.asked[ACCOUNT] >= 3)
-            assert server.asked[CLAIM] == 0
-            server.answers.clear()
-            await until(lambda: server.asked[CLAIM] == 1)
-            found.joins("other")
-            await until(lambda: server.asked[CLAIM.replace("team", "other")] == 1)
-            assert server.asked[CLAIM] == 1, "what is there is left alone"
-
-    asyncio.run(main())
+async def test_what_is_refused_is_tried_again_until_it_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Server()
+    server.answers["PATCH"] = 403
+    async with working(server, tmp_path) as found:
+        found.joins("team")
+        await until(lambda: server.asked[ACCOUNT] >= 3)
+        assert server.asked[CLAIM] == 0
+        server.answers.clear()
+        await until(lambda: server.asked[CLAIM] == 1)
+        found.joins("other")
+        await until(lambda: server.asked[CLAIM.replace("team", "other")] == 1)
+        assert server.asked[CLAIM] == 1, "what is there is left alone"
     assert [record.message for record in caplog.records if "not ready" in record.message] == [
         "namespace team is not ready for jobs: ServiceAccount it: because"
     ]
@@ -83,7 +77,7 @@ def test_what_is_refused_is_tried_again_until_it_is_there(tmp_path: Path, caplog
 async def test_a_claim_that_is_there_already_is_nobodys_trouble(tmp_path: Path) -> None:
     server = Server()
     server.answers["POST"] = 409
-    async with working(server, tmp_path) as (found, until):
+    async with working(server, tmp_path) as found:
         found.joins("team")
         await until(lambda: server.asked[CLAIM] == 1)
         found.joins("next")
@@ -93,7 +87,7 @@ async def test_a_claim_that_is_there_already_is_nobodys_trouble(tmp_path: Path) 
 
 async def test_a_namespace_that_was_made_again_is_furnished_again(tmp_path: Path) -> None:
     server = Server()
-    async with working(server, tmp_path) as (found, until):
+    async with working(server, tmp_path) as found:
         found.joins("team")
         await until(lambda: server.asked[CLAIM] == 1)
         found.joins("team")

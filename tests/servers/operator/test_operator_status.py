@@ -18,7 +18,7 @@ from rlhfspec.operator.looking.queue import ReconcileResult
 KEY = ("rl", "sums")
 
 
-def test_of_steps_faster_than_once_a_second_the_last_is_written_and_none_is_lost(tmp_path: Path) -> None:
+async def test_of_steps_faster_than_once_a_second_the_last_is_written_and_none_is_lost(tmp_path: Path) -> None:
     written: list[dict[str, Any]] = []
     wanted: dict[str, Any] = {}
 
@@ -29,25 +29,20 @@ def test_of_steps_faster_than_once_a_second_the_last_is_written_and_none_is_lost
         metadata = body["metadata"] | {"resourceVersion": str(100 + len(written))}
         return web.json_response(body | {"metadata": metadata, "status": written[-1]})
 
-    async def main() -> list[ReconcileResult]:
-        cache = Cache()
-        cache.put_job(job_body())
-        async with serving(take, tmp_path) as api:
-            looks = Reconciler(cache, api, SETTINGS, decide=lambda *_: ReconcilePlan(status=dict(wanted)))
+    cache = Cache()
+    cache.put_job(job_body())
+    async with serving(take, tmp_path) as api:
+        looks = Reconciler(cache, api, SETTINGS, decide=lambda *_: ReconcilePlan(status=dict(wanted)))
 
-            async def look(phase: str, step: int) -> ReconcileResult:
-                wanted.update(phase=phase, progress={"step": step}, internal={"step": step})
-                return await looks.reconcile(KEY)
+        async def look(phase: str, step: int) -> ReconcileResult:
+            wanted.update(phase=phase, progress={"step": step}, internal={"step": step})
+            return await looks.reconcile(KEY)
 
-            found = [await look("Running", 1)]
-            found += [await look("Running", step) for step in range(2, 9)]
-            assert found[-1].requeue_seconds is not None
-            await asyncio.sleep(found[-1].requeue_seconds)  # as the queue does
-            found.append(await look("Running", 8))
-            found.append(await look("Failed", 9))
-            return found
-
-    found = asyncio.run(main())
+        found = [await look("Running", step) for step in range(1, 9)]
+        assert found[-1].requeue_seconds is not None
+        await asyncio.sleep(found[-1].requeue_seconds)  # as the queue does
+        found.append(await look("Running", 8))
+        found.append(await look("Failed", 9))
     assert [(each["phase"], each["progress"]["step"]) for each in written] == [
         ("Running", 1), ("Running", 8), ("Failed", 9),
     ]  # fmt: skip

@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from open_runs import PATIENCE_SECONDS, asked_by_the_operator, ended, is_there, opened, operators
+from coroutines import until
+from open_runs import asked_by_the_operator, is_there, opened, operators
 from operator_world import job_body
 from shared_servers import SharedServers
 
@@ -20,6 +21,7 @@ from rlhfspec.operator.shared import streams
 from rlhfspec.operator.shared.leftovers import OpenRun, Runs, ServerAway, Tending
 from rlhfspec.operator.shared.streams import metadata_of
 from rlhfspec.runs.live.redis_users import install_of
+from rlhfspec.stage.tasks import ended
 
 
 def cache_of(*job_uids: str) -> Cache:
@@ -41,8 +43,8 @@ async def lacking(transport: NatsTransport, run: OpenRun) -> list[str]:
     return [name for name, is_there in found.items() if not is_there]
 
 
-def test_open_runs_have_their_streams_also_where_nats_lost_all_it_had(tmp_path: Path) -> None:
-    async def main(servers: SharedServers) -> None:
+async def test_open_runs_have_their_streams_also_where_nats_lost_all_it_had(tmp_path: Path) -> None:
+    with SharedServers(tmp_path) as servers:
         there, _ = operators(servers)
         runs = Runs(cache_of("j1", "j2"), lambda: {"rl"}, lambda: True)
         tending = Tending(there, runs, lambda _: None)
@@ -52,24 +54,19 @@ def test_open_runs_have_their_streams_also_where_nats_lost_all_it_had(tmp_path: 
         assert [run.job for run in both] == ["job-j1", "job-j2"]
         assert "critic" not in both[0].stages
 
-        async def until_made() -> None:
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                while any([await lacking(transport, run) for run in both]):
-                    await asyncio.sleep(0.05)
+        async def are_made() -> bool:
+            return not any([await lacking(transport, run) for run in both])
 
-        await until_made()
+        await until(are_made, "all streams are made")
         info = await transport._connection.api(f"STREAM.INFO.rlhf_job-j1_{both[0].uid}_sample")
         metadata = metadata_of(install_of(servers.keys.master), "rl")
         assert metadata.items() <= info["config"]["metadata"].items()
         await asyncio.to_thread(servers.kill_nats)
         shutil.rmtree(servers.folder / "store")
         await asyncio.to_thread(servers.start_nats)
-        await until_made()
+        await until(are_made, "all streams are made again")
         await ended(task)
         await transport.close()
-
-    with SharedServers(tmp_path) as servers:
-        asyncio.run(main(servers))
 
 
 async def test_a_run_that_nats_refuses_is_named_and_in_nobodys_way(servers: SharedServers) -> None:

@@ -7,7 +7,7 @@ import copy
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from api_servers import serving
+from coroutines import until
 from operator_world import job_body
 
 from rlhfspec.errors import ClusterUnavailable
@@ -83,21 +84,13 @@ class Cluster:
 
 
 @asynccontextmanager
-async def watched(
-    cluster: Cluster, folder: Path, label: str = ""
-) -> AsyncIterator[tuple[Informers, Cache, Callable[..., Any]]]:
+async def watched(cluster: Cluster, folder: Path, label: str = "") -> AsyncIterator[tuple[Informers, Cache]]:
     cache, told = Cache(), list[Any]()
     found = Informers(cache, [] if label else ["rl", "team"], told.append, label=label)
-
-    async def until(holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60.0):
-            while not holds():
-                await asyncio.sleep(0.01)
-
     async with serving(cluster.answer, folder) as api:
         task = asyncio.create_task(found.run(api))
         try:
-            yield found, cache, until
+            yield found, cache
         finally:
             assert not task.done(), "whatever happened, it watches"
             task.cancel()
@@ -117,7 +110,7 @@ async def test_a_namespace_that_may_not_be_seen_is_nobody_elses_business(
     cluster = Cluster()
     cluster.forbidden.add("team")
     with caplog.at_level(logging.INFO):
-        async with watched(cluster, tmp_path) as (found, cache, until):
+        async with watched(cluster, tmp_path) as (found, cache):
             await until(lambda: cluster.asked["team", "list"] >= 3)
             assert cache.jobs() == [KEY]
             assert found.problems()["rl"] == ""
@@ -133,7 +126,7 @@ async def test_a_namespace_that_may_not_be_seen_is_nobody_elses_business(
 
 async def test_what_went_while_a_watch_was_broken_is_gone(tmp_path: Path) -> None:
     cluster = Cluster()
-    async with watched(cluster, tmp_path) as (_, cache, until):
+    async with watched(cluster, tmp_path) as (_, cache):
         await until(lambda: cluster.asked["rl", "watch"] == 1 and cluster.asked["team", "watch"] == 1)
         job = cluster.jobs.pop(KEY)
         cluster.tell("rl", {"type": "ERROR", "object": {"code": 410, "message": "too old resource version"}})
@@ -146,7 +139,7 @@ async def test_what_went_while_a_watch_was_broken_is_gone(tmp_path: Path) -> Non
 
 async def test_a_watch_that_the_server_ends_goes_on_where_it_was_without_a_list(tmp_path: Path) -> None:
     cluster = Cluster()
-    async with watched(cluster, tmp_path) as (_, cache, until):
+    async with watched(cluster, tmp_path) as (_, cache):
         await until(lambda: cluster.asked["rl", "watch"] == 1)
         cluster.end_watches()
         await until(lambda: cluster.asked["rl", "watch"] == 2)
@@ -157,7 +150,7 @@ async def test_a_watch_that_the_server_ends_goes_on_where_it_was_without_a_list(
 
 async def test_an_object_of_a_megabyte_and_one_that_makes_no_sense(tmp_path: Path) -> None:
     cluster = Cluster()
-    async with watched(cluster, tmp_path) as (_, cache, until):
+    async with watched(cluster, tmp_path) as (_, cache):
         await until(lambda: cluster.asked["rl", "watch"] == 1)
         cluster.tell("rl", {"type": "MODIFIED", "object": {"metadata": {"resourceVersion": "11", "name": "?"}}})
         large = cluster.changed(cluster.jobs[KEY], generation=4)
@@ -168,7 +161,7 @@ async def test_an_object_of_a_megabyte_and_one_that_makes_no_sense(tmp_path: Pat
 
 async def test_namespaces_come_and_go_with_their_label(tmp_path: Path) -> None:
     cluster = Cluster()
-    async with watched(cluster, tmp_path, label="jobs=here") as (found, cache, until):
+    async with watched(cluster, tmp_path, label="jobs=here") as (found, cache):
         await until(lambda: cache.jobs() == [KEY])
         assert found.problems() == {"": "", "rl": ""}
         cluster.tell("namespaces", {"type": "ADDED", "object": cluster.namespace("team", "2")})
@@ -183,7 +176,7 @@ async def test_namespaces_come_and_go_with_their_label(tmp_path: Path) -> None:
 async def test_a_namespace_that_lost_its_label_while_nobody_watched_is_left(tmp_path: Path) -> None:
     cluster = Cluster()
     cluster.labelled["team"] = "2"
-    async with watched(cluster, tmp_path, label="jobs=here") as (_, cache, until):
+    async with watched(cluster, tmp_path, label="jobs=here") as (_, cache):
         await until(lambda: set(cache.jobs()) == {KEY, OTHER})
         del cluster.labelled["rl"]
         cluster.tell("namespaces", {"type": "ERROR", "object": {"code": 410, "message": "too old"}})

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
+from coroutines import until
 from example_records import example_sample
 from small_job import JOB, a_job
-from stages import FakeEngine, Stages, ends, until
+from stages import FakeEngine, Stages, ends
 
 from rlhfspec.engine.base import EngineStep
 from rlhfspec.errors import InvalidRequest

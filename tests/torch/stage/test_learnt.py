@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from coroutines import until
 from small_job import JOB, a_job
-from stages import FakeEngine, Stages, ends, killed, until
+from stages import FakeEngine, Stages, ends, killed
 
 from rlhfspec.engine.base import Abilities, LearningReport, Learnt
 from rlhfspec.errors import InvalidRequest

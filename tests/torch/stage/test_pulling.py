@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from coroutines import until
 from example_records import example_sample
 from hypothesis import given, settings, strategies as st
 from small_job import a_job
-from stages import FakeEngine, FakeSources, Stages, ends, prompts_for, until
+from stages import FakeEngine, FakeSources, Stages, ends, prompts_for
 
 from rlhfspec.critic.service import CriticService
 from rlhfspec.engine.base import EngineStep

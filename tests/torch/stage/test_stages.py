@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from coroutines import until
 from example_records import example_sample
 from hypothesis import Phase, given, settings, strategies as st
 from small_job import a_job
-from stages import FakeSources, Stages, ends, policy_weights, prompts_for, reward_of, until
+from stages import FakeSources, Stages, ends, policy_weights, prompts_for, reward_of
 
 from rlhfspec.critic.service import CriticService
 from rlhfspec.errors import RolloutError, StageFailed
