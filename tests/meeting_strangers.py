@@ -7,25 +7,11 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from faults.processes import listening
+
 from rlhfspec.common.ranks import store
 from rlhfspec.common.ranks.meeting import joined
 from rlhfspec.errors import StageStalled
-
-
-def listening() -> list[tuple[str, int]]:
-    inodes = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            if state == "0A" and inode in inodes:
-                address, _, port = local.partition(":")
-                family = socket.AF_INET if len(address) == 8 else socket.AF_INET6
-                found.append((socket.inet_ntop(family, bytes.fromhex(address)[::-1]), int(port, 16)))
-    return found
 
 
 def knock(port: int) -> None:
@@ -42,7 +28,7 @@ if __name__ == "__main__":
         store._proof = lambda *_: bytes(32)  # it has the seat, and not the secret
     try:
         with joined(timeout_seconds=60.0, silence_seconds=60.0) as ranks:
-            places = listening()
+            places = listening(os.getpid())
             for _, port in places:
                 knock(port)
             told = {"hosts": sorted({host for host, _ in places}), "gathered": ranks.gather(ranks.rank)}

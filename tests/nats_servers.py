@@ -17,9 +17,9 @@ BINARY = Path(sys.executable).with_name("nats-server")
 class NatsServer:
     """Server, stopped at the end of the block. `config`: configuration lines."""
 
-    def __init__(self, folder: Path, config: str = "", *, jetstream: bool = True) -> None:
+    def __init__(self, folder: Path, config: str = "") -> None:
         self._folder = folder
-        self._config = config + ("\njetstream: enabled\n" if jetstream else "\n")
+        self._config = f"{config}\njetstream: enabled\n"
         self._port = -1
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -54,6 +54,22 @@ def write_job(folder: Path, models: Path, **algorithm: Any) -> Path:
     return folder / "job.yaml"
 
 
+def with_spec(job_file: Path, **blocks: Any) -> Path:
+    """Change entries of the job's blocks."""
+    job = yaml.safe_load(job_file.read_text())
+    for name, entries in blocks.items():
+        job["spec"][name] = job["spec"].get(name, {}) | entries
+    job_file.write_text(yaml.safe_dump(job, allow_unicode=True))
+    return job_file
+
+
+def with_reward(job_file: Path, code: str, *, arguments: str = "completion", **fields: Any) -> Path:
+    """Have the job's samples scored by a function with this body alone."""
+    (job_file.parent / "other_rewards.py").write_text(f"def reward({arguments}):\n    {code}\n")
+    source = {"type": "function", "function": "other_rewards:reward", "retries": 0} | fields
+    return with_spec(job_file, rewards={"sources": [source]})
+
+
 def command(words: Sequence[str], code: int | None = None) -> Result:
     """Run a command, which must end with this exit code."""
     result = CliRunner().invoke(app, words)
@@ -79,3 +95,15 @@ def train(job_file: Path, out: str, *overrides: str, resume: bool = False) -> li
 
 def curve_of(job_file: Path, out: str) -> list[dict[str, Any]]:
     return [curve(line) for line in lines_of(job_file, out)]
+
+
+def samples_of(job_file: Path, out: str) -> bytes:
+    return (job_file.parent / out / "samples.jsonl").read_bytes()
+
+
+def answers_of(run: Path) -> dict[str, list[Any]]:
+    """Return what is the same for every engine of each sample of a run."""
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    found = {line["id"]: [line[name] for name in ("tokens", "text", "finish_reason", "reward")] for line in lines}
+    assert len(found) == len(lines), "samples are doubled"
+    return found

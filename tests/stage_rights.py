@@ -1,16 +1,19 @@
 """Subjects that each role may publish and subscribe to, derived from the loop."""
 
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import nats
+
 from rlhfspec.messages import loop
 from rlhfspec.messages.access.rights import BUS_ROLES, CONTROL, inbox_of
 from rlhfspec.messages.transport.jetstream.streams import stream_name
 
 JOB, UID = "sums", "3f2a"
-
-
 DEAD = loop.dead_letters(JOB, UID)
 STAGES = {stage.name: stage for stage in loop.STAGES}
 WORK = [record for record, kind in loop.KINDS.items() if kind == "work"]
-STATE = [record for record, kind in loop.KINDS.items() if kind == "state"]
 
 
 def subject(record: type) -> str:
@@ -78,3 +81,30 @@ def may_subscribe() -> dict[str, set[str]]:
     for other in (">", "rlhf.>", "latest.>", "*.>", "_INBOX.>", "$JS.>", "$JS.ACK.>", "$SYS.>", f"rlhf.{JOB}.{UID}.*"):
         may[other] = set()
     return may
+
+
+def denied_to(role: str, *, in_a_cluster: bool = False) -> set[str]:
+    may = {f"publish {to}": roles for to, roles in may_publish(in_a_cluster=in_a_cluster).items()}
+    may |= {f"subscription {of}": roles for of, roles in may_subscribe().items()}
+    return {attempt.lower() for attempt, roles in may.items() if role not in roles}
+
+
+async def denied(url: str, publish: Iterable[str], subscribe: Iterable[str], **credentials: Any) -> set[str]:
+    """Return what the server refuses of these attempts, in lower case."""
+    refused: set[str] = set()
+
+    async def note(error: Exception) -> None:
+        found = re.search(r'permissions violation for (publish|subscription) to "([^"]+)"', str(error))
+        assert found is not None, error
+        refused.add(f"{found[1]} {found[2]}")
+
+    client = await nats.connect(url, error_cb=note, allow_reconnect=False, **credentials)
+    for to in publish:
+        await client.publish(to, b"{}")
+        await client.flush()
+    for of in subscribe:
+        await client.subscribe(of)
+        await client.flush()
+    await client.flush()  # its ping overtook what was still to be sent
+    await client.close()
+    return refused

@@ -13,7 +13,7 @@ from typing import Any
 import warmed
 import yaml
 from faults.processes import named, send
-from runs import curve_of
+from runs import curve_of, samples_of
 
 from rlhfspec.messages.servers.guardian import NUM_GUARDIANS
 
@@ -37,7 +37,6 @@ class Started:
         out: str,
         *overrides: str,
         resume: bool = False,
-        options: Sequence[str] = (),
         before: str = "",
         fresh: bool = False,
         processes: bool = True,
@@ -46,7 +45,7 @@ class Started:
         sets = [word for override in (OFF, *overrides) for word in ("--set", override)]
         start = ["-c", f"{before}; from rlhfspec.cli.start import main; main()"] if before else ["-m", START]
         way = ["--processes"] if processes else []
-        command = [sys.executable, *start, "run", *way, str(job_file), *options]
+        command = [sys.executable, *start, "run", *way, str(job_file)]
         command += ["--out", str(self.folder), *sets, *(["--resume"] if resume else [])]
         popen = subprocess.Popen if fresh else warmed.Popen
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -105,11 +104,16 @@ class Started:
     def curve(self) -> list[dict[str, Any]]:
         return curve_of(self.job_file, self.out)
 
+    def check_alike(self, curve: list[dict[str, Any]], out: str = "one") -> None:
+        """Assert that it has the curve and the samples of another run."""
+        assert self.curve() == curve
+        assert samples_of(self.job_file, self.out) == samples_of(self.job_file, out)
 
-def eventually(condition: Callable[[], Any], what: str) -> Any:
+
+def eventually(condition: Callable[[], Any], what: str | Callable[[], str]) -> Any:
     end = time.monotonic() + PATIENCE_SECONDS
     while not (found := condition()):
-        assert time.monotonic() < end, f"never: {what}"
+        assert time.monotonic() < end, f"never: {what if isinstance(what, str) else what()}"
         time.sleep(0.02)
     return found
 

@@ -69,6 +69,23 @@ def is_listening(url: str) -> bool:
     return True
 
 
+def listening(pid: int) -> list[tuple[str, int]]:
+    """Return the addresses and ports of TCP that the process listens on."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in _read(pid, f"net/{table}").splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in inodes:
+                address, _, port = local.partition(":")
+                family = socket.AF_INET if len(address) == 8 else socket.AF_INET6
+                found.append((socket.inet_ntop(family, bytes.fromhex(address)[::-1]), int(port, 16)))
+    return found
+
+
 def _mark(pid: int) -> str:
     return environment_of(pid).get(WORKER_MARK, "").rstrip(".")  # a launcher leaves room in its own for longer names
 

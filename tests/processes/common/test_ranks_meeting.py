@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -14,9 +13,11 @@ from typing import Any
 
 import pytest
 import warmed
+from faults.processes import is_listening
 from places import TESTS
 from rank_sets import run_ranks
 from shared_servers import free_port
+from started import eventually
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rlhfspec.common.ranks import SECRET
@@ -49,15 +50,7 @@ def rank_of_two(rank: int, port: int) -> dict[str, str]:
 
 
 def until_it_listens(port: int) -> None:
-    deadline = time.monotonic() + 60.0
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-        except OSError:
-            assert time.monotonic() < deadline, "rank 0 does not listen"
-            time.sleep(0.05)
-        else:
-            return
+    eventually(lambda: is_listening(f"tcp://127.0.0.1:{port}"), "rank 0 listens")
 
 
 def test_a_process_in_the_seat_of_rank_1_gets_no_message_and_runs_no_code(tmp_path: Path, started: Start) -> None:
@@ -80,10 +73,9 @@ def test_the_store_is_on_loopback_and_tells_nothing(tmp_path: Path, started: Sta
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", port))
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60.0))
-    deadline = time.monotonic() + 60.0
-    while not (keys := [key for key in store.list_keys() if re.fullmatch("[0-9a-f]{64}", key)]):
-        assert time.monotonic() < deadline, "rank 0 says nowhere where it is"
-        time.sleep(0.05)
+    keys = eventually(
+        lambda: [key for key in store.list_keys() if re.fullmatch("[0-9a-f]{64}", key)], "rank 0 says where it is"
+    )
     assert not [key for key in store.list_keys() if re.search("rank|gloo|default|secret|these", key)]
     for key in keys:
         value = store.get(key)

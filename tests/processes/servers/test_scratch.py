@@ -4,15 +4,15 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from interpreters import child_of
 
 from rlhfspec.common.folder_lock import take_lock
 from rlhfspec.errors import StorageError
 from rlhfspec.messages.servers import room, scratch
-from rlhfspec.messages.servers.guardian import MARK, UID, guardians_of
+from rlhfspec.messages.servers.guardian import UID, guardians_of
 from rlhfspec.messages.servers.room import place_of_weights, refuse_full_disk
 from rlhfspec.messages.servers.scratch import Scratch, end_dead_runs, end_run_in
 
@@ -55,19 +55,11 @@ def dead(memory: Path, uid: str, place: Path, *, guarded: bool = False) -> Path:
     return memory / f"rlhfspec-{uid}"
 
 
-@pytest.fixture
-def worker() -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-S", "-c", "import time; print(1, flush=True); time.sleep(120)"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={MARK: "d1"}) as process:
-        process.stdout.readline()
-        yield process
-        process.kill()
-
-
-def test_a_dead_runs_processes_memory_and_keys_go(memory: Path, place: Path, worker: subprocess.Popen[bytes]) -> None:
-    folder = dead(memory, "d1", place)
-    assert end_dead_runs() == ["d1"]
-    assert worker.wait() == -9
+def test_a_dead_runs_processes_memory_and_keys_go(memory: Path, place: Path) -> None:
+    with child_of("d1") as worker:
+        folder = dead(memory, "d1", place)
+        assert end_dead_runs() == ["d1"]
+        assert worker.wait() == -9
     assert not folder.exists()
     assert not place.exists()
     assert end_dead_runs() == []

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faults.processes import is_alive
 from vllm_children import STEP_SECONDS, Children, python_with_vllm
 
 from rlhfspec.engine.base import Completion, Request
@@ -45,13 +46,6 @@ def kill(engine: VllmEngine) -> int:
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     return pid
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_new_weights_forget_what_the_old_ones_computed_of_a_prompt(children: Children) -> None:

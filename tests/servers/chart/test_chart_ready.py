@@ -1,11 +1,7 @@
 """`helm test` passes for a NATS of the chart, and fails for one without authentication or TLS."""
 
 import importlib.util
-import socket
 import ssl
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
@@ -13,8 +9,9 @@ from typing import Any
 
 import pytest
 from helm import CHART
+from nats_servers import NatsServer
+from shared_servers import written
 
-from rlhfspec.messages.servers import find
 from rlhfspec.operator.shared.credentials import install_secrets, new_keys
 
 NATS_CONFIG = {"nats.conf", "tls.crt", "tls.key", "ca.pem"}
@@ -39,25 +36,15 @@ def secret() -> dict[str, bytes]:
     return made["localhost-nats"]
 
 
-@contextmanager
-def nats(folder: Path, config: str) -> Iterator[int]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
-    lines = [line for line in config.splitlines() if not line.startswith(("port:", "http_port:"))]
-    (folder / "nats.conf").write_text("\n".join([*lines, f"port: {port}", 'host: "127.0.0.1"']))
-    running = subprocess.Popen([find.nats_server(), "-c", folder / "nats.conf", "-l", folder / "log"])
-    try:
-        yield port
-    finally:
-        running.kill()
-        running.wait()
+def nats(folder: Path, config: str) -> NatsServer:
+    """Return a server with this configuration, but for ports and storage."""
+    lines = [line for line in config.splitlines() if not line.startswith(("port:", "http_port:", "jetstream"))]
+    return NatsServer(folder / "nats", "\n".join(lines))
 
 
-def written(folder: Path, secret: dict[str, bytes]) -> str:
-    for name, content in secret.items():
-        (folder / name).write_bytes(content)
-    return secret["nats.conf"].decode().replace("/etc/nats", str(folder)).replace('"/data"', f'"{folder}/data"')
+def configured(folder: Path, secret: dict[str, bytes]) -> str:
+    written(folder, secret)
+    return secret["nats.conf"].decode().replace("/etc/nats", str(folder))
 
 
 def tls(secret: dict[str, bytes]) -> ssl.SSLContext:
@@ -73,25 +60,25 @@ def problem(ready: ModuleType, port: int, secret: dict[str, bytes]) -> str:
 
 
 def test_the_bundled_nats_refuses_strangers(ready: ModuleType, secret: dict[str, bytes], tmp_path: Path) -> None:
-    with nats(tmp_path, written(tmp_path, secret)) as port:
-        assert problem(ready, port, secret) == ""
+    with nats(tmp_path, configured(tmp_path, secret)) as server:
+        assert problem(ready, server.port, secret) == ""
 
 
 def test_a_nats_that_lets_strangers_in_is_noticed(
     ready: ModuleType, secret: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ready, "DEADLINE_SECONDS", 5.0)
-    config = written(tmp_path, secret)
-    with nats(tmp_path, config[: config.index("operator:")]) as port:
-        assert "a stranger is answered with" in problem(ready, port, secret)
+    config = configured(tmp_path, secret)
+    with nats(tmp_path, config[: config.index("operator:")]) as server:
+        assert "a stranger is answered with" in problem(ready, server.port, secret)
 
 
 def test_a_nats_without_tls_is_noticed(
     ready: ModuleType, secret: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ready, "DEADLINE_SECONDS", 5.0)
-    with nats(tmp_path, "") as port:
-        assert problem(ready, port, secret) == "it does not ask for TLS"
+    with nats(tmp_path, "") as server:
+        assert problem(ready, server.port, secret) == "it does not ask for TLS"
 
 
 def test_a_server_that_is_away_is_named(ready: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

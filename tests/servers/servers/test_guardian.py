@@ -3,23 +3,22 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
-from faults.processes import is_alive
+from faults.processes import is_alive, is_listening, of_run
+from interpreters import child_of
+from started import eventually
 
 from rlhfspec.messages.servers import guardian
-from rlhfspec.messages.servers.guardian import MARK, NUM_GUARDIANS, Guardians
-
-LIMIT_SECONDS = 60.0  # for a machine that is busy with other things
+from rlhfspec.messages.servers.guardian import NUM_GUARDIANS, Guardians
 
 # What a supervisor does, in small. Each child says by a line that it is there.
 SUPERVISOR = """
@@ -99,21 +98,20 @@ def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path: Path, guardians
     uid = f"t{uuid4().hex[:8]}"
     shared = Path("/dev/shm") / f"rlhfspec-{uid}"
     with supervisor(tmp_path / "run", uid, shared) as (process, told):
-        pids = {*map(int, told["pids"]), *marked(uid)}
-        port = int(told["urls"][0].rpartition(":")[2])
+        pids = {*map(int, told["pids"]), *of_run(uid)}
         assert all(map(is_alive, pids))
         began_at = {pid: start_of(pid) for pid in pids}  # another process may get the number of a dead one
         assert shared.exists()
-        assert reachable(port)
+        assert is_listening(told["urls"][0])
         for pid in told["guardians"][:guardians_killed]:
             os.kill(pid, signal.SIGKILL)
         process.kill()
         began = time.monotonic()
         # The guardian is the last to go; it is marked too.
-        until(lambda: not left(uid, began_at), lambda: f"these are left: {left(uid, began_at)}")
+        eventually(lambda: not left(uid, began_at), lambda: f"what is left ends: {left(uid, began_at)}")
         print(f"nothing was left after {time.monotonic() - began:.1f} s")
         assert not shared.exists()
-        assert not reachable(port)
+        assert not is_listening(told["urls"][0])
         assert [path.name for path in (tmp_path / "run").iterdir() if path.suffix != ".log"] == []
 
 
@@ -125,7 +123,7 @@ def test_servers_go_with_their_supervisor_also_when_no_guardian_is_left(tmp_path
         for pid in told["guardians"]:
             os.kill(pid, signal.SIGKILL)
         process.kill()
-        until(lambda: not any(map(is_alive, servers)), "NATS and Redis are gone")
+        eventually(lambda: not any(map(is_alive, servers)), "NATS and Redis are gone")
 
 
 def test_guardians_that_are_released_touch_nothing(tmp_path: Path) -> None:
@@ -147,7 +145,7 @@ def test_guardians_that_are_dead_when_they_are_released_are_no_trouble() -> None
     watching.start()
     for pid in watching.pids:
         os.kill(pid, signal.SIGKILL)
-    until(lambda: not watching.pids, "their end is seen")
+    eventually(lambda: not watching.pids, "their end is seen")
     watching.release()
 
 
@@ -156,12 +154,12 @@ def test_guardians_survive_what_is_meant_for_the_supervisor_and_are_replaced() -
         watching = Guardians("r2")
         assert watching.start()
         first, second = watching.pids
-        until(lambda: signals_ignored(first) >= {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}, "signals ignored")
+        eventually(lambda: signals_ignored(first) >= {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}, "signals ignored")
         for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(first, each)
         assert not watching.start(), "all are there"
         os.kill(first, signal.SIGKILL)
-        until(lambda: watching.pids == [second], "its end is seen")
+        eventually(lambda: watching.pids == [second], "its end is seen")
         assert watching.start()
         assert len(watching.pids) == NUM_GUARDIANS
         assert second in watching.pids
@@ -202,26 +200,6 @@ def test_it_is_there_at_once() -> None:
     assert not {"asyncio", "numpy", "pydantic", "rlhfspec"} & set(loaded)
 
 
-@contextmanager
-def child_of(uid: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-S", "-c", "import time; print(1, flush=True); time.sleep(120)"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={MARK: uid}) as process:
-        process.stdout.readline()
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def marked(uid: str) -> set[int]:
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if f"{MARK}={uid}".encode() in path.read_bytes().split(b"\0"):
-                found.add(int(path.parent.name))
-    return found
-
-
 def start_of(pid: int) -> str | None:
     with suppress(FileNotFoundError, ProcessLookupError):
         if is_alive(pid):
@@ -232,7 +210,7 @@ def start_of(pid: int) -> str | None:
 def left(uid: str, began_at: dict[int, str | None]) -> dict[int, str]:
     going = {pid for pid, began in began_at.items() if began is not None and start_of(pid) == began}
     commands = {}
-    for pid in going | marked(uid):
+    for pid in going.union(of_run(uid)):
         with suppress(OSError):
             commands[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[-80:]
     return commands
@@ -241,18 +219,3 @@ def left(uid: str, began_at: dict[int, str | None]) -> dict[int, str]:
 def signals_ignored(pid: int) -> set[int]:
     [mask] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn")]
     return {number for number in range(1, 65) if int(mask.split()[1], 16) >> (number - 1) & 1}
-
-
-def reachable(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), 1.0).close()
-    except OSError:
-        return False
-    return True
-
-
-def until(holds: Callable[[], bool], what: str | Callable[[], str]) -> None:
-    end = time.monotonic() + LIMIT_SECONDS
-    while not holds():
-        assert time.monotonic() < end, what if isinstance(what, str) else what()
-        time.sleep(0.02)

@@ -18,6 +18,7 @@ import nats
 import pytest
 import redis.asyncio
 from cryptography import x509
+from faults.processes import listening
 
 from rlhfspec.errors import InvalidRequest, ServerFailed
 from rlhfspec.messages.servers import find
@@ -94,17 +95,6 @@ async def test_servers_are_marked_as_of_the_run_and_speak_to_this_machine_alone(
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def listening(pid: int) -> set[tuple[str, int]]:
-    inodes = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
-    found = set()
-    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
-        _, local, _, state, *_, inode = line.split()[:10]
-        if state == "0A" and f"socket:[{inode}]" in inodes:
-            address, port = local.split(":")
-            found.add((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
-    return found
-
-
 async def test_a_port_that_is_held_for_a_moment_is_waited_for(tmp_path: Path) -> None:
     server = NatsServer(tmp_path / "nats", run="r1")
     async with started(server) as url:
@@ -118,25 +108,21 @@ async def test_a_port_that_is_held_for_a_moment_is_waited_for(tmp_path: Path) ->
         assert await answers(url)
 
 
-def test_what_stops_a_server_is_said_in_its_words(tmp_path: Path) -> None:
-    async def held() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as other:
-            server = NatsServer(tmp_path / "nats", run="r1")
-            server._port = other.getsockname()[1]
-            with pytest.raises(ServerFailed, match=r"nats-server: not ready within 3 s: .*address already in use"):
-                await server.start(3.0)
-            assert server.pid is None
-
-    async def refused(server: ServerProgram, words: str) -> None:
-        (server.folder / "store").mkdir(parents=True)
-        (server.folder / "store" / "jetstream").write_text("no folder")
-        with pytest.raises(ServerFailed, match=words) as raised:
-            await server.start()
-        assert "\n" not in str(raised.value)
-
-    asyncio.run(held())
-    said = "nats-server: ended with exit code 1: .*JetStream: storage directory"
-    asyncio.run(refused(NatsServer(tmp_path / "bad", run="r1"), said))
+async def test_what_stops_a_server_is_said_in_its_words(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        server = NatsServer(tmp_path / "nats", run="r1")
+        server._port = other.getsockname()[1]
+        with pytest.raises(ServerFailed, match=r"nats-server: not ready within 3 s: .*address already in use"):
+            await server.start(3.0)
+        assert server.pid is None
+    server = NatsServer(tmp_path / "bad", run="r1")
+    (server.folder / "store").mkdir(parents=True)
+    (server.folder / "store" / "jetstream").write_text("no folder")
+    with pytest.raises(
+        ServerFailed, match=r"nats-server: ended with exit code 1: .*JetStream: storage directory"
+    ) as raised:
+        await server.start()
+    assert "\n" not in str(raised.value)
 
 
 async def test_a_server_that_never_answers_is_killed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,17 +136,12 @@ async def test_a_server_that_never_answers_is_killed_in_time(tmp_path: Path, mon
     assert server.pid is None
 
 
-def test_a_deep_folder_gets_a_shorter_path_for_its_socket(tmp_path: Path) -> None:
+async def test_a_deep_folder_gets_a_shorter_path_for_its_socket(tmp_path: Path) -> None:
     deep, short = tmp_path / ("deep" * 30), tmp_path / "short"
     short.mkdir()
-
-    async def main() -> None:
-        server = RedisServer(deep / "redis", run="r1", socket_folder=short)
-        async with started(server) as url:
-            assert await answers(url)
-            assert url == f"unix://{short}/redis.sock"
-
-    asyncio.run(main())
+    async with started(RedisServer(deep / "redis", run="r1", socket_folder=short)) as url:
+        assert await answers(url)
+        assert url == f"unix://{short}/redis.sock"
     with pytest.raises(ServerFailed, match=r"deepdeep.* is too long for a socket: at most 100 bytes"):
         RedisServer(deep / "redis", run="r1")
 
@@ -223,10 +204,8 @@ async def serving(folder: Path) -> AsyncIterator[tuple[str, Path]]:
     public_keys = create_credentials(credentials, ROLES)
     users = {role: User(public_key=public_keys[role], **RIGHTS[role]) for role in ROLES}
     server = NatsServer(folder / "nats", run="r1", users=users, tls=ServerTls.of(credentials, "nats"))
-    try:
-        yield await server.start(), credentials
-    finally:
-        await server.stop()
+    async with started(server) as url:
+        yield url, credentials
 
 
 async def connect(url: str, *, tls: ssl.SSLContext | None, seed: Path | None) -> nats.NATS:
@@ -255,14 +234,6 @@ async def test_the_key_says_which_role_it_is_and_so_what_it_may(tmp_path: Path) 
             arrived = {(await heard.next_msg()).subject for _ in range(heard.pending_msgs)}
             assert arrived == {"control": {"score", "weights"}, "reward": {"score"}, "trainer": {"weights"}}[role]
         await control.close()
-
-
-async def test_streams_are_the_accounts(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (url, credentials):
-        connection = await connect(url, tls=client_tls(credentials, "control"), seed=credentials / "control.seed")
-        await connection.jetstream().add_stream(name="scores", subjects=["score"])
-        assert (await connection.jetstream().publish("score", b"1")).seq == 1
-        await connection.close()
 
 
 async def test_strangers_are_refused_with_a_reason(tmp_path: Path) -> None:
