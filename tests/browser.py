@@ -1,13 +1,11 @@
 """A headless Chromium, driven over the DevTools protocol."""
 
 import asyncio
-import base64
 import itertools
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -103,19 +101,14 @@ class Page:
             shown = await self.value("document.body.innerText.slice(0, 2000)")
             raise AssertionError(f"never true: {script}\nthe page shows:\n{shown}\n{self.complaints}") from None
 
-    async def press(self, key: str, times: int = 1) -> None:
+    async def press(self, key: str) -> None:
         codes = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35}
         text = {"text": "\r"} if key == "Enter" else {}
-        for _ in range(times):
-            for kind in ("keyDown", "keyUp"):
-                more = text if kind == "keyDown" else {}
-                await self.call(
-                    "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key], **more
-                )
-
-    async def picture(self, path: Path, *, whole: bool = False) -> None:
-        found = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(found["data"]))
+        for kind in ("keyDown", "keyUp"):
+            more = text if kind == "keyDown" else {}
+            await self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key], **more
+            )
 
 
 @asynccontextmanager

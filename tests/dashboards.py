@@ -14,19 +14,19 @@ from aiohttp.test_utils import TestServer
 from run_folders import example_job, example_sample
 
 from rlhfspec.dashboard.access import Access, LaptopAccess
+from rlhfspec.dashboard.jobs.laptop import LaptopSource
 from rlhfspec.dashboard.jobs.source import JobSource
 from rlhfspec.dashboard.server import Dashboard
 from rlhfspec.messages import loop
+from rlhfspec.messages.access.connecting import connect
 from rlhfspec.messages.access.connections import Connections
-from rlhfspec.messages.access.rights import BUS_ROLES, CONTROL, inbox_of, rights_of
+from rlhfspec.messages.access.rights import BUS_ROLES, CONTROL, rights_of
 from rlhfspec.messages.records import Heartbeat, Load, Moved, Record, Score, StepReport, WorkerInfo
 from rlhfspec.messages.records.metrics import example_step
-from rlhfspec.messages.servers.credentials.certificates import ServerTls, client_tls, create_credentials
+from rlhfspec.messages.servers.credentials.certificates import ServerTls, create_credentials
 from rlhfspec.messages.servers.nats import NatsServer, User
 from rlhfspec.messages.servers.redis import RedisServer
 from rlhfspec.messages.transport.clock import SystemClock
-from rlhfspec.messages.transport.jetstream.proof import NatsProof
-from rlhfspec.messages.transport.nats import NatsTransport
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.live.live import LiveState, LiveView, Window
 from rlhfspec.runs.live.run_state import KnownRun
@@ -87,6 +87,14 @@ async def served(source: JobSource, access: Access | None = None) -> AsyncIterat
         await server.close()
 
 
+@asynccontextmanager
+async def visited(
+    run: Path, access: Access | None = None, token: str = TOKEN
+) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
+    async with served(LaptopSource([run]), access) as (_, url), visiting(token) as session:
+        yield session, url
+
+
 def visiting(token: str = TOKEN) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"} if token else {})
 
@@ -134,30 +142,30 @@ class Stream:
             return True
 
 
-def load(worker: int = 0, *, running: int = 3, at: int = 0, job: str = "sums", owned: tuple[str, ...] = ()) -> Load:
+def load(worker: int = 0, *, running: int = 3, at: int = 0, owned: tuple[str, ...] = ()) -> Load:
     return Load(
-        id=f"{job}/load/{worker}/{at}", job=job, generator=f"generator-{worker}", worker=worker, step=4,
+        id=f"sums/load/{worker}/{at}", job="sums", generator=f"generator-{worker}", worker=worker, step=4,
         num_running=running, num_waiting=1, num_finished=at, num_tokens=100 * at, tokens_per_second=1000.0 + worker,
         accepted_per_verification=0.5, strategy="suffix-d4-w1-b2", weights_version=3, host="node-a",
         sample_ids=owned, num_generated=(1,) * len(owned), num_held=(1,) * len(owned),
     )  # fmt: skip
 
 
-def moved(number: int, *, source: int = 0, destination: int = 1, job: str = "sums") -> Moved:
+def moved(number: int) -> Moved:
     return Moved(
-        id=f"{job}/move/{number}", job=job, sample_id=f"{job}/4/0/{number}", source=source, destination=destination,
-        how="kv", num_bytes=120_000, num_tokens=40, pause_seconds=0.02,
+        id=f"sums/move/{number}", job="sums", sample_id=f"sums/4/0/{number}", source=0, destination=1, how="kv",
+        num_bytes=120_000, num_tokens=40, pause_seconds=0.02,
     )  # fmt: skip
 
 
-def report(step: int, *, job: str = "sums") -> StepReport:
-    return StepReport(id=f"{job}/{step}/report", job=job, metrics=example_step(step=step, reward=0.75))
+def report(step: int) -> StepReport:
+    return StepReport(id=f"sums/{step}/report", job="sums", metrics=example_step(step=step, reward=0.75))
 
 
-def beat(worker: int = 0, *, job: str = "sums") -> Heartbeat:
+def beat(worker: int = 0) -> Heartbeat:
     return Heartbeat(
-        id=f"{job}/beat/{worker}", job=job, stage="reward", worker=worker, doing="working", what="reward of sums/4/0/0",
-        since_seconds=1.0, overdue_seconds=-9.0, busy_seconds=12.0,
+        id=f"sums/beat/{worker}", job="sums", stage="reward", worker=worker, doing="working",
+        what="reward of sums/4/0/0", since_seconds=1.0, overdue_seconds=-9.0, busy_seconds=12.0,
     )  # fmt: skip
 
 
@@ -197,13 +205,8 @@ class LiveRun:
         return self
 
     async def _open(self, credentials: Path) -> None:
-        self._transports = []
-        for role in (CONTROL, "generator", "trainer", "reward"):
-            transport = await NatsTransport.connect(
-                self.connections.nats_url, name=role, inbox_prefix=inbox_of(role, UID),
-                proof=NatsProof(nkey_seed=credentials / f"{role}.seed"), tls=client_tls(credentials, role),
-            )  # fmt: skip
-            self._transports.append(transport)
+        roles = (CONTROL, "generator", "trainer", "reward")
+        self._transports = [await connect(self.connections, role, name=role) for role in roles]
         workers = {stage.name: 1 for stage in loop.STAGES}
         bus = await Bus.open(self._transports[0], "sums", uid=UID, workers=workers)
         self._buses = [bus, *(Bus(each, "sums", uid=UID, workers=workers) for each in self._transports[1:])]

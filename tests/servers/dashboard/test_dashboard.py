@@ -9,13 +9,12 @@ import os
 import re
 import shutil
 import time
-from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
+from coroutines import until
 from dashboards import (
     HOSTILE,
     TOKEN,
@@ -29,6 +28,7 @@ from dashboards import (
     report,
     served,
     snapshot,
+    visited,
     visiting,
     write_run,
 )  # fmt: skip
@@ -38,7 +38,6 @@ from typer.testing import CliRunner
 
 from rlhfspec.cli.main import app
 from rlhfspec.dashboard import server as server_module
-from rlhfspec.dashboard.access import LaptopAccess, Visitor, What
 from rlhfspec.dashboard.jobs.folder import NewLines, RunReader, life_content
 from rlhfspec.dashboard.jobs.laptop import LaptopSource
 from rlhfspec.dashboard.jobs.source import Address, JobKey
@@ -58,15 +57,17 @@ from rlhfspec.runs.live.live import SampleHead, Window
 from rlhfspec.runs.view.learning_signs import DISTINCT, warning_of
 from rlhfspec.runs.view.waterfall import LEGEND
 from rlhfspec.stage.bus import Bus
+from rlhfspec.stage.tasks import ended
 
 JOB = "/api/jobs/laptop/run"
+EVENTS = f"{JOB}/events"
 
 
 # ---- a finished run -------------------------------------------------------------------------------------------------
 
 
 async def test_a_finished_run_is_listed_with_its_last_numbers(tmp_path: Path) -> None:
-    async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
+    async with visited(write_run(tmp_path / "run")) as (session, url):
         [job] = await (await session.get(f"{url}/api/jobs")).json()
         assert (job["name"], job["phase"], job["step"], job["total_steps"]) == ("run", "Succeeded", 3, 3)
         assert job["reward"] == 1.0
@@ -74,11 +75,7 @@ async def test_a_finished_run_is_listed_with_its_last_numbers(tmp_path: Path) ->
 
 
 async def test_a_new_browser_is_told_the_whole_curve(tmp_path: Path) -> None:
-    async with (
-        served(LaptopSource([write_run(tmp_path / "run")])) as (_, url),
-        visiting() as session,
-        Stream(session, f"{url}{JOB}/events") as stream,
-    ):
+    async with visited(write_run(tmp_path / "run")) as (session, url), Stream(session, f"{url}{EVENTS}") as stream:
         whole = (await stream.next("whole")).data
         assert [row[whole["columns"].index("step")] for row in whole["rows"]] == [1, 2, 3]
         assert [row[whole["columns"].index("kl")] for row in whole["rows"]] == [0.001, 0.002, 0.003]
@@ -97,10 +94,7 @@ async def test_a_policy_that_collapses_is_warned_of(tmp_path: Path) -> None:
     ]
     for number in (3, 4):  # of the steps, as the run goes on
         (folder / "steps.jsonl").write_text("".join(line.to_line() for line in lines[:number]))
-        async with (
-            served(LaptopSource([folder])) as (_, url), visiting() as session,
-            Stream(session, f"{url}{JOB}/events") as stream,
-        ):  # fmt: skip
+        async with visited(folder) as (session, url), Stream(session, f"{url}{EVENTS}") as stream:
             whole = (await stream.next("whole")).data
             found = dict(zip(whole["columns"], whole["rows"][-1], strict=True))
             assert (found["equal_groups"], found["distinct"], found["prompts"]) == (7, 0.25, 8)
@@ -120,7 +114,7 @@ def test_a_sample_that_moved_is_drawn_with_its_moves_by_marks_that_the_page_know
 
 
 async def test_a_sample_has_its_text_and_its_trace(tmp_path: Path) -> None:
-    async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
+    async with visited(write_run(tmp_path / "run")) as (session, url):
         found = await (await session.get(f"{url}{JOB}/sample", params={"id": "sums/1/0/0"})).json()
         assert (found["sample"]["text"], found["sample"]["reward"]) == ("4", 0.25)
         assert [span["name"] for span in found["trace"]["spans"]] == ["prompt", "generation", "reward", "training"]
@@ -145,18 +139,14 @@ def test_a_step_that_is_done_again_replaces_the_old_curve(tmp_path: Path) -> Non
 async def test_another_job_of_the_same_name_begins_anew(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     MovesFile(folder).moved([moved(1)])
-    async with (
-        served(LaptopSource([folder])) as (_, url),
-        visiting() as session,
-        Stream(session, f"{url}{JOB}/events") as stream,
-    ):
+    async with visited(folder) as (session, url), Stream(session, f"{url}{EVENTS}") as stream:
         assert len((await stream.next("whole")).data["moves"]) == 1
         shutil.rmtree(folder)
         write_run(folder, steps=1)
         seen: tuple[list[int], list[Any]] = ([], [])
         async with asyncio.timeout(60):
             while seen != ([1], []):
-                async with Stream(session, f"{url}{JOB}/events") as other:
+                async with Stream(session, f"{url}{EVENTS}") as other:
                     whole = (await other.next("whole")).data
                     seen = ([row[0] for row in whole["rows"]], whole["moves"])
 
@@ -192,7 +182,7 @@ def test_what_a_job_put_in_place_of_its_files_is_not_followed(tmp_path: Path) ->
 @pytest.mark.parametrize("place", range(len(HOSTILE)))
 async def test_hostile_texts_arrive_as_text(tmp_path: Path, place: int) -> None:
     folder = write_run(tmp_path / "run", steps=1, texts=HOSTILE)
-    async with served(LaptopSource([folder])) as (_, url), visiting() as session:
+    async with visited(folder) as (session, url):
         answer = await session.get(f"{url}{JOB}/sample", params={"id": f"sums/1/{place}/0"})
         assert answer.headers["Content-Type"].startswith("application/json")
         text = (await answer.json())["sample"]["text"]
@@ -207,7 +197,7 @@ async def test_hostile_texts_arrive_as_text(tmp_path: Path, place: int) -> None:
     "query", ["sample?id=../../etc/passwd", "sample?id=a/1/0/0%00", "sample", "samples?step=-1", "samples?step=9e9"]
 )
 async def test_nonsense_is_answered_in_one_line(tmp_path: Path, query: str) -> None:
-    async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
+    async with visited(write_run(tmp_path / "run")) as (session, url):
         answer = await session.get(f"{url}{JOB}/{query}")
         text = await answer.text()
         assert answer.status in (200, 404)
@@ -220,10 +210,10 @@ async def test_nonsense_is_answered_in_one_line(tmp_path: Path, query: str) -> N
 
 async def test_a_live_run_is_told_as_it_happens(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", finished=False)
-    async with LiveRun(folder) as live, served(LaptopSource([folder])) as (_, url), visiting() as session:
+    async with LiveRun(folder) as live, visited(folder) as (session, url):
         live.show(*snapshot(0, owned=("sums/4/0/0",)))
         live.show(window=Window(samples=(SampleHead(id="sums/4/0/1", prompt="2+2=", text="<b>4</b>"),)))
-        async with Stream(session, f"{url}{JOB}/events") as stream:
+        async with Stream(session, f"{url}{EVENTS}") as stream:
             while (await stream.next("job")).data["problems"]:  # until it listens
                 pass
             await live.say(load(0, owned=("sums/4/0/0",)), load(1), moved(1), report(4), beat())
@@ -257,16 +247,16 @@ async def heard(live: LiveRun, stream: Stream, record: Any) -> Any:
 async def test_a_browser_that_comes_back_misses_nothing(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", finished=False)
     async with LiveRun(folder) as live, served(LaptopSource([folder])) as (dashboard, url), visiting() as session:
-        async with Stream(session, f"{url}{JOB}/events") as stream:
+        async with Stream(session, f"{url}{EVENTS}") as stream:
             while (await stream.next("job")).data["problems"]:
                 pass
             last = await heard(live, stream, moved(1))
-        async with Stream(session, f"{url}{JOB}/events") as other:
+        async with Stream(session, f"{url}{EVENTS}") as other:
             await heard(live, other, moved(2))
-        async with Stream(session, f"{url}{JOB}/events", last_id=last.id) as stream:
+        async with Stream(session, f"{url}{EVENTS}", last_id=last.id) as stream:
             missed = await stream.next("moves", "whole")
             assert (missed.name, [move["id"] for move in missed.data]) == ("moves", ["sums/move/2"])
-        async with Stream(session, f"{url}{JOB}/events", last_id="another.7") as stream:
+        async with Stream(session, f"{url}{EVENTS}", last_id="another.7") as stream:
             moves = (await stream.next("moves", "whole")).data["moves"]
             assert {move["id"] for move in moves} == {"sums/move/1", "sums/move/2"}
         assert dashboard.feeds.keys == [JobKey("laptop", "run")]
@@ -274,11 +264,7 @@ async def test_a_browser_that_comes_back_misses_nothing(tmp_path: Path) -> None:
 
 async def test_the_page_says_what_is_away_and_when_the_run_ends(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", finished=False)
-    async with (
-        served(LaptopSource([folder])) as (_, url),
-        visiting() as session,
-        Stream(session, f"{url}{JOB}/events") as stream,
-    ):
+    async with visited(folder) as (session, url), Stream(session, f"{url}{EVENTS}") as stream:
         assert not (await stream.next("job")).data["is_live"]
         async with LiveRun(folder):
             while not (told := (await stream.next("job")).data)["is_live"] or told["problems"]:
@@ -319,34 +305,6 @@ async def test_what_one_may_not_see_is_not_sent() -> None:
     assert [blind.queue.get_nowait().name for _ in range(blind.queue.qsize())] == ["whole"]
 
 
-async def test_a_beat_comes_when_nothing_happens_and_asks_again_who_may(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
-    access = Fickle()
-    async with (
-        served(LaptopSource([write_run(tmp_path / "run")]), access) as (_, url),
-        visiting() as session,
-        session.get(f"{url}{JOB}/events") as answer,
-    ):
-        while await answer.content.readline() != b": still here\n":
-            pass
-        access.allowed = False
-        with suppress(aiohttp.ClientError):
-            async with asyncio.timeout(60):
-                while await answer.content.readline():
-                    pass
-
-
-class Fickle(LaptopAccess):
-    def __init__(self) -> None:
-        super().__init__(TOKEN)
-        self.allowed = True
-
-    async def may(self, visitor: Visitor, namespace: str, what: What) -> bool:
-        return self.allowed
-
-
 # ---- who may --------------------------------------------------------------------------------------------------------
 
 PROTECTED = (
@@ -358,7 +316,7 @@ PROTECTED = (
 @pytest.mark.parametrize("token", ["", "wrong", TOKEN + "x", TOKEN[:-1], "x" * 20_000, "\u00fc", "a b"])
 async def test_without_the_token_there_is_nothing(tmp_path: Path, path: str, token: str) -> None:
     folder = write_run(tmp_path / "run", steps=1, texts=("the text",))
-    async with served(LaptopSource([folder])) as (_, url), visiting("") as session:
+    async with visited(folder, token="") as (session, url):
         cookies = {f"rlhfspec-{url.rpartition(':')[2]}": token} if token.isascii() and " " not in token else {}
         if len(token) < 4000:
             answer = await session.get(f"{url}{path}", cookies=cookies)
@@ -367,7 +325,7 @@ async def test_without_the_token_there_is_nothing(tmp_path: Path, path: str, tok
 
 
 async def test_the_printed_address_lets_a_browser_in(tmp_path: Path) -> None:
-    async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting("") as session:
+    async with visited(write_run(tmp_path / "run"), token="") as (session, url):
         stranger = await session.get(f"{url}/", allow_redirects=False)
         assert (stranger.status, stranger.headers["Location"]) == (303, "/login")
         let_in = await session.get(f"{url}/?token={TOKEN}", allow_redirects=False)
@@ -395,7 +353,7 @@ async def test_the_printed_address_lets_a_browser_in(tmp_path: Path) -> None:
     ],
 )
 async def test_other_sites_may_not_ask(tmp_path: Path, headers: dict[str, str], method: str, path: str) -> None:
-    async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
+    async with visited(write_run(tmp_path / "run")) as (session, url):
         answer = await session.request(method, f"{url}{path}", headers=headers, allow_redirects=False)
         assert answer.status == 403
         assert "Access-Control-Allow-Origin" not in answer.headers
@@ -403,7 +361,7 @@ async def test_other_sites_may_not_ask(tmp_path: Path, headers: dict[str, str], 
 
 @pytest.mark.parametrize("path", ["/", "/login", "/static/page.js", "/static/none", "/api/jobs", "/none", "/healthz"])
 async def test_every_answer_says_what_a_browser_may_do_with_it(tmp_path: Path, path: str) -> None:
-    async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
+    async with visited(write_run(tmp_path / "run")) as (session, url):
         answer = await session.get(f"{url}{path}")
         policy = answer.headers["Content-Security-Policy"]
         assert "default-src 'none'" in policy
@@ -414,14 +372,14 @@ async def test_every_answer_says_what_a_browser_may_do_with_it(tmp_path: Path, p
 
 
 async def test_only_reading_is_possible(tmp_path: Path) -> None:
-    async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
+    async with visited(write_run(tmp_path / "run")) as (session, url):
         for method in ("POST", "PUT", "PATCH", "DELETE"):
-            for path in ("/api/jobs", JOB, f"{JOB}/events", "/"):
+            for path in ("/api/jobs", JOB, EVENTS, "/"):
                 assert (await session.request(method, f"{url}{path}")).status in (404, 405)
 
 
 async def test_what_the_browser_has_is_not_sent_again(tmp_path: Path) -> None:
-    async with served(LaptopSource([write_run(tmp_path / "run")])) as (_, url), visiting() as session:
+    async with visited(write_run(tmp_path / "run")) as (session, url):
         for path in ("/", "/static/page.js", "/api/jobs", f"{JOB}/samples?step=1"):
             tag = (await session.get(f"{url}{path}")).headers["ETag"]
             again = await session.get(f"{url}{path}", headers={"If-None-Match": tag})
@@ -444,12 +402,12 @@ def test_the_page_is_small_and_asks_nobody_else() -> None:
 
 async def test_200_generators_and_10000_samples_do_not_choke_the_server(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", finished=False)
-    async with LiveRun(folder) as live, served(LaptopSource([folder])) as (_, url), visiting() as session:
+    async with LiveRun(folder) as live, visited(folder) as (session, url):
         live.show(*many_snapshots(200, owned=10_000))
         async with (
-            Stream(session, f"{url}{JOB}/events") as one,
-            Stream(session, f"{url}{JOB}/events") as two,
-            Stream(session, f"{url}{JOB}/events"),
+            Stream(session, f"{url}{EVENTS}") as one,
+            Stream(session, f"{url}{EVENTS}") as two,
+            Stream(session, f"{url}{EVENTS}"),
         ):
             while (await one.next("job")).data["problems"]:
                 pass
@@ -473,9 +431,7 @@ async def test_one_feed_serves_all_and_ends_after_the_last(tmp_path: Path) -> No
     key = JobKey("laptop", "run")
     async with feeds.of(key) as one, feeds.of(key) as other:
         assert one is other
-    async with asyncio.timeout(30):
-        while feeds.keys:
-            await asyncio.sleep(0)
+    await until(lambda: not feeds.keys, "the feed ends")
     await feeds.close()
 
 
@@ -508,15 +464,12 @@ async def test_the_dashboard_of_a_release_hears_every_run_and_says_nothing(tmp_p
         silent = await connect(servers, "dashboard", mine)
         with pytest.raises(InvalidRequest, match=r"role dashboard may not publish to rlhf\.sums"):
             await silent.publish(f"rlhf.sums.{UID}.sample", b"forged", id="1")
-        listening.cancel()
-        await asyncio.gather(listening, return_exceptions=True)
+        await ended(listening)
         for transport in (speaker, silent):
             await transport.close()
 
 
 async def connect(servers: SharedServers, role: str, credentials: Path) -> NatsTransport:
-    return await NatsTransport.connect(
-        servers.nats_url, name=role, role=role, inbox_prefix=inbox_of(role, "release" if role == "dashboard" else UID),
-        proof=NatsProof(creds=credentials / f"{role}.creds"), tls=servers_tls(credentials, role),
-        publish_timeout_seconds=5.0,
-    )  # fmt: skip
+    inbox = inbox_of(role, "release" if role == "dashboard" else UID)
+    proof, tls = NatsProof(creds=credentials / f"{role}.creds"), servers_tls(credentials, role)
+    return await NatsTransport.connect(servers.nats_url, name=role, role=role, inbox_prefix=inbox, proof=proof, tls=tls)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -14,24 +14,20 @@ from rlhfspec.dashboard.jobs.laptop import LaptopSource
 from rlhfspec.runs.live.live import RecentLines
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium in the PATH (apt-get install chromium)")
-Check = Callable[[Page, str, LiveRun], Awaitable[None]]
 
 
-def look(
-    folder: Path, check: Check, *, width: int = 1300, height: int = 1000, dark: bool = False, missing: str = ""
-) -> None:
+@asynccontextmanager
+async def looking(
+    folder: Path, *, width: int = 1300, height: int = 1000, dark: bool = False, missing: str = ""
+) -> AsyncIterator[tuple[Page, LiveRun]]:
     """Look at a live run. Only `missing` may be complained of, and only the server be contacted."""
-
-    async def main() -> None:
-        async with LiveRun(folder) as live, served(LaptopSource([folder])) as (_, url), browser() as page:
-            await page.look_like(width=width, height=height, dark=dark)
-            await page.go(f"{url}/?token={TOKEN}")
-            await page.until("document.querySelector('a[href=\"#/laptop/run\"]')")
-            await check(page, url, live)
-            assert [each for each in page.complaints if not (missing and missing in each)] == []
-            assert {each.split("/")[2] for each in page.requested if each.startswith("http")} == {url.split("/")[2]}
-
-    asyncio.run(main())
+    async with LiveRun(folder) as live, served(LaptopSource([folder])) as (_, url), browser() as page:
+        await page.look_like(width=width, height=height, dark=dark)
+        await page.go(f"{url}/?token={TOKEN}")
+        await page.until("document.querySelector('a[href=\"#/laptop/run\"]')")
+        yield page, live
+        assert [each for each in page.complaints if not (missing and missing in each)] == []
+        assert {each.split("/")[2] for each in page.requested if each.startswith("http")} == {url.split("/")[2]}
 
 
 async def open_job(page: Page) -> None:
@@ -40,8 +36,8 @@ async def open_job(page: Page) -> None:
     await page.until("document.querySelector('.tiles') && !document.querySelector('.note')")  # it listens
 
 
-def test_curves_generators_and_moves_appear_as_they_happen(tmp_path: Path) -> None:
-    async def check(page: Page, url: str, live: LiveRun) -> None:
+async def test_curves_generators_and_moves_appear_as_they_happen(tmp_path: Path) -> None:
+    async with looking(write_run(tmp_path / "run", finished=False)) as (page, live):
         await open_job(page)
         points = "document.querySelector('.chart path.line').getAttribute('d').split(/[ML]/).length - 1"
         assert await page.value(points) == 3
@@ -53,13 +49,10 @@ def test_curves_generators_and_moves_appear_as_they_happen(tmp_path: Path) -> No
         await page.until("document.querySelector('.moved')?.innerText.includes('with its KV')")
         assert await page.value("document.getElementById('link').textContent") == "live"
 
-    look(write_run(tmp_path / "run", finished=False), check)
 
-
-def test_axes_have_units_and_the_job_its_yaml_and_run_folder(tmp_path: Path) -> None:
+async def test_axes_have_units_and_the_job_its_yaml_and_run_folder(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", finished=False)
-
-    async def check(page: Page, url: str, live: LiveRun) -> None:
+    async with looking(folder) as (page, _):
         await open_job(page)
         await page.until("document.querySelectorAll('.chart path.line').length >= 7")
         units = "[...document.querySelectorAll('.chart .unit')].map((each) => each.textContent)"
@@ -71,11 +64,9 @@ def test_axes_have_units_and_the_job_its_yaml_and_run_folder(tmp_path: Path) -> 
         shown = await page.value("fetch(document.querySelector('.links a').href).then((answer) => answer.text())")
         assert "kind: RLHFJob" in shown
 
-    look(folder, check)
 
-
-def test_the_keyboard_reaches_everything(tmp_path: Path) -> None:
-    async def check(page: Page, url: str, live: LiveRun) -> None:
+async def test_the_keyboard_reaches_everything(tmp_path: Path) -> None:
+    async with looking(write_run(tmp_path / "run", finished=False)) as (page, _):
         for _ in range(12):
             await page.press("Tab")
             if await page.value("document.activeElement.getAttribute('href') == '#/laptop/run'"):
@@ -93,13 +84,10 @@ def test_the_keyboard_reaches_everything(tmp_path: Path) -> None:
         outline = await page.value("getComputedStyle(document.activeElement).outlineStyle")
         assert outline == "solid"
 
-    look(write_run(tmp_path / "run", finished=False), check)
 
-
-def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
+async def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=3, texts=HOSTILE, finished=False)
-
-    async def check(page: Page, url: str, live: LiveRun) -> None:
+    async with looking(folder, missing="api/jobs/%3Cimg") as (page, live):  # its 404s come when they come
         recent = RecentLines()
         for place, text in enumerate(HOSTILE):
             recent.sample(f"sums/4/{place}/0", text, "<b>bold</b>")
@@ -121,29 +109,24 @@ def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
         await page.value("location.hash = '#/'")
         await page.until("document.querySelector('a[href=\"#/laptop/run\"]')")
 
-    look(folder, check, missing="api/jobs/%3Cimg")  # its 404s come when they come
 
-
-def test_a_sample_shows_where_its_time_went(tmp_path: Path) -> None:
-    async def check(page: Page, url: str, live: LiveRun) -> None:
+async def test_a_sample_shows_where_its_time_went(tmp_path: Path) -> None:
+    async with looking(write_run(tmp_path / "run", finished=False)) as (page, _):
         await page.value("location.hash = '#/laptop/run/sums%2F1%2F0%2F0'")
         await page.until("document.querySelectorAll('.waterfall tbody tr').length == 4")
         assert await page.value("document.querySelectorAll('.piece.work').length") >= 4
 
-    look(write_run(tmp_path / "run", finished=False), check)
-
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_a_narrow_screen_needs_no_sideways_scrolling_and_texts_can_be_read(tmp_path: Path, dark: bool) -> None:
-    async def check(page: Page, url: str, live: LiveRun) -> None:
+async def test_a_narrow_screen_needs_no_sideways_scrolling_and_texts_can_be_read(tmp_path: Path, dark: bool) -> None:
+    folder = write_run(tmp_path / "run", finished=False)
+    async with looking(folder, width=360, height=740, dark=dark) as (page, live):
         await open_job(page)
         await live.say(load(0), load(1))
         await page.until("document.querySelector('.loads')")
         assert await page.value("document.documentElement.scrollWidth") <= 360
         contrast = await page.value(CONTRAST)
         assert contrast >= 4.5
-
-    look(write_run(tmp_path / "run", finished=False), check, width=360, height=740, dark=dark)
 
 
 # The least contrast of a text's color and what it stands on, by WCAG's formula.
@@ -162,8 +145,8 @@ CONTRAST = """(() => {
 })()"""
 
 
-def test_200_generators_do_not_choke_the_page(tmp_path: Path) -> None:
-    async def check(page: Page, url: str, live: LiveRun) -> None:
+async def test_200_generators_do_not_choke_the_page(tmp_path: Path) -> None:
+    async with looking(write_run(tmp_path / "run", finished=False)) as (page, live):
         live.show(*many_snapshots(200, owned=10_000))
         await open_job(page)
         await page.until("document.querySelectorAll('.cells li').length == 200")
@@ -179,16 +162,14 @@ def test_200_generators_do_not_choke_the_page(tmp_path: Path) -> None:
         assert used < 4.0
         assert await page.value("document.querySelectorAll('*').length") < 4000
 
-    look(write_run(tmp_path / "run", finished=False), check)
-
 
 async def busy_seconds(page: Page) -> float:
     metrics = (await page.call("Performance.getMetrics"))["metrics"]
     return float(next(each["value"] for each in metrics if each["name"] == "TaskDuration"))
 
 
-def test_who_has_no_token_sees_only_how_to_log_in(tmp_path: Path) -> None:
-    async def check(page: Page, url: str, live: LiveRun) -> None:
+async def test_who_has_no_token_sees_only_how_to_log_in(tmp_path: Path) -> None:
+    async with looking(write_run(tmp_path / "run", finished=False)) as (page, _):
         await page.value("document.querySelector('form button').click()")
         await page.until("location.pathname == '/login' && document.querySelector('#token')")
         await page.value("document.querySelector('#token').value = 'wrong'; document.querySelector('form').submit()")
@@ -198,5 +179,3 @@ def test_who_has_no_token_sees_only_how_to_log_in(tmp_path: Path) -> None:
         await page.value(f"document.querySelector('#token').value = '{TOKEN}'; document.querySelector('form').submit()")
         await page.until("document.querySelector('a[href=\"#/laptop/run\"]')")
         assert await page.value("document.cookie") == ""
-
-    look(write_run(tmp_path / "run", finished=False), check)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from aiohttp import web
 from api_servers import serving
-from dashboards import Stream, served, visiting, write_run
+from dashboards import Stream, served, visited, visiting, write_run
 
 from rlhfspec.dashboard import server as server_module
 from rlhfspec.dashboard.access import Visitor, What
@@ -22,8 +22,10 @@ from rlhfspec.dashboard.jobs.laptop import LaptopSource
 from rlhfspec.dashboard.jobs.source import JobDetail, JobHead, JobKey, RunFolderInfo
 from rlhfspec.dashboard.live.readers import EventStream, ServerSentEvent
 from rlhfspec.dashboard.server import MOST_STREAMS_OF_ONE, serve
+from rlhfspec.stage.tasks import ended
 
 JOB = "/api/jobs/laptop/run"
+EVENTS = f"{JOB}/events"
 SECRET = "ValueError: the answer of the user was 42"
 
 
@@ -62,7 +64,7 @@ async def test_one_visitor_never_takes_the_streams_of_another(tmp_path: Path) ->
     source = LaptopSource([write_run(tmp_path / "run")])
     async with served(source, People(a=("jobs",), b=("jobs",))) as (_, url), AsyncExitStack() as open_:
         one, two, other = [await open_.enter_async_context(visiting(token)) for token in ("a-1", "a-2", "b")]
-        streams = [f"{url}/api/events", f"{url}{JOB}/events"]
+        streams = [f"{url}/api/events", f"{url}{EVENTS}"]
         for number in range(MOST_STREAMS_OF_ONE - 1):
             await open_.enter_async_context(Stream((one, two)[number % 2], streams[number // 2 % 2]))
         async with Stream(one, streams[0]):
@@ -89,8 +91,7 @@ async def test_who_loads_a_page_again_and_again_is_let_in(tmp_path: Path) -> Non
     for _ in range(3 * MOST_STREAMS_OF_ONE):
         async with visiting("a") as session, Stream(session, url) as stream:
             await stream.next("jobs")
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await ended(task)
 
 
 async def test_a_namespace_that_was_deleted_is_missing_alone(tmp_path: Path) -> None:
@@ -119,30 +120,27 @@ async def test_a_namespace_that_was_deleted_is_missing_alone(tmp_path: Path) -> 
 
 async def test_all_visitors_together_have_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "MOST_STREAMS", 1)
-    source = LaptopSource([write_run(tmp_path / "run")])
+    people = People(a=("jobs",), b=("jobs",))
     async with (
-        served(source, People(a=("jobs",), b=("jobs",))) as (_, url),
-        visiting("a") as one,
+        visited(write_run(tmp_path / "run"), people, "a") as (one, url),
         visiting("b") as other,
         Stream(one, f"{url}/api/events"),
     ):
         assert (await other.get(f"{url}/api/events")).status == 429
 
 
-@pytest.mark.parametrize("path", ["/api/events", f"{JOB}/events"])
-async def test_a_token_that_is_no_longer_good_ends_the_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+@pytest.mark.parametrize(("path", "lost"), [("/api/events", "token"), (EVENTS, "token"), (EVENTS, "right")])
+async def test_who_is_no_longer_let_in_has_no_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, lost: str
 ) -> None:
     monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
-    people = People(a=("jobs",))
-    source = LaptopSource([write_run(tmp_path / "run")])
-    async with (
-        served(source, people) as (_, url),
-        visiting("a-1") as session,
-        Stream(session, f"{url}{path}") as stream,
-    ):
+    people, run = People(a=("jobs",)), write_run(tmp_path / "run")
+    async with visited(run, people, "a-1") as (session, url), Stream(session, f"{url}{path}") as stream:
         await stream.next("job", "jobs")
-        people.gone.add("a-1")
+        if lost == "token":
+            people.gone.add("a-1")
+        else:
+            people.rights["a"] = ()
         await ends(stream)
 
 
@@ -155,8 +153,8 @@ async def test_last_words_are_for_those_who_may_read_logs_for_as_long_as_they_ma
         served(source, people) as (dashboard, url),
         visiting("looker") as looking,
         visiting("reader") as reading,
-        Stream(reading, f"{url}{JOB}/events") as read,
-        looking.get(f"{url}{JOB}/events") as looked,
+        Stream(reading, f"{url}{EVENTS}") as read,
+        looking.get(f"{url}{EVENTS}") as looked,
     ):
         assert (await read.next("last_words")).data == {"run-reward-0": SECRET}
         people.rights["reader"] = ("jobs",)
@@ -201,12 +199,8 @@ async def test_who_is_told_something_all_the_time_is_asked_about_too(monkeypatch
 
 async def test_a_quiet_stream_says_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.05)
-    source = LaptopSource([write_run(tmp_path / "run")])
-    async with (
-        served(source, People(a=("jobs",))) as (_, url),
-        visiting("a") as session,
-        session.get(f"{url}/api/events") as answer,
-    ):
+    run, people = write_run(tmp_path / "run"), People(a=("jobs",))
+    async with visited(run, people, "a") as (session, url), session.get(f"{url}/api/events") as answer:
         lines: list[bytes] = []
         while lines.count(b": still here\n") < 5:
             lines.append(await answer.content.readline())
@@ -220,10 +214,9 @@ async def test_a_quiet_stream_says_nothing_twice(tmp_path: Path, monkeypatch: py
 async def test_the_job_is_shown_as_its_yaml_and_where_its_run_lies(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     async with (
-        served(LaptopSource([folder]), People(a=("jobs",), b=())) as (_, url),
-        visiting("a") as session,
+        visited(folder, People(a=("jobs",), b=()), "a") as (session, url),
         visiting("b") as stranger,
-        Stream(session, f"{url}{JOB}/events") as stream,
+        Stream(session, f"{url}{EVENTS}") as stream,
     ):
         answer = await session.get(f"{url}{JOB}/yaml")
         assert answer.headers["Content-Type"].startswith("text/plain")
