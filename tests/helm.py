@@ -40,15 +40,15 @@ REGISTRY = "registry.example/ml"
 
 
 def template(
-    values: dict[str, Any], *more: str, release: str = "rlhfspec", namespace: str = "ml", registry: str = REGISTRY
+    values: dict[str, Any], *more: str, release: str = "rlhfspec", registry: str = REGISTRY
 ) -> tuple[int, str]:
     """Render the chart, with jobs in the release's namespace unless the values say where."""
     assert HELM is not None
     operator = values.get("operator", {})
     if isinstance(operator, dict) and operator.get("scope") != "cluster" and "jobNamespaces" not in operator:
-        values = values | {"operator": operator | {"jobNamespaces": [namespace]}}
+        values = values | {"operator": operator | {"jobNamespaces": ["ml"]}}
     done = subprocess.run(
-        [HELM, "template", release, str(CHART), "--namespace", namespace, "--set", f"images.registry={registry}",
+        [HELM, "template", release, str(CHART), "--namespace", "ml", "--set", f"images.registry={registry}",
          "--values", "-", *more],
         input=json.dumps(values), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
@@ -73,6 +73,11 @@ def of_kind(objects: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]]:
 def named(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
     [one] = [each for each in of_kind(objects, kind) if each["metadata"]["name"] == name]
     return one
+
+
+def settings(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the file of settings that the chart gives to the operator."""
+    return json.loads(named(objects, "ConfigMap", "rlhfspec-operator")["data"]["settings.json"])  # type: ignore[no-any-return]
 
 
 def pods(objects: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:

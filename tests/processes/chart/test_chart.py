@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from helm import CHART, HELM, MONITORING, REGISTRY, ROOT, named, needs_helm, of_kind, pods, rendered, template
+from helm import CHART, HELM, MONITORING, REGISTRY, ROOT, named, needs_helm, of_kind, pods, rendered, settings, template
 
 from rlhfspec.cluster import names
 from rlhfspec.messages.loop import STAGES
@@ -127,14 +127,11 @@ def test_nobody_may_touch_secrets_of_the_cluster_and_only_the_install_hook_reads
     for role in of_kind(objects, "ClusterRole"):
         if any("secrets" in rule["resources"] for rule in role["rules"]):
             assert role["metadata"]["name"] not in everywhere
-    rules = [(role["metadata"]["name"], rule) for role in of_kind(objects, "Role") for rule in role["rules"]]
-    reading = [(name, rule) for name, rule in rules if {"get", "list", "watch"} & set(rule["verbs"])]
+    named_rules = [(role["metadata"]["name"], rule) for role in of_kind(objects, "Role") for rule in role["rules"]]
+    reading = [(name, rule) for name, rule in named_rules if {"get", "list", "watch"} & set(rule["verbs"])]
     assert {name for name, rule in reading if "secrets" in rule["resources"]} == {"rlhfspec-install"}
-    assert not any(
-        "*" in [*rule["resources"], *rule["verbs"]]
-        for role in of_kind(objects, "Role", "ClusterRole")
-        for rule in role["rules"]
-    )
+    rules = [rule for role in of_kind(objects, "Role", "ClusterRole") for rule in role["rules"]]
+    assert not any("*" in [*rule["resources"], *rule["verbs"]] for rule in rules)
 
 
 @needs_helm
@@ -157,7 +154,7 @@ def test_with_a_label_the_operator_makes_what_the_chart_makes_for_named_namespac
     wanted = {(each["kind"], each["metadata"]["name"]): each.get("spec") for each in of_kind(team, *kinds)
               if each["metadata"].get("namespace") == "team"}  # fmt: skip
     objects = rendered(CLUSTER)
-    kit = json.loads(named(objects, "ConfigMap", "rlhfspec-operator")["data"]["settings.json"])["namespace_kit"]
+    kit = settings(objects)["namespace_kit"]
     made = {(each["kind"], each["metadata"]["name"]): each.get("spec") for each in of_kind(kit, *kinds)}
     assert made.keys() == wanted.keys()
     assert made == wanted
@@ -175,8 +172,7 @@ def test_with_a_label_the_operator_makes_what_the_chart_makes_for_named_namespac
 @needs_helm
 @pytest.mark.parametrize("values", [{}, EXTERNAL, CLUSTER], ids=["plain", "external", "cluster"])
 def test_the_operator_reads_the_settings_it_is_given(values: dict[str, Any], tmp_path: Path) -> None:
-    config = named(rendered(values), "ConfigMap", "rlhfspec-operator")
-    (tmp_path / "settings.json").write_text(config["data"]["settings.json"])
+    (tmp_path / "settings.json").write_text(json.dumps(settings(rendered(values))))
     told = OperatorFile.read(tmp_path / "settings.json")
     assert told.release == "rlhfspec"
     assert told.claim == "rlhfspec-storage"
@@ -201,7 +197,7 @@ def test_jobs_have_a_namespace_of_their_own_by_default() -> None:
     space = named(objects, "Namespace", "ml-jobs")["metadata"]
     assert space["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
     assert space["annotations"] == {"helm.sh/resource-policy": "keep"}
-    told = json.loads(named(objects, "ConfigMap", "rlhfspec-operator")["data"]["settings.json"])
+    told = settings(objects)
     assert told["job_namespaces"] == ["ml-jobs"]
     for kind, name in (("Role", "rlhfspec-jobs"), ("ServiceAccount", names.SERVICE_ACCOUNT)):
         assert named(objects, kind, name)["metadata"]["namespace"] == "ml-jobs"
@@ -221,26 +217,23 @@ def test_what_jobs_need_stays_when_the_release_goes() -> None:
 @needs_helm
 def test_names_begin_with_the_release_and_say_rlhfspec_once() -> None:
     assert named(rendered(release="my-rlhfspec"), "StatefulSet", "my-rlhfspec-nats")
-    assert named(rendered(release="try"), "StatefulSet", "try-rlhfspec-nats")
-    hook = named(rendered(release="try"), "Job", "try-rlhfspec-install")
-    arguments = hook["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert arguments == ["--namespace", "ml", "--release", "try-rlhfspec"]
+    assert named(rendered({"nameOverride": "rl"}, release="try"), "StatefulSet", "try-rl-nats")
+    for name, values in (("try-rlhfspec", {}), ("mine", {"fullnameOverride": "mine"})):
+        objects = rendered(values, release="try")
+        assert named(objects, "StatefulSet", f"{name}-nats")
+        arguments = named(objects, "Job", f"{name}-install")["spec"]["template"]["spec"]["containers"][0]["args"]
+        assert arguments == ["--namespace", "ml", "--release", name]
 
 
 @needs_helm
 def test_alerts_and_monitors_are_made_where_their_api_exists() -> None:
-    assert {"PodMonitor", "PrometheusRule"} <= {each["kind"] for each in rendered({}, "--api-versions", MONITORING)}
-    assert not {"PodMonitor", "PrometheusRule"} & {each["kind"] for each in rendered()}
-    never = {"monitoring": {"podMonitor": "never", "prometheusRule": "never"}}
-    assert not {"PodMonitor", "PrometheusRule"} & {x["kind"] for x in rendered(never, "--api-versions", MONITORING)}
-
-
-@needs_helm
-def test_what_the_operator_counts_of_a_job_keeps_the_jobs_namespace() -> None:
-    """Prometheus would otherwise replace the label by the operator's own namespace."""
-    objects = rendered({}, "--api-versions", MONITORING)
-    [endpoint] = named(objects, "PodMonitor", "rlhfspec-operator")["spec"]["podMetricsEndpoints"]
-    assert endpoint["honorLabels"] is True
+    both, never = ("PodMonitor", "PrometheusRule"), {"monitoring": {"podMonitor": "never", "prometheusRule": "never"}}
+    made = of_kind(rendered({}, "--api-versions", MONITORING), *both)
+    assert {each["kind"] for each in made} == set(both)
+    [endpoint] = named(made, "PodMonitor", "rlhfspec-operator")["spec"]["podMetricsEndpoints"]
+    assert endpoint["honorLabels"] is True, "a job's namespace, which it counts by, is not replaced by its own"
+    assert not of_kind(rendered(), *both)
+    assert not of_kind(rendered(never, "--api-versions", MONITORING), *both)
 
 
 @needs_helm
@@ -257,13 +250,11 @@ def test_external_servers_leave_out_the_bundled_ones() -> None:
 
 @needs_helm
 @pytest.mark.parametrize("example", sorted((CHART / "examples").iterdir()), ids=lambda path: path.stem)
-def test_shipped_values_are_taken(example: Path, tmp_path: Path) -> None:
+def test_shipped_values_are_taken(example: Path) -> None:
     assert HELM is not None
     subprocess.run([HELM, "lint", "--strict", str(CHART), "--values", str(example)], check=True, capture_output=True)
     objects = rendered(yaml.safe_load(example.read_text()))
-    settings = named(objects, "ConfigMap", "rlhfspec-operator")["data"]["settings.json"]
-    (tmp_path / "settings.json").write_text(settings)
-    told = OperatorFile.read(tmp_path / "settings.json")
+    told = OperatorFile.model_validate(settings(objects))
     assert told.resources["generator"]["limits"][told.gpu_resources[0]] == 1
     taint = {"key": told.gpu_resources[0], "operator": "Exists", "effect": "NoSchedule"}
     assert told.pod_template["spec"]["tolerations"] == [taint]
@@ -285,9 +276,9 @@ def test_images_have_one_registry_and_a_digest_wins_over_a_tag() -> None:
     nats = "mirror.example:5000/library/nats:2.12.2-alpine"
     found = {f"{REGISTRY}/rlhfspec/slim@{digest}", nats, "localhost/redis:7"}
     assert images({"images": said}) == found
-    told = json.loads(named(rendered({"images": said}), "ConfigMap", "rlhfspec-operator")["data"]["settings.json"])
-    assert told["images"]["slim"] == f"{REGISTRY}/rlhfspec/slim@{digest}"
-    assert told["images"]["cuda"] == f"{REGISTRY}/rlhfspec/cuda:0.1.0"
+    told = settings(rendered({"images": said}))["images"]
+    assert told["slim"] == f"{REGISTRY}/rlhfspec/slim@{digest}"
+    assert told["cuda"] == f"{REGISTRY}/rlhfspec/cuda:0.1.0"
 
 
 @needs_helm
@@ -348,7 +339,7 @@ def test_openshift_chooses_users_itself(values: dict[str, Any]) -> None:
     for name, pod in pods(objects):
         fixed = {"runAsUser", "runAsGroup", "fsGroup", "fsGroupChangePolicy"} & pod["spec"]["securityContext"].keys()
         assert not fixed if chosen else len(fixed) == 4, name
-    told = json.loads(named(objects, "ConfigMap", "rlhfspec-operator")["data"]["settings.json"])
+    told = settings(objects)
     assert told["chooses_user"] is not chosen
 
 
@@ -363,22 +354,12 @@ def test_service_accounts_carry_the_identity_of_a_cloud() -> None:
 
 
 @needs_helm
-def test_names_may_be_others() -> None:
-    assert named(rendered({"nameOverride": "rl"}, release="try"), "StatefulSet", "try-rl-nats")
-    objects = rendered({"fullnameOverride": "mine"}, release="try")
-    assert named(objects, "StatefulSet", "mine-nats")
-    assert named(objects, "Job", "mine-install")["spec"]["template"]["spec"]["containers"][0]["args"][-1] == "mine"
-
-
-@needs_helm
-def test_jobs_are_told_of_templates_gpus_and_priorities(tmp_path: Path) -> None:
+def test_jobs_are_told_of_templates_gpus_and_priorities() -> None:
     jobs = {
         "podTemplate": {"spec": {"tolerations": [{"key": "gpu"}]}}, "gpuResources": ["amd.com/gpu"],
         "priorityClasses": {"generator": "mine"},
     }  # fmt: skip
-    config = named(rendered({"jobs": jobs, "priorityClasses": {"enabled": True}}), "ConfigMap", "rlhfspec-operator")
-    (tmp_path / "settings.json").write_text(config["data"]["settings.json"])
-    told = OperatorFile.read(tmp_path / "settings.json")
+    told = OperatorFile.model_validate(settings(rendered({"jobs": jobs, "priorityClasses": {"enabled": True}})))
     assert told.pod_template == {"metadata": {}} | jobs["podTemplate"]
     assert told.gpu_resources == ("amd.com/gpu",)
     assert told.allowed == Allowed()
@@ -479,8 +460,7 @@ def test_an_umbrella_chart_may_hand_its_globals_on() -> None:
 @pytest.mark.parametrize("gang", [[], ["kueue"], ["volcano"]])
 def test_kueue_is_watched_where_jobs_may_name_it(gang: list[str]) -> None:
     things = rendered({"operator": {"gang": gang}})
-    rules = [rule for thing in things if thing["kind"] in ("Role", "ClusterRole") for rule in thing["rules"]]
+    rules = [rule for thing in of_kind(things, "Role", "ClusterRole") for rule in thing["rules"]]
     asked = {resource for rule in rules if "kueue.x-k8s.io" in rule["apiGroups"] for resource in rule["resources"]}
     assert asked == ({"workloads", "workloads/status", "resourceflavors"} if "kueue" in gang else set())
-    (told,) = (thing["data"] for thing in things if thing["kind"] == "ConfigMap" and "settings.json" in thing["data"])
-    assert OperatorFile.model_validate_json(told["settings.json"]).kueue is ("kueue" in gang)
+    assert OperatorFile.model_validate(settings(things)).kueue is ("kueue" in gang)

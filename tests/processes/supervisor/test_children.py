@@ -183,11 +183,10 @@ class Run:
             await self.clock.advance(0.1)
             await asyncio.sleep(0.01)
 
-    async def fails_to_start(self, children: Children, error: type[Exception], match: str) -> None:
-        starting = asyncio.create_task(children.start())
-        await self.until(starting.done)
+    async def fails(self, task: asyncio.Task[None], match: str, error: type[Exception] = StageFailed) -> None:
+        await self.until(task.done)
         with pytest.raises(error, match=match):
-            starting.result()
+            task.result()
 
 
 @asynccontextmanager
@@ -206,18 +205,14 @@ async def opened(run: Run, **settings: float) -> AsyncIterator[Children]:
         ("reward", (78, 78), StageRefused, r"^no digits$", 0),
         ("trainer", (78, 1), StageRefused, r"^no digits$", 0),
     ],
-    ids=[
-        "as often as the policy says",
-        "not where the user has to change the job",
-        "by the worker's code, not torchrun's",
-    ],
+    ids=["as often as the policy says", "not where the job has to change", "by the worker's code, not torchrun's"],
 )
 async def test_a_worker_that_fails_is_started_again(
     tmp_path: Path, stage: str, exit_codes: tuple[int, int], error: type[Exception], match: str, num_restarts: int
 ) -> None:
     run = Run(tmp_path, {(stage, 0): FAILS % exit_codes, ("prompts", 0): LIVES}, maxRestarts=2)
     async with opened(run) as children:
-        await run.fails_to_start(children, error, match)
+        await run.fails(asyncio.create_task(children.start()), match, error)
         assert [line for line in run.said if "no digits; it is started again" in line] == run.said
         assert len(run.said) == num_restarts
 
@@ -227,12 +222,7 @@ async def test_a_killed_worker_comes_back_and_the_trainers_end_ends_the_run(tmp_
     programs = {("generator", 0): LIVES, ("generator", 1): LIVES, ("trainer", 0): LEAVES}
     run = Run(tmp_path, programs)
     async with opened(run) as children:
-        starting = asyncio.create_task(children.start())
-        await run.until(lambda: all(child.pid for child in run.children.values()))
-        for key in programs:
-            await run.ready(*key)
-        await run.until(starting.done)
-        running = asyncio.create_task(children.run())
+        running = await run.begun(children)
         generator, trainer = run.children["generator", 0], run.children["trainer", 0]
         before = generator.pid
         os.kill(before or 0, signal.SIGKILL)
@@ -272,9 +262,7 @@ async def test_work_past_its_deadline_kills_its_process_and_is_named(tmp_path: P
         running = await run.begun(children)
         late = replace(BEAT, doing="working", what="reward of sums/3/7/1", since_seconds=66.0, overdue_seconds=6.0)
         await run.bus.publish(late)
-        await run.until(running.done)
-        with pytest.raises(StageFailed, match="reward 0: failed: stalled: reward of sums/3/7/1 takes 66 s, longer"):
-            running.result()
+        await run.fails(running, "reward 0: failed: stalled: reward of sums/3/7/1 takes 66 s, longer")
 
 
 async def test_when_everybody_waits_the_run_ends_and_names_every_wait(tmp_path: Path) -> None:
@@ -285,9 +273,7 @@ async def test_when_everybody_waits_the_run_ends_and_names_every_wait(tmp_path: 
             for stage in ("reward", "trainer"):
                 await run.bus.publish(replace(BEAT, id=str(number), stage=stage))
             await run.clock.advance(1.0)
-        await run.until(running.done)
-        with pytest.raises(LoopStalled, match=r"reward 0 waits for finished samples, from prompts or generator"):
-            running.result()
+        await run.fails(running, "reward 0 waits for finished samples, from prompts or generator", LoopStalled)
 
 
 async def test_a_trained_step_forgives_what_failed_before(tmp_path: Path) -> None:
@@ -297,9 +283,7 @@ async def test_a_trained_step_forgives_what_failed_before(tmp_path: Path) -> Non
         for step in range(1, 5):
             await run.until(lambda step=step: len(run.said) >= step)
             await run.trained(step)
-        await run.until(starting.done)
-        with pytest.raises(StageFailed, match="since step 4"):
-            starting.result()
+        await run.fails(starting, "since step 4")
 
 
 async def test_a_step_that_is_trained_again_forgives_nothing(tmp_path: Path) -> None:
@@ -313,8 +297,7 @@ async def test_a_step_that_is_trained_again_forgives_nothing(tmp_path: Path) -> 
             for step in range(1, 4):
                 await run.trained(step)
             await run.until(lambda before=num_failures: len(run.said) > before or starting.done())
-        with pytest.raises(StageFailed, match="no digits; 4 failures since step 3"):
-            starting.result()
+        await run.fails(starting, "no digits; 4 failures since step 3")
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -325,9 +308,7 @@ async def test_a_full_disk_ends_the_run_at_the_first(tmp_path: Path, begun: bool
     async with opened(run) as children:
         ended = await run.begun(children) if begun else asyncio.create_task(children.start())
         go.touch()
-        await run.until(ended.done)
-        with pytest.raises(StageFailed, match=r"trainer 0: failed: storage full: out/checkpoints: No space left"):
-            ended.result()
+        await run.fails(ended, "trainer 0: failed: storage full: out/checkpoints: No space left")
         assert run.said == ["trainer 0 is ready (1 of 1)"][:begun]
 
 
@@ -378,9 +359,8 @@ async def test_last_words_that_the_log_had_no_room_for_are_told(tmp_path: Path) 
     program = f"open(note + '.end', 'w').write({words!r})\nos._exit(1)"
     run = Run(tmp_path, {("trainer", 0): AT_WORK + program})
     async with opened(run) as children:
-        await run.fails_to_start(
-            children, StageFailed, match=r"trainer 0: failed: storage full: out/samples.jsonl: No space left"
-        )
+        starting = asyncio.create_task(children.start())
+        await run.fails(starting, "trainer 0: failed: storage full: out/samples.jsonl: No space left")
 
 
 async def test_who_says_nothing_is_killed_and_what_it_was_at_is_told(tmp_path: Path) -> None:
@@ -391,9 +371,7 @@ async def test_who_says_nothing_is_killed_and_what_it_was_at_is_told(tmp_path: P
         running = await run.begun(children)
         note = tmp_path / "reward-0"
         await run.until(lambda: note.exists() and note.read_bytes())
-        await run.until(running.done)
-        with pytest.raises(StageFailed, match=r"it said nothing for \d+ s while scoring sums/1/0/1 with source digits"):
-            running.result()
+        await run.fails(running, r"it said nothing for \d+ s while scoring sums/1/0/1 with source digits")
 
 
 class Once(Interpreters):

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -56,26 +57,22 @@ class Started:
         return dict(json.loads(self.log(name).read_text().splitlines()[-1]))
 
 
-def with_launcher(folder: Path, check: Callable[[Started], Awaitable[None]]) -> None:
-    async def main() -> None:
-        started = Started(folder)
-        try:
-            await check(started)
-        finally:
-            for process in started.processes:
-                if process.returncode is None:
-                    os.kill(process.pid, signal.SIGKILL)
-                    await process.wait()
-            await started.launcher.close()
-
+@asynccontextmanager
+async def launching(folder: Path) -> AsyncIterator[Started]:
+    started = Started(folder)
     try:
-        asyncio.run(main())
-    finally:  # orphans of other tests are not for us
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0)
+        yield started
+    finally:
+        for process in started.processes:
+            if process.returncode is None:
+                os.kill(process.pid, signal.SIGKILL)
+                await process.wait()
+        await started.launcher.close()
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0)  # orphans of other tests are not for us
 
 
-def test_what_it_starts_is_a_process_of_its_own(tmp_path: Path) -> None:
-    async def check(started: Started) -> None:
+async def test_what_it_starts_is_a_process_of_its_own(tmp_path: Path) -> None:
+    async with launching(tmp_path) as started:
         started.log().write_text("an older line\n")
         first, other = await asyncio.gather(started.start("sleep"), started.start("sleep", "trainer-0"))
         about, of_other = await started.said(), await started.said("trainer-0")
@@ -93,30 +90,24 @@ def test_what_it_starts_is_a_process_of_its_own(tmp_path: Path) -> None:
         assert started.launcher.pid is not None
         assert environment_of(started.launcher.pid)[STARTED] not in ("generator-0", "trainer-0")
 
-    with_launcher(tmp_path, check)
-
 
 @pytest.mark.parametrize(("argument", "code"), [("0", 0), ("78", 78), ("raise", 1), ("no digits", 1)])
-def test_its_exit_code_is_told(tmp_path: Path, argument: str, code: int) -> None:
-    async def check(started: Started) -> None:
+async def test_its_exit_code_is_told(tmp_path: Path, argument: str, code: int) -> None:
+    async with launching(tmp_path) as started:
         assert await (await started.start(argument)).wait() == code
         assert ("no digits" in started.log().read_text()) == (code == 1)
 
-    with_launcher(tmp_path, check)
 
-
-def test_its_death_by_a_signal_is_told(tmp_path: Path) -> None:
-    async def check(started: Started) -> None:
+async def test_its_death_by_a_signal_is_told(tmp_path: Path) -> None:
+    async with launching(tmp_path) as started:
         process = await started.start("sleep")
         assert process.returncode is None
         os.kill(process.pid, signal.SIGKILL)
         assert await process.wait() == -signal.SIGKILL
 
-    with_launcher(tmp_path, check)
 
-
-def test_a_launcher_that_dies_takes_nobody_along_and_is_replaced(tmp_path: Path) -> None:
-    async def check(started: Started) -> None:
+async def test_a_launcher_that_dies_takes_nobody_along_and_is_replaced(tmp_path: Path) -> None:
+    async with launching(tmp_path) as started:
         first = await started.start("sleep")
         dead = started.launcher.pid
         assert dead is not None
@@ -128,11 +119,9 @@ def test_a_launcher_that_dies_takes_nobody_along_and_is_replaced(tmp_path: Path)
             assert (await started.said(name))["pid"] == process.pid
             os.kill(process.pid, 0)
 
-    with_launcher(tmp_path, check)
 
-
-def test_a_launcher_is_begun_again_before_it_is_needed(tmp_path: Path) -> None:
-    async def check(started: Started) -> None:
+async def test_a_launcher_is_begun_again_before_it_is_needed(tmp_path: Path) -> None:
+    async with launching(tmp_path) as started:
         assert await started.launcher.begin()
         assert not await started.launcher.begin()
         dead = started.launcher.pid
@@ -142,11 +131,9 @@ def test_a_launcher_is_begun_again_before_it_is_needed(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         assert await started.launcher.begin()
 
-    with_launcher(tmp_path, check)
 
-
-def test_a_start_outlives_its_launchers(tmp_path: Path) -> None:
-    async def check(started: Started) -> None:
+async def test_a_start_outlives_its_launchers(tmp_path: Path) -> None:
+    async with launching(tmp_path) as started:
         starting = asyncio.create_task(started.start("sleep"))
         killed: set[int] = set()
         while len(killed) < 3:
@@ -156,11 +143,9 @@ def test_a_start_outlives_its_launchers(tmp_path: Path) -> None:
             await asyncio.sleep(0.001)
         assert (await starting).returncode is None
 
-    with_launcher(tmp_path, check)
 
-
-def test_a_start_that_nobody_waits_for_any_more_is_not_the_next_one(tmp_path: Path) -> None:
-    async def check(started: Started) -> None:
+async def test_a_start_that_nobody_waits_for_any_more_is_not_the_next_one(tmp_path: Path) -> None:
+    async with launching(tmp_path) as started:
         starting = asyncio.create_task(started.start("sleep", "generator-1"))
         while started.launcher.pid is None:
             await asyncio.sleep(0.001)
@@ -170,16 +155,12 @@ def test_a_start_that_nobody_waits_for_any_more_is_not_the_next_one(tmp_path: Pa
         process = await started.start("sleep")
         assert (await started.said())["pid"] == process.pid
 
-    with_launcher(tmp_path, check)
 
-
-def test_a_launcher_that_cannot_start_says_so(tmp_path: Path) -> None:
-    async def check(started: Started) -> None:
+async def test_a_launcher_that_cannot_start_says_so(tmp_path: Path) -> None:
+    async with launching(tmp_path) as started:
         launcher = Launcher(started.launcher.environment, tmp_path / "launcher.log", modules=("no_such_module",))
         with pytest.raises(ServerFailed, match=r"was to start generator-0: ModuleNotFoundError: .*no_such_module"):
             await launcher.start("generator-0", ["-m", "program", "0"], tmp_path / "log")
-
-    with_launcher(tmp_path, check)
 
 
 def test_workers_of_one_launcher_compute_with_as_many_threads_as_each_is_told() -> None:

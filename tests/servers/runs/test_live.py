@@ -208,6 +208,19 @@ async def test_a_wrong_password_is_a_reason_and_ends_nothing(tmp_path: Path, cap
         assert "guessed" not in caplog.text
 
 
+@asynccontextmanager
+async def passing_on(place: Place, tls: ssl.SSLContext | None = None, delay_seconds: float = 0.0) -> AsyncIterator[str]:
+    """Yield the address of a proxy of the server, which speaks TLS as in a cluster, or begins late."""
+
+    async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(delay_seconds)
+        inner, outer = await asyncio.open_unix_connection(place.server.url.removeprefix("unix://"))
+        await asyncio.gather(pump(reader, outer), pump(inner, writer))
+
+    async with await asyncio.start_server(passed_on, "127.0.0.1", 0, ssl=tls) as front:
+        yield f"redis{'s' if tls else ''}://127.0.0.1:{front.sockets[0].getsockname()[1]}"
+
+
 async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     while part := await reader.read(65536):
         writer.write(part)
@@ -217,20 +230,13 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 async def test_over_tls_only_a_server_of_the_right_authority_is_read(tmp_path: Path) -> None:
     """The packaged server has no TLS, so a proxy terminates it as in a cluster."""
     async with a_server(tmp_path) as place:
-
-        async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            inner, outer = await asyncio.open_unix_connection(place.server.url.removeprefix("unix://"))
-            await asyncio.gather(pump(reader, outer), pump(inner, writer))
-
         strange = tmp_path / "strange"
         create_credentials(strange, ["view"])
         for folder in (place.credentials, strange):
             (folder / SERVERS_AUTHORITY).write_bytes((folder / "ca.pem").read_bytes())
         files, tls = ServerTls.of(place.credentials, "nats"), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         tls.load_cert_chain(files.certificate, files.key)
-        async with await asyncio.start_server(passed_on, "127.0.0.1", 0, ssl=tls) as front:
-            port = front.sockets[0].getsockname()[1]
-            url = f"rediss://127.0.0.1:{port}"
+        async with passing_on(place, tls) as url:
             state = LiveState(url, UID, credentials=place.credentials)
             async with beating(state, told(*GENERATOR)):
                 await place.until(lambda view: names(view) == ["generator-0"])
@@ -244,17 +250,12 @@ async def test_over_tls_only_a_server_of_the_right_authority_is_read(tmp_path: P
 
 
 async def test_a_connection_that_takes_longer_than_a_write_is_made(tmp_path: Path) -> None:
-    async with a_server(tmp_path) as place:
-
-        async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await asyncio.sleep(2 * live.DEADLINE_SECONDS)
-            inner, outer = await asyncio.open_unix_connection(place.server.url.removeprefix("unix://"))
-            await asyncio.gather(pump(reader, outer), pump(inner, writer))
-
-        async with await asyncio.start_server(passed_on, "127.0.0.1", 0) as front:
-            url = f"redis://127.0.0.1:{front.sockets[0].getsockname()[1]}"
-            async with beating(LiveState(url, UID, credentials=place.credentials), told(*GENERATOR)):
-                await place.until(lambda view: names(view) == ["generator-0"])
+    async with (
+        a_server(tmp_path) as place,
+        passing_on(place, delay_seconds=2 * live.DEADLINE_SECONDS) as url,
+        beating(LiveState(url, UID, credentials=place.credentials), told(*GENERATOR)),
+    ):
+        await place.until(lambda view: names(view) == ["generator-0"])
 
 
 async def test_what_another_version_wrote_is_not_shown(tmp_path: Path) -> None:

@@ -139,21 +139,20 @@ def test_a_temporary_failure_is_tried_again(server: Server, status: int) -> None
     assert naps == [delay_seconds("judge", "sums/1/0/0", 1), delay_seconds("judge", "sums/1/0/0", 2)]
 
 
-@pytest.mark.parametrize("status", [301, 400, 401, 404, 422])
-def test_a_permanent_failure_is_not(server: Server, status: int) -> None:
-    server.script = [reply("no such thing", status)]
-    with pytest.raises(
-        RewardError, match=rf"^reward 'judge' of sample sums/1/0/0: the endpoint answered {status} .*no s"
-    ):
-        score(server)
-    assert len(server.requests) == 1
-
-
-def test_retries_are_used_up(server: Server) -> None:
-    server.script = [reply("busy", 503)]
-    with pytest.raises(RewardError, match=r"answered 503 Service Unavailable: 'busy' \(3 calls\)"):
+@pytest.mark.parametrize(
+    ("answer", "problem", "num_calls"),
+    [
+        *((reply("no such thing", status), rf"{status} .*no s", 1) for status in (301, 400, 401, 404, 422)),
+        (reply("busy", 503), r"503 Service Unavailable: 'busy' \(3 calls\)", 3),
+    ],
+)
+def test_a_permanent_failure_and_one_after_all_retries_end_the_job(
+    server: Server, answer: Behaviour, problem: str, num_calls: int
+) -> None:
+    server.script = [answer]
+    with pytest.raises(RewardError, match=f"^reward 'judge' of sample sums/1/0/0: the endpoint answered {problem}"):
         score(server, naps=[])
-    assert len(server.requests) == 3
+    assert len(server.requests) == num_calls
 
 
 def test_the_server_says_how_long_to_wait(server: Server) -> None:
