@@ -3,8 +3,7 @@
 import socket
 import threading
 from contextlib import suppress
-
-PIECE = 1 << 16
+from typing import Self
 
 
 class Proxy:
@@ -15,6 +14,8 @@ class Proxy:
     ...     proxy.heal()
     """
 
+    piece = 1 << 16  # bytes passed on at a time, at most
+
     def __init__(self, host: str, port: int) -> None:
         self._server = (host, port)
         self._whole = threading.Event()
@@ -24,7 +25,7 @@ class Proxy:
         self._sockets: list[socket.socket] = []
         self._accepting = threading.Thread(target=self._accept, daemon=True)
 
-    def __enter__(self) -> "Proxy":
+    def __enter__(self) -> Self:
         self._accepting.start()
         return self
 
@@ -68,7 +69,7 @@ class Proxy:
         with suppress(OSError):
             while True:
                 self._whole.wait()
-                piece = one.recv(PIECE)
+                piece = one.recv(self.piece)
                 self._whole.wait()  # what came after the cut is lost to the other side until it is healed
                 if not piece:
                     break
@@ -76,3 +77,4 @@ class Proxy:
         for each in (one, other):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+        one.close()  # else what a sender still has would fill its buffer

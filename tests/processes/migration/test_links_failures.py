@@ -11,10 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from faults.proxy import Proxy
 from hypothesis import given, settings, strategies as st
 from link_checks import DESTINATION, NIXL, SOURCE, nothing_left, other, shared_names, warm
 from sweeps import examples
@@ -22,6 +24,7 @@ from sweeps import examples
 from rlhfspec.errors import LinkError
 from rlhfspec.messages.servers.credentials.certificates import client_tls, create_credentials, server_tls
 from rlhfspec.moves.migration.links import frames, inbox
+from rlhfspec.moves.migration.links.base import Sending
 from rlhfspec.moves.migration.links.inbox import Landing
 from rlhfspec.moves.migration.links.opening import make_landing, open_sending
 from rlhfspec.moves.migration.links.torch_link import TorchSending
@@ -42,13 +45,29 @@ def _clean() -> Iterator[None]:
         yield
 
 
+class Ends(ExitStack):
+    """Ends of links, closed after the test."""
+
+    def landing(self, kind: str, **options: Any) -> Landing:
+        return self.enter_context(closing(make_landing(kind, **options)))
+
+    def sending(self, offer: str, **options: Any) -> Sending:
+        return self.enter_context(closing(open_sending(offer, **options)))
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with Ends() as ends:
+        yield ends
+
+
 @pytest.fixture(params=BETWEEN_PROCESSES)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_ranges_of_any_sizes_arrive_whole_from_another_process(kind: str) -> None:
-    landing = make_landing(kind)
+def test_ranges_of_any_sizes_arrive_whole_from_another_process(ends: Ends, kind: str) -> None:
+    landing = ends.landing(kind)
     counter = iter(range(1 << 30))
     with other(SOURCE) as source:
         source.say(landing.offer)
@@ -66,11 +85,10 @@ def test_ranges_of_any_sizes_arrive_whole_from_another_process(kind: str) -> Non
                 assert source.hear() == f"sent {move}/{number}"
 
         ranges()
-    landing.close()
 
 
-def test_what_a_killed_source_sent_is_whole_and_then_gone(kind: str) -> None:
-    landing = make_landing(kind)
+def test_what_a_killed_source_sent_is_whole_and_then_gone(ends: Ends, kind: str) -> None:
+    landing = ends.landing(kind)
     with other(SOURCE) as source:
         source.say(landing.offer)
         source.say("m/0 100000 3")
@@ -80,15 +98,12 @@ def test_what_a_killed_source_sent_is_whole_and_then_gone(kind: str) -> None:
     with pytest.raises(LinkError, match="did not come"):
         landing.take("m/1", 1, timeout=0.01)
     assert landing.num_bytes == 0
-    del view
-    landing.close()
 
 
-def test_a_killed_destination_is_noticed(kind: str) -> None:
+def test_a_killed_destination_is_noticed(ends: Ends, kind: str) -> None:
     with other(DESTINATION, kind) as destination:
-        sending = open_sending(destination.hear(), seconds=2)
-        sending.room(1000)[:] = pattern(1000)
-        sending.send("m/0", 1000)
+        sending = ends.sending(destination.hear(), seconds=2)
+        send(sending, "m/0", pattern(1000))
         destination.say("m/0 1000")
         assert destination.hear() == str(sum(pattern(1000)))
         sending.room(1000)
@@ -96,18 +111,16 @@ def test_a_killed_destination_is_noticed(kind: str) -> None:
         sending.send("m/1", 1000)
     with pytest.raises(LinkError):
         sending.room(1000)
-    sending.close()
 
 
-def test_a_destination_that_stands_still_is_given_up(kind: str) -> None:
+def test_a_destination_that_stands_still_is_given_up(ends: Ends, kind: str) -> None:
     with other(DESTINATION, kind) as destination:
-        sending = open_sending(destination.hear(), seconds=0.3)
+        sending = ends.sending(destination.hear(), seconds=0.3)
         os.kill(destination.process.pid, signal.SIGSTOP)
         with pytest.raises(LinkError):  # noqa: PT012 sooner or later all room is taken
             for number in range(10):
                 sending.room(30 << 20)
                 sending.send(f"m/{number}", 30 << 20)
-    sending.close()
 
 
 def test_nobody_there_any_more(kind: str) -> None:
@@ -128,7 +141,7 @@ def test_an_end_that_is_killed_leaves_no_file(kind: str) -> None:
     assert shared_names() == before
 
 
-def test_a_process_may_end_while_gloo_waits() -> None:
+def test_a_process_may_end_while_gloo_waits(ends: Ends) -> None:
     """Otherwise the interpreter aborts while a thread is inside gloo."""
     code = """
 import sys
@@ -139,24 +152,31 @@ print(landing.offer, flush=True)
 sys.stdin.readline()
 """
     with other(code) as destination:
-        sending = open_sending(destination.hear(), seconds=5)
+        sending = ends.sending(destination.hear(), seconds=5)
         assert isinstance(sending, TorchSending)
         sending._connection.sendall(header(size=1000))  # and none of its bytes
         destination.say("end")
         assert destination.process.wait(60) == 0
-    sending.close()
+
+
+def connected(landing: Landing) -> socket.socket:
+    (way,) = json.loads(landing.offer)["ways"]
+    if way["kind"] != "shm":
+        return socket.create_connection((way["host"], way["port"]))
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(f"\0{way['name']}")
+    return connection
 
 
 def let_in(landing: Landing) -> socket.socket:
-    offer = json.loads(landing.offer)
-    (way,) = offer["ways"]
-    if way["kind"] == "shm":
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(f"\0{way['name']}")
-    else:
-        connection = socket.create_connection((way["host"], way["port"]))
-    frames.greet(connection, offer["token"], timeout=10)
+    connection = connected(landing)
+    frames.greet(connection, json.loads(landing.offer)["token"], timeout=10)
     return connection
+
+
+def send(sending: Sending, key: str, content: bytes) -> None:
+    sending.room(len(content))[:] = content
+    sending.send(key, len(content))
 
 
 def header(
@@ -174,8 +194,7 @@ def assert_thrown_out(connection: socket.socket) -> None:
 
 def assert_works(landing: Landing, key: str) -> None:
     sending = open_sending(landing.offer)
-    sending.room(3)[:] = b"abc"
-    sending.send(key, 3)
+    send(sending, key, b"abc")
     assert landing.take(key, 3, timeout=120) == b"abc"
     landing.done(key)
     sending.close()
@@ -196,25 +215,23 @@ def assert_works(landing: Landing, key: str) -> None:
         b"\0" * 100,
     ],
 )
-def test_a_hostile_header_ends_its_connection_and_nothing_else(kind: str, said: bytes) -> None:
-    connection = let_in(landing := make_landing(kind))
+def test_a_hostile_header_ends_its_connection_and_nothing_else(ends: Ends, kind: str, said: bytes) -> None:
+    connection = let_in(landing := ends.landing(kind))
     connection.sendall(said)
     assert_thrown_out(connection)
     assert landing.num_bytes == landing.num_keys == 0
     assert_works(landing, "m/1")
-    landing.close()
 
 
 @pytest.mark.parametrize("kind", BY_SOCKET)
-def test_who_stops_in_the_middle_is_given_up(kind: str) -> None:
-    connection = let_in(landing := make_landing(kind, seconds=0.2))
+def test_who_stops_in_the_middle_is_given_up(ends: Ends, kind: str) -> None:
+    connection = let_in(ends.landing(kind, seconds=0.2))
     connection.sendall(header()[:9])
     assert_thrown_out(connection)
-    landing.close()
 
 
-def test_a_range_that_is_cut_off_is_told_to_who_waits_for_it() -> None:
-    connection = let_in(landing := make_landing("tcp"))
+def test_a_range_that_is_cut_off_is_told_to_who_waits_for_it(ends: Ends) -> None:
+    connection = let_in(landing := ends.landing("tcp"))
     connection.sendall(header(size=1 << 20) + b"a" * 1000)
     with ThreadPoolExecutor(1) as beside:
         waiting = beside.submit(landing.take, "m/0", 1 << 20, timeout=100)
@@ -222,58 +239,51 @@ def test_a_range_that_is_cut_off_is_told_to_who_waits_for_it() -> None:
         with pytest.raises(LinkError, match="m/0: did not arrive whole"):
             waiting.result()
     assert landing.num_bytes == 0
-    landing.close()
 
 
-def test_a_key_twice_ends_the_connection_and_the_first_stays() -> None:
-    connection = let_in(landing := make_landing("tcp"))
+def test_a_key_twice_ends_the_connection_and_the_first_stays(ends: Ends) -> None:
+    connection = let_in(landing := ends.landing("tcp"))
     connection.sendall(header() + b"abc" + header() + b"xyz")
     assert_thrown_out(connection)
     assert landing.take("m/0", 3, timeout=120) == b"abc"
     landing.done("m/0")
-    landing.close()
 
 
 @pytest.mark.parametrize("kind", BY_SOCKET)
 @pytest.mark.parametrize("what", ["foreign/0", "unwanted/0"])
-def test_what_nobody_takes_or_wants_any_more_is_not_kept(kind: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_takes_or_wants_any_more_is_not_kept(
+    ends: Ends, kind: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if what == "foreign/0":
         monkeypatch.setattr(inbox, "KEPT_SECONDS", 0.0)
-    landing = make_landing(kind)
-    sending = open_sending(landing.offer)
+    landing = ends.landing(kind)
+    sending = ends.sending(landing.offer)
     if what == "unwanted/0":
         landing.done(what)  # given up before it came
     for key in (what, "m/0"):
-        sending.room(5000)[:] = pattern(5000)
-        sending.send(key, 5000)
+        send(sending, key, pattern(5000))
     assert landing.take("m/0", 5000, timeout=120) == pattern(5000)
     assert landing.num_keys == 1
     landing.done("m/0")
     assert landing.num_bytes == 0
-    sending.close()
-    landing.close()
 
 
 @pytest.mark.parametrize("kind", BY_SOCKET)
-def test_who_does_not_know_the_token_is_refused(kind: str) -> None:
-    landing = make_landing(kind)
+def test_who_does_not_know_the_token_is_refused(ends: Ends, kind: str) -> None:
+    landing = ends.landing(kind)
     stranger = json.dumps(json.loads(landing.offer) | {"token": "00" * 32})
     with pytest.raises(LinkError, match=r"closed|token|broke"):
         open_sending(stranger, seconds=5)
     assert_works(landing, "m/1")
-    landing.close()
 
 
 @pytest.mark.parametrize("kind", BY_SOCKET)
-def test_a_false_proof_is_answered_with_nothing(kind: str) -> None:
-    landing = make_landing(kind)
-    (way,) = json.loads(landing.offer)["ways"]
-    stranger = socket.socket(socket.AF_UNIX if kind == "shm" else socket.AF_INET)
-    stranger.connect(f"\0{way['name']}" if kind == "shm" else (way["host"], way["port"]))
+def test_a_false_proof_is_answered_with_nothing(ends: Ends, kind: str) -> None:
+    landing = ends.landing(kind)
+    stranger = connected(landing)
     assert stranger.recv(24, socket.MSG_WAITALL).startswith(frames.MAGIC)
     stranger.sendall(b"n" * 16 + b"p" * 32)
     assert_thrown_out(stranger)
-    landing.close()
 
 
 def test_a_source_tells_its_secret_to_nobody() -> None:
@@ -300,17 +310,11 @@ def test_a_source_tells_its_secret_to_nobody() -> None:
 
 
 @pytest.mark.parametrize("kind", BY_SOCKET)
-def test_strangers_are_few_at_a_time_and_in_nobodys_way(kind: str) -> None:
-    landing = make_landing(kind, seconds=2)
-    sending = open_sending(landing.offer)
-    (way,) = json.loads(landing.offer)["ways"]
-    strangers = []
-    for _ in range(3 * frames._MOST_STRANGERS):
-        stranger = socket.socket(socket.AF_UNIX if kind == "shm" else socket.AF_INET)
-        stranger.connect(f"\0{way['name']}" if kind == "shm" else (way["host"], way["port"]))
-        strangers.append(stranger)
-    sending.room(3)[:] = b"abc"
-    sending.send("m/0", 3)
+def test_strangers_are_few_at_a_time_and_in_nobodys_way(ends: Ends, kind: str) -> None:
+    landing = ends.landing(kind, seconds=2)
+    sending = ends.sending(landing.offer)
+    strangers = [connected(landing) for _ in range(3 * frames._MOST_STRANGERS)]
+    send(sending, "m/0", b"abc")
     assert landing.take("m/0", 3, timeout=120) == b"abc"
     num_refused = 0
     for stranger in strangers:
@@ -321,8 +325,6 @@ def test_strangers_are_few_at_a_time_and_in_nobodys_way(kind: str) -> None:
         stranger.close()
     assert num_refused > 0
     assert_works(landing, "m/1")
-    sending.close()
-    landing.close()
 
 
 @settings(max_examples=60, deadline=None)
@@ -358,8 +360,8 @@ def a_pipe() -> int:
 
 
 @pytest.mark.parametrize("make", [unsealed, a_file, a_pipe])
-def test_memory_that_could_shrink_under_the_reader_is_refused(make: Callable[[], int]) -> None:
-    landing = make_landing("shm")
+def test_memory_that_could_shrink_under_the_reader_is_refused(ends: Ends, make: Callable[[], int]) -> None:
+    landing = ends.landing("shm")
     connection, file = let_in(landing), make()
     said = header()
     socket.send_fds(connection, [said[:1]], [file])
@@ -368,97 +370,63 @@ def test_memory_that_could_shrink_under_the_reader_is_refused(make: Callable[[],
     with pytest.raises(LinkError, match="place"):
         landing.take("m/0", 3, timeout=120)
     assert_thrown_out(connection)
-    landing.close()
 
 
-def test_a_place_that_was_never_handed_over_is_refused() -> None:
-    connection = let_in(landing := make_landing("shm"))
+def test_a_place_that_was_never_handed_over_is_refused(ends: Ends) -> None:
+    connection = let_in(landing := ends.landing("shm"))
     connection.sendall(header(place=7))
     with pytest.raises(LinkError, match="is none that was handed over"):
         landing.take("m/0", 3, timeout=120)
     assert_thrown_out(connection)
-    landing.close()
 
 
-class Relay:
+class Relay(Proxy):
+    """Proxy of a landing that passes pieces on while `passes`, asked with the number of bytes before, is true."""
+
     def __init__(self, offer: str, passes: Callable[[int], bool], piece: int = 1 << 16) -> None:
-        self._passes = passes
-        self._piece = piece
         read = json.loads(offer)
         (way,) = read["ways"]
-        self._to = (way["host"], way["port"])
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        way["port"] = self._listening.getsockname()[1]
-        self.offer = json.dumps(read)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        super().__init__(way["host"], way["port"])
+        self.piece, self._passes, self._num_bytes = piece, passes, 0
+        self.offer = json.dumps(read | {"ways": [way | {"port": self.port}]})
 
-    def _run(self) -> None:
-        source, _ = self._listening.accept()
-        with source, socket.create_connection(self._to) as destination:
-            back = threading.Thread(target=self._copy, args=(destination, source, lambda _: True))
-            back.start()
-            self._copy(source, destination, self._passes)
-            for end in (source, destination):
-                with suppress(OSError):  # it is not connected any more
-                    end.shutdown(socket.SHUT_RDWR)
-            back.join()
-
-    def _copy(self, one: socket.socket, another: socket.socket, passes: Callable[[int], bool]) -> None:
-        total = 0
-        with suppress(OSError):  # an end closed
-            while (data := one.recv(self._piece)) and passes(total):
-                another.sendall(data)
-                total += len(data)
-
-    def close(self) -> None:
-        self._thread.join()
-        self._listening.close()
+    def _passed(self, piece: bytes) -> bytes:
+        if not self._passes(self._num_bytes):
+            raise OSError("it is cut")
+        self._num_bytes += len(piece)
+        return piece
 
 
-def test_a_slow_link_is_slow_and_right() -> None:
-    landing = make_landing("tcp")
-    relay = Relay(landing.offer, lambda _: not time.sleep(0.0005), piece=4096)
-    sending = open_sending(relay.offer)
-    content = pattern(500_001)
-    sending.room(len(content))[:] = content
-    sending.send("m/0", len(content))
-    assert landing.take("m/0", len(content), timeout=120) == content
-    landing.done("m/0")
-    sending.close()
-    relay.close()
-    landing.close()
+def test_a_slow_link_is_slow_and_right(ends: Ends) -> None:
+    landing, content = ends.landing("tcp"), pattern(500_001)
+    with Relay(landing.offer, lambda _: not time.sleep(0.0005), piece=4096) as relay:
+        send(ends.sending(relay.offer), "m/0", content)
+        assert landing.take("m/0", len(content), timeout=120) == content
+        landing.done("m/0")
 
 
-def test_a_cable_that_is_cut_in_mid_range() -> None:
-    landing = make_landing("tcp")
-    relay = Relay(landing.offer, lambda total: total < 8 << 20)
-    sending = open_sending(relay.offer, seconds=10)
-    sending.room(64 << 20)
-    with pytest.raises(LinkError, match=r"broke|closed"):
-        sending.send("m/0", 64 << 20)
-    with pytest.raises(LinkError, match="did not arrive whole"):
-        landing.take("m/0", 64 << 20, timeout=120)
-    assert landing.num_bytes == 0
-    sending.close()
-    relay.close()
-    landing.close()
+def test_a_cable_that_is_cut_in_mid_range(ends: Ends) -> None:
+    landing = ends.landing("tcp")
+    with Relay(landing.offer, lambda total: total < 8 << 20) as relay:
+        sending = ends.sending(relay.offer, seconds=10)
+        sending.room(64 << 20)
+        with pytest.raises(LinkError, match=r"broke|closed"):
+            sending.send("m/0", 64 << 20)
+        with pytest.raises(LinkError, match="did not arrive whole"):
+            landing.take("m/0", 64 << 20, timeout=120)
+        assert landing.num_bytes == 0
 
 
-def test_a_range_that_trickles_is_given_up_at_its_deadline() -> None:
+def test_a_range_that_trickles_is_given_up_at_its_deadline(ends: Ends) -> None:
     """A hostile source must not hold memory for ever by sending slowly."""
-    landing = make_landing("tcp", seconds=0.3)
-    stop = threading.Event()
-    relay = Relay(landing.offer, lambda total: not stop.wait(0.05) or total < 1000, piece=1000)
-    sending = open_sending(relay.offer, seconds=10)
-    sending.room(1 << 16)
-    sending.send("m/0", 1 << 16)
-    with pytest.raises(LinkError, match="did not arrive whole"):
-        landing.take("m/0", 1 << 16, timeout=120)
-    stop.set()
-    sending.close()
-    relay.close()
-    landing.close()
+    landing, stop = ends.landing("tcp", seconds=0.3), threading.Event()
+    with Relay(landing.offer, lambda total: not stop.wait(0.05) or total < 1000, piece=1000) as relay:
+        sending = ends.sending(relay.offer, seconds=10)
+        sending.room(1 << 16)
+        sending.send("m/0", 1 << 16)
+        with pytest.raises(LinkError, match="did not arrive whole"):
+            landing.take("m/0", 1 << 16, timeout=120)
+        stop.set()
 
 
 @pytest.fixture(scope="module")
@@ -469,34 +437,29 @@ def credentials(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folders
 
 
-def test_with_credentials_bytes_travel_encrypted_and_whole(credentials: tuple[Path, Path]) -> None:
+def test_with_credentials_bytes_travel_encrypted_and_whole(ends: Ends, credentials: tuple[Path, Path]) -> None:
     ours, _ = credentials
-    landing = make_landing("tcp", tls=server_tls(ours, "generator"))
-    sending = open_sending(landing.offer, tls=client_tls(ours, "generator"))
+    landing = ends.landing("tcp", tls=server_tls(ours, "generator"))
+    sending = ends.sending(landing.offer, tls=client_tls(ours, "generator"))
     content = pattern(3_000_001)
     for number in range(2):
-        sending.room(len(content))[:] = content
-        sending.send(f"m/{number}", len(content))
+        send(sending, f"m/{number}", content)
         assert landing.take(f"m/{number}", len(content), timeout=120) == content
         landing.done(f"m/{number}")
-    sending.close()
-    landing.close()
 
 
-def test_credentials_of_another_run_are_refused(credentials: tuple[Path, Path]) -> None:
+def test_credentials_of_another_run_are_refused(ends: Ends, credentials: tuple[Path, Path]) -> None:
     ours, theirs = credentials
-    landing = make_landing("tcp", tls=server_tls(ours, "generator"))
+    landing = ends.landing("tcp", tls=server_tls(ours, "generator"))
     with pytest.raises(LinkError, match="no TLS"):
         open_sending(landing.offer, tls=client_tls(theirs, "generator"), seconds=5)
     with pytest.raises(LinkError, match="one end has credentials"):
         open_sending(landing.offer, seconds=5)
-    landing.close()
 
 
-def test_who_shows_no_certificate_is_refused(credentials: tuple[Path, Path]) -> None:
+def test_who_shows_no_certificate_is_refused(ends: Ends, credentials: tuple[Path, Path]) -> None:
     ours, _ = credentials
-    landing = make_landing("tcp", tls=server_tls(ours, "generator"))
+    landing = ends.landing("tcp", tls=server_tls(ours, "generator"))
     bare = ssl.create_default_context(cafile=str(ours / "ca.pem"))
     with pytest.raises(LinkError):
         open_sending(landing.offer, tls=bare, seconds=5)
-    landing.close()
