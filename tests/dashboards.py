@@ -21,7 +21,7 @@ from rlhfspec.messages import loop
 from rlhfspec.messages.access.connecting import connect
 from rlhfspec.messages.access.connections import Connections
 from rlhfspec.messages.access.rights import BUS_ROLES, CONTROL, rights_of
-from rlhfspec.messages.records import Heartbeat, Load, Moved, Record, Score, StepReport, WorkerInfo
+from rlhfspec.messages.records import EvaluationReport, Heartbeat, Load, Moved, Record, Score, StepReport, WorkerInfo
 from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.servers.credentials.certificates import ServerTls, create_credentials
 from rlhfspec.messages.servers.nats import NatsServer, User
@@ -225,7 +225,7 @@ class LiveRun:
         self._sockets.cleanup()
 
     async def say(self, *records: Record) -> None:
-        speakers = {Load: 1, Moved: 1, StepReport: 2, Heartbeat: 3}
+        speakers = {Load: 1, Moved: 1, StepReport: 2, EvaluationReport: 2, Heartbeat: 3}
         for record in records:
             await self._buses[speakers[type(record)]].publish(record)
         self.show(*records)

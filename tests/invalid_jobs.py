@@ -231,6 +231,7 @@ BY_HAND = [
     Wrong({"podTemplate": {"spec": {"restartPolicy": "Always"}}}, "spec.podTemplate.spec.restartPolicy"),
     Wrong({"podTemplate": {"spec": {"containers": [{}]}}}, "spec.podTemplate.spec.containers"),
     Wrong({"podTemplate.metdata": {}}, "spec.podTemplate.metdata"),
+    Wrong({"training.stopOnCollapse": True}, "spec.training.stopOnCollapse"),
     Wrong({"scheduling.queue": "q"}, "spec.scheduling.queue"),
     Wrong({"scheduling": {"queue": "q", "gang": "coscheduling"}}, "spec.scheduling.queue"),
     Wrong({"restart.roles": ["reward"]}, "spec.restart.id"),

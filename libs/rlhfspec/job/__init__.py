@@ -266,7 +266,7 @@ class Training(Block):
     )
     stop_on_collapse: Annotated[bool, Mark.RESUMABLE] = Field(
         False,
-        description="End the run, with a checkpoint, once the warning of a collapsed policy appears.",
+        description="End the run, with a checkpoint, once an evaluation warns of a collapsed policy.",
     )
     max_staleness: Natural = Field(
         0, description="Weights versions that a sample may be behind the policy; 0: synchronous and reproducible."

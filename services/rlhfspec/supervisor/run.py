@@ -175,7 +175,7 @@ class ProcessRun(JobRun):
         return self._is_complete
 
     def _collapsed(self) -> EndedEarly | None:
-        sign = collapse_of(self.folder.steps()) if self._job.spec.training.stop_on_collapse else ""
+        sign = collapse_of(self.folder.evaluations()) if self._job.spec.training.stop_on_collapse else ""
         return PolicyCollapsed(sign) if sign else None
 
     async def _data_ended(self) -> DataExhausted | None:

@@ -69,7 +69,6 @@ class RunRecorder:
         self._checkpoints: CheckpointStore | None = None
         self._trackers: Trackers | None = None
         self._evaluations: list[Evaluation] = []
-        self._steps: list[StepMetrics] = []
 
     def restore(self) -> dict[str, Any] | None:
         """Return the state of the last checkpoint, if any, and drop lines of later steps."""
@@ -80,7 +79,7 @@ class RunRecorder:
         opening = self._folder.go_on_after(step)
         for line in opening.told() if opening.resumed else ():
             self._say(line)
-        self._evaluations, self._steps = self._folder.evaluations(), self._folder.steps()
+        self._evaluations = self._folder.evaluations()
         self._trackers = Trackers(self._job, self._folder, resume_at=step)
         if not step:
             return None
@@ -94,12 +93,11 @@ class RunRecorder:
         metrics = step_metrics(self._job, trained)
         self._folder.append_step(metrics)
         self._trackers.step(metrics)
-        self._steps.append(metrics)
         return metrics
 
     @property
     def collapse(self) -> str:
-        return collapse_of(self._steps)
+        return collapse_of(self._evaluations)
 
     def evaluate(self, collected: Collector, seconds: float) -> Evaluation:
         assert self._trackers is not None, "restore comes first"

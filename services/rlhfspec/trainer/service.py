@@ -146,6 +146,7 @@ class TrainerService(Service):
             return False
         seconds = self._bus.clock.now() - began
         evaluation = await self._work(f"writing down {collector.shape}", self._recorder.evaluate, collector, seconds)
+        self._look_for_a_collapse()
         name = self._job.metadata.name
         report = EvaluationReport(id=f"{name}/{step}/evaluation", job=name, evaluation=evaluation)
         await self._bus.publish(report)
@@ -235,7 +236,6 @@ class TrainerService(Service):
         )
         await self._publish_weights(weights)  # generators go on while the step is written down
         metrics = await self._work(f"writing down step {step}", self._recorder.record, trained)
-        self._look_for_a_collapse()
         del self._collectors["training", step]
         name = self._job.metadata.name
         await self._bus.publish(StepReport(id=f"{name}/{step}/report", job=name, metrics=metrics))

@@ -8,26 +8,28 @@ from runs import curve_of, invoke, train
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.view import learning_signs
 
-STOP = ("training.stopOnCollapse=true", "generation.speculation.mode=off", "training.steps=5")
+EVALUATE = ("evaluation.everySteps=2", "evaluation.numPrompts=5", "training.steps=5")
+STOP = ("training.stopOnCollapse=true", "generation.speculation.mode=off", *EVALUATE)
 
 
 def test_a_run_ends_with_a_checkpoint_where_its_policy_collapses(
     job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = train(job_file, "whole", "training.steps=5")
-    monkeypatch.setattr(learning_signs, "_FEW_RESPONSES", 99.0)  # so that any policy counts as one that collapses
-    monkeypatch.setattr(learning_signs, "_ENTROPY_LEFT", 99.0)
+    whole = train(job_file, "whole", *EVALUATE)
+    for number in ("_LEFT", "_OF_EXPECTED"):  # so that any policy counts as one that collapses
+        monkeypatch.setattr(learning_signs, number, 99.0)
+    monkeypatch.setattr(learning_signs, "_FEWEST_ANSWERS", 5)
     said = invoke(job_file, "run", *STOP, "checkpoint.everySteps=100", code=0).output
     folder = RunFolder(job_file.parent / "run")
-    assert curve_of(job_file, "run") == whole[:3], "three steps make a sign"
-    assert folder.checkpoint(3).is_dir()
+    assert curve_of(job_file, "run") == whole[:2], "the evaluation before training is the measure"
+    assert folder.checkpoint(2).is_dir()
     manifest = folder.manifest()
-    assert (manifest.outcome, manifest.num_steps) == ("completed", 3)
+    assert (manifest.outcome, manifest.num_steps) == ("completed", 2)
     assert manifest.reason.startswith("the policy collapses: ")
     assert manifest.reason.endswith("(training.stopOnCollapse; false goes on)")
-    assert f"completed after 3 steps: {manifest.reason}" in said
+    assert f"completed after 2 steps: {manifest.reason}" in said
     invoke(job_file, "run", *STOP, resume=True, code=0)
-    assert len(folder.steps()) == 3, "it has collapsed still"
+    assert len(folder.steps()) == 2, "it has collapsed still"
     invoke(job_file, "run", *STOP[1:], resume=True, code=0)
     assert curve_of(job_file, "run") == whole
 

@@ -32,6 +32,7 @@ from dashboards import (
     visiting,
     write_run,
 )  # fmt: skip
+from example_records import example_evaluation
 from shared_servers import SharedServers
 from stays import moved_there_and_back
 from typer.testing import CliRunner
@@ -47,7 +48,8 @@ from rlhfspec.dashboard.live.readers import MOST_UNREAD, EventStream
 from rlhfspec.dashboard.server import STATIC
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.messages.access.rights import inbox_of
-from rlhfspec.messages.records import Record
+from rlhfspec.messages.records import EvaluationReport, Record
+from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import example_step
 from rlhfspec.messages.servers.credentials.certificates import servers_tls
 from rlhfspec.messages.transport.jetstream.proof import NatsProof
@@ -84,22 +86,45 @@ async def test_a_new_browser_is_told_the_whole_curve(tmp_path: Path) -> None:
         assert job["problems"] == []
 
 
-async def test_a_policy_that_collapses_is_warned_of(tmp_path: Path) -> None:
+def evaluated(step: int, different: float) -> Evaluation:
+    return dataclasses.replace(example_evaluation(step=step), num_samples=120, different_answers=different)
+
+
+async def test_a_run_that_learns_nothing_is_warned_of(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     lines = [
         dataclasses.replace(
-            example_step(step=step), entropy=entropy, num_prompts=8, learning={DISTINCT: 0.25}, equal_reward_groups=7
+            example_step(step=step), num_prompts=8, learning={DISTINCT: 0.25}, equal_reward_groups=equal
         )
-        for step, entropy in enumerate((2.0, 0.3, 0.2, 0.1), 1)
+        for step, equal in enumerate((7, 8, 8, 8), 1)
     ]
     for number in (3, 4):  # of the steps, as the run goes on
         (folder / "steps.jsonl").write_text("".join(line.to_line() for line in lines[:number]))
         async with visited(folder) as (session, url), Stream(session, f"{url}{EVENTS}") as stream:
             whole = (await stream.next("whole")).data
             found = dict(zip(whole["columns"], whole["rows"][-1], strict=True))
-            assert (found["equal_groups"], found["distinct"], found["prompts"]) == (7, 0.25, 8)
+            assert (found["equal_groups"], found["distinct"], found["prompts"]) == (8, 0.25, 8)
             assert (await stream.next("job")).data["warning"] == warning_of(lines[:number])
-    assert warning_of(lines).startswith("the policy collapses: 2 different responses to 8 prompts")
+    assert warning_of(lines).startswith("rewards were equal in every group")
+
+
+async def test_a_policy_that_collapses_is_warned_of(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    runs = [evaluated(0, 60.0), evaluated(2, 50.0), evaluated(3, 4.0)]
+    async with (
+        served(LaptopSource([folder])) as (_, url), visiting() as session,
+        Stream(session, f"{url}{JOB}/events") as stream,
+    ):  # fmt: skip
+        assert not (await stream.next("job")).data["warning"]
+        (folder / "evaluations.jsonl").write_text("damaged\n" + "".join(run.to_line() for run in runs))
+        while not (warning := (await stream.next("job")).data["warning"]):
+            pass
+        assert warning.startswith(
+            "the policy collapses: 4.00 effectively different held-out answers after step 3, 60.0"
+        )
+        (folder / "steps.jsonl").write_text("".join(example_step(step=step).to_line() for step in (1, 2)))
+        while (await stream.next("job")).data["warning"]:  # resumed after step 2
+            pass
 
 
 def test_a_sample_that_moved_is_drawn_with_its_moves_by_marks_that_the_page_knows() -> None:
@@ -216,11 +241,16 @@ async def test_a_live_run_is_told_as_it_happens(tmp_path: Path) -> None:
         async with Stream(session, f"{url}{EVENTS}") as stream:
             while (await stream.next("job")).data["problems"]:  # until it listens
                 pass
-            await live.say(load(0, owned=("sums/4/0/0",)), load(1), moved(1), report(4), beat())
+            runs = (evaluated(0, 60.0), evaluated(4, 4.0))
+            held_out = [EvaluationReport(id=f"sums/{run.step}/evaluation", job="sums", evaluation=run) for run in runs]
+            await live.say(load(0, owned=("sums/4/0/0",)), load(1), moved(1), report(4), *held_out, beat())
             seen: dict[str, Any] = {}
-            while {"steps", "moves"} - seen.keys() or len(seen.get("now", {"generators": ()})["generators"]) < 2:
-                told = await stream.next("steps", "moves", "now", "samples")
-                seen[told.name] = told.data
+            while {"steps", "moves", "warning"} - seen.keys() or len(
+                seen.get("now", {"generators": ()})["generators"]
+            ) < 2:
+                told = await stream.next("steps", "moves", "now", "samples", "job")
+                seen["warning" if told.name == "job" and told.data["warning"] else told.name] = told.data
+        assert seen["warning"]["warning"].startswith("the policy collapses: ")
         assert [row[0] for row in seen["steps"]] == [4]
         assert [(move["source"], move["destination"], move["how"]) for move in seen["moves"]] == [(0, 1, "kv")]
         assert {each["worker"]: each["strategy"] for each in seen["now"]["generators"]}[1] == "suffix-d4-w1-b2"

@@ -2,7 +2,6 @@
 
 import io
 import struct
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +13,15 @@ from matplotlib.patches import StepPatch
 from rich.console import Console
 from run_folders import example_job
 
+from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import StepMetrics, example_step
-from rlhfspec.runs.view.learning_signs import DISTINCT, equal_reward_groups, warning_of
+from rlhfspec.runs.folder.sample_lines import effective_number
+from rlhfspec.runs.view.learning_signs import collapse_of, equal_reward_groups, warning_of
 from rlhfspec.runs.view.panel import panel
 from rlhfspec.runs.view.plots import compare, comparison_figure, ends, overview, overview_figure
 from rlhfspec.runs.view.progress import RunProgress
 from rlhfspec.runs.view.summary import facts
-from rlhfspec.runs.view.view import step_line
+from rlhfspec.runs.view.view import evaluation_line, step_line
 
 
 def a_run(num_steps: int, *, kl: bool = True, slope: float = 0.01) -> list[StepMetrics]:
@@ -211,25 +212,61 @@ def test_it_is_said_in_the_summary_the_picture_and_the_line() -> None:
     assert "warning" not in dict(facts(steps(2, 2, 1)))
 
 
-def collapsing(entropies: Sequence[float], distinct: Sequence[float]) -> list[StepMetrics]:
-    return [
-        replace(example_step(step=number), entropy=entropy, num_prompts=8, learning={DISTINCT: different})
-        for number, (entropy, different) in enumerate(zip(entropies, distinct, strict=True), 1)
-    ]
+def evaluated(*different: float, expected: float | None = None, num_samples: int = 120) -> list[Evaluation]:
+    counts = {"num_samples": num_samples, "expected_answers": expected}
+    runs = [replace(example_evaluation(step=10 * place), **counts) for place in range(len(different))]
+    return [replace(run, different_answers=number) for run, number in zip(runs, different, strict=True)]
+
+
+RECORDED = evaluated(60.0, 4.0, expected=16.9)  # of a real run: nearly every second answer was `1`
+COLLAPSES = (
+    "the policy collapses: 4.00 effectively different held-out answers after step 10, 60.0 after step 0 "
+    "(16.9 are expected)"
+)
 
 
 @pytest.mark.parametrize(
-    ("entropies", "distinct", "warns"),
+    ("evaluations", "warns"),
     [
-        ((2.0, 0.3, 0.28, 0.25, 0.2), (6.0, 0.5, 0.375, 0.25, 0.25), True),
-        ((2.0, 0.3, 0.28, 0.25), (6.0, 0.5, 0.375, 0.25), False),  # two steps are chance
-        ((2.0, 0.1, 0.1, 0.1), (6.0, 1.0, 1.0, 1.0), False),  # sure of a different answer to each prompt
-        ((0.7, 0.6, 0.6, 0.6), (0.25, 0.25, 0.25, 0.25), False),  # yes or no, and undecided
+        (RECORDED, True),
+        (evaluated(60.0, 4.0), True),  # data without answers
+        (evaluated(60.0, 16.0, expected=60.0), False),  # more than a quarter is left
+        (evaluated(60.0, 4.0, 30.0, expected=60.0), False),  # the last evaluation counts
+        (evaluated(60.0, 30.0, 4.0, expected=60.0), True),
+        (evaluated(4.0), False),
+        (evaluated(60.0, 1.9, expected=2.0), False),  # it learnt to answer yes or no
+        (evaluated(60.0, 1.0, expected=2.0), True),  # and to answer yes alone
+        (evaluated(19.0, 1.0, expected=19.0, num_samples=19), False),
+        (evaluated(20.0, 1.0, expected=20.0, num_samples=20), True),
+        ([example_evaluation(step=step) for step in (0, 10)], False),  # of an earlier release
     ],
 )
-def test_a_policy_with_one_answer_to_all_prompts_is_said_to_collapse(
-    entropies: Sequence[float], distinct: Sequence[float], warns: bool
+def test_a_policy_with_few_answers_to_held_out_prompts_is_said_to_collapse(
+    evaluations: list[Evaluation], warns: bool
 ) -> None:
-    made = collapsing(entropies, distinct)
-    assert warning_of(made).startswith("the policy collapses: 2 different responses to 8 prompts") is warns
-    assert ("warning" in dict(facts(made))) is warns
+    assert collapse_of(evaluations).startswith("the policy collapses: ") is warns
+    assert ("warning" in dict(facts(a_run(2), evaluations))) is warns
+
+
+def test_different_answers_to_different_questions_are_no_collapse() -> None:
+    """The figures of examples/smollm2.yaml: 63 different texts among 96 answers to 48 questions."""
+    texts = [f"{place}" for place in range(62)] + ["62"] * 34  # as unequal as they can be
+    expected = effective_number([f"{place // 2}" for place in range(96)])
+    assert expected == pytest.approx(48.0)
+    assert effective_number(texts) == pytest.approx(27.5, abs=0.1)
+    assert not collapse_of(evaluated(96.0, effective_number(texts), expected=expected, num_samples=96))
+    assert collapse_of(evaluated(96.0, effective_number(["1"] * 90 + texts[:6]), expected=expected, num_samples=96))
+
+
+def test_a_collapse_is_said_in_the_summary_the_picture_and_the_line() -> None:
+    progress = RunProgress(example_job(steps=12), lambda: 0.0)
+    progress.history(steps := a_run(10), RECORDED)
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(panel(progress, console.size, "stop"))
+    assert COLLAPSES[:60] in console.export_text()
+    assert COLLAPSES in evaluation_line(RECORDED[1], progress)
+    assert COLLAPSES in dict(facts(steps, RECORDED))["warning"]
+    assert COLLAPSES in overview_figure(steps, title="sums", evaluations=RECORDED).get_supxlabel()
+    assert not overview_figure(steps, title="sums").get_supxlabel()
+    for remedy in ("algorithm.klCoefficient", "learning rate", "algorithm.dynamicSampling"):
+        assert remedy in warning_of(steps, RECORDED)

@@ -195,6 +195,18 @@ def test_runs_are_compared_on_held_out_prompts_where_all_were_evaluated(tmp_path
     assert "held-out" not in CliRunner().invoke(app, command).stdout
 
 
+def test_a_collapse_is_said_where_runs_are_compared(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        a_run(tmp_path / name, 2)
+    for step, different in ((0, 60.0), (2, 4.0)):
+        run = replace(example_evaluation(step=step), num_samples=120, different_answers=different)
+        RunFolder(tmp_path / "b").append_evaluation(run)
+    told = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b")]).stdout
+    assert "b: the policy collapses: 4.00 effectively different held-out answers after step 2, 60.0 after" in told
+    assert "a: " not in told
+    assert "held-out, best" not in told, "a was not evaluated"
+
+
 def test_an_evaluation_is_of_the_samples_that_were_scored() -> None:
     samples = [example_sample(step=7, prompt=prompt, log_probs=[-0.5] * (prompt + 1)) for prompt in range(4)]
     samples[1] = replace(samples[1], finish_reason="length")
@@ -207,6 +219,20 @@ def test_an_evaluation_is_of_the_samples_that_were_scored() -> None:
     assert Evaluation.from_line(told.to_line()) == told
     with pytest.raises(RolloutError, match="every other of the evaluation after step 7 has no reward"):
         evaluation_of(7, 7, samples, {}, max_tokens=8, seconds=1.5)
+
+
+def test_an_evaluation_counts_different_answers_and_the_expected_ones() -> None:
+    rows = (("1", 3), (" 1\n", 4), ("2", "3"), ("2", 3))
+    samples = [
+        replace(example_sample(step=7, prompt=place), text=text, columns_json=json.dumps({"answer": answer}))
+        for place, (text, answer) in enumerate(rows)
+    ]
+    rewards = {each.id: reward_of(each) for each in samples}
+    told = evaluation_of(7, 7, samples, rewards, max_tokens=8, seconds=1.5)
+    assert told.different_answers == 2.0, "a text without the space around it"
+    assert told.expected_answers == pytest.approx(4 / 3**0.75), "3, 4, 3, 3"
+    without = [replace(each, columns_json="{}") for each in samples]
+    assert evaluation_of(7, 7, without, rewards, max_tokens=8, seconds=1.5).expected_answers is None
 
 
 def test_a_line_that_lacks_only_its_end_is_torn(tmp_path: Path) -> None:

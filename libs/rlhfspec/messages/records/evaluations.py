@@ -23,6 +23,8 @@ class Evaluation:
     seconds: float  # the trainer waited for it
     reward_by_column: Mapping[str, float] = field(default_factory=dict)  # mean by value of observability.byColumn
     num_by_column: Mapping[str, float] = field(default_factory=dict)  # samples by value of it
+    different_answers: float | None = None  # effective number of different whole responses
+    expected_answers: float | None = None  # the same of the data's column `answer`; null without it
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 

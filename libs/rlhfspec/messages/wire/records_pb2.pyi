@@ -562,7 +562,7 @@ class StepReport(_message.Message):
     def __init__(self, id: _Optional[str] = ..., job: _Optional[str] = ..., metrics: _Optional[_Union[StepMetrics, _Mapping]] = ...) -> None: ...
 
 class Evaluation(_message.Message):
-    __slots__ = ("step", "weights_version", "num_samples", "num_failed", "reward", "reward_components", "response_length", "truncated_fraction", "seconds", "reward_by_column", "num_by_column")
+    __slots__ = ("step", "weights_version", "num_samples", "num_failed", "reward", "reward_components", "response_length", "truncated_fraction", "seconds", "reward_by_column", "num_by_column", "different_answers", "expected_answers")
     STEP_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -574,6 +574,8 @@ class Evaluation(_message.Message):
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     REWARD_BY_COLUMN_FIELD_NUMBER: _ClassVar[int]
     NUM_BY_COLUMN_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENT_ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     step: int
     weights_version: int
     num_samples: int
@@ -585,7 +587,9 @@ class Evaluation(_message.Message):
     seconds: float
     reward_by_column: _containers.RepeatedCompositeFieldContainer[Number]
     num_by_column: _containers.RepeatedCompositeFieldContainer[Number]
-    def __init__(self, step: _Optional[int] = ..., weights_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., num_failed: _Optional[int] = ..., reward: _Optional[_Union[Spread, _Mapping]] = ..., reward_components: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., response_length: _Optional[_Union[Lengths, _Mapping]] = ..., truncated_fraction: _Optional[float] = ..., seconds: _Optional[float] = ..., reward_by_column: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., num_by_column: _Optional[_Iterable[_Union[Number, _Mapping]]] = ...) -> None: ...
+    different_answers: float
+    expected_answers: float
+    def __init__(self, step: _Optional[int] = ..., weights_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., num_failed: _Optional[int] = ..., reward: _Optional[_Union[Spread, _Mapping]] = ..., reward_components: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., response_length: _Optional[_Union[Lengths, _Mapping]] = ..., truncated_fraction: _Optional[float] = ..., seconds: _Optional[float] = ..., reward_by_column: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., num_by_column: _Optional[_Iterable[_Union[Number, _Mapping]]] = ..., different_answers: _Optional[float] = ..., expected_answers: _Optional[float] = ...) -> None: ...
 
 class EvaluationReport(_message.Message):
     __slots__ = ("id", "job", "evaluation")

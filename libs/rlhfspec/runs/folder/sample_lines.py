@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -65,6 +65,19 @@ def by_column(column: str | None, samples: Sequence[Sample], rewards: Mapping[st
     }
 
 
+def effective_number(answers: Iterable[str]) -> float:
+    """Return the exponential of the entropy of the answers' distribution: n for n equally frequent answers.
+
+    An answer is a whole text without the space around it, so answers that differ in their reasoning are different.
+
+    >>> effective_number(["yes", "no"]), round(effective_number(["1"] * 9 + [" 1 ", "2"]), 2)
+    (2.0, 1.36)
+    """
+    counts = Counter(answer.strip() for answer in answers)
+    shares = [count / counts.total() for count in counts.values()]
+    return math.exp(-math.fsum(share * math.log(share) for share in shares))
+
+
 def evaluation_of(
     step: int, version: int, samples: Sequence[Sample], rewards: Mapping[str, Score], *, max_tokens: int,
     seconds: float, column: str | None = None,
@@ -78,6 +91,7 @@ def evaluation_of(
     if not scored:
         raise RolloutError(samples[0].id, f"and every other of the evaluation after step {step} has no reward")
     components = [dict(score.components) for _, score in scored]
+    expected = [str(row["answer"]) for sample, _ in scored if "answer" in (row := json.loads(sample.columns_json))]
     return Evaluation(
         step=step,
         weights_version=version,
@@ -88,5 +102,7 @@ def evaluation_of(
         response_length=Lengths.of([len(sample.token_ids) for sample, _ in scored], max_tokens=max_tokens),
         truncated_fraction=fmean(sample.finish_reason == "length" for sample, _ in scored),
         seconds=seconds,
+        different_answers=effective_number(sample.text for sample, _ in scored),
+        expected_answers=effective_number(expected) if expected else None,
         **by_column(column, [sample for sample, _ in scored], rewards),
     )

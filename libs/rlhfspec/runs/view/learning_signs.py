@@ -1,18 +1,19 @@
-"""Signs that a run learns nothing, or that its policy collapses, in what its steps have recorded."""
+"""Signs that a run learns nothing, or that its policy collapses, in what its steps and evaluations have recorded."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
+from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.records.metrics import StepMetrics
+from rlhfspec.runs.view.text import number
 
 NUM_STEPS = 3  # a sign in one step is chance
 DISTINCT = "distinct_per_prompt"  # in StepMetrics.learning: different responses of the step / its prompts
-# A policy that answers prompts has at least about one response a prompt; one that has collapsed has one or two in all.
-_FEW_RESPONSES = 0.5
-_ENTROPY_LEFT = 0.15  # of the first step's: entropy falls in every run, though to a fifth or more while answers differ
+_FEWEST_ANSWERS = 20  # of an evaluation that is judged; of fewer, several are equal by chance
+_LEFT = 1 / 4  # of the first evaluation's different answers: one that only drops wrong forms of answers keeps more
+_OF_EXPECTED = 2 / 3  # where two answers are right equally often, one of them given to more than 92 % of the prompts
 
 
 def equal_reward_groups(groups: Sequence[Hashable], rewards: Sequence[float]) -> int | None:
@@ -20,65 +21,38 @@ def equal_reward_groups(groups: Sequence[Hashable], rewards: Sequence[float]) ->
     by_group: defaultdict[Hashable, set[float]] = defaultdict(set)
     for group, reward in zip(groups, rewards, strict=True):
         by_group[group].add(reward)
-    if len(by_group) == len(rewards):
-        return None
-    return sum(len(different) == 1 for different in by_group.values())
+    return None if len(by_group) == len(rewards) else sum(len(different) == 1 for different in by_group.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signs:
-    """Numbers of one step that the warnings are about."""
-
-    entropy: float
-    num_prompts: int
-    equal_groups: int | None
-    distinct: float | None  # different responses / prompts
-
-    @classmethod
-    def of(cls, step: StepMetrics) -> Signs:
-        return cls(
-            entropy=step.entropy,
-            num_prompts=step.num_prompts,
-            equal_groups=step.equal_reward_groups,
-            distinct=step.learning.get(DISTINCT),
-        )
+def warning_of(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) -> str:
+    """Return the warning about the last evaluation, or else about the last steps, or ""."""
+    groups = [(step.equal_reward_groups, step.num_prompts) for step in steps[-NUM_STEPS:]]
+    return collapse_of(evaluations) or nothing_learnt(groups)
 
 
-def warning_of(steps: Sequence[StepMetrics]) -> str:
-    """Return a warning about the last steps, or ""."""
-    return warning(*_ends(steps)) if steps else ""
-
-
-def collapse_of(steps: Sequence[StepMetrics]) -> str:
-    """Return the warning that the policy has collapsed in the last steps, or ""."""
-    return collapse(*_ends(steps)) if steps else ""
-
-
-def _ends(steps: Sequence[StepMetrics]) -> tuple[Signs, list[Signs]]:
-    return Signs.of(steps[0]), [Signs.of(step) for step in steps[-NUM_STEPS:]]
-
-
-def warning(first: Signs, recent: Sequence[Signs]) -> str:
-    """Return a warning from the first step and the last NUM_STEPS, or ""."""
-    if len(recent) < NUM_STEPS:
-        return ""
-    if collapsed := collapse(first, recent):
-        return collapsed
-    if any(step.equal_groups != step.num_prompts for step in recent):
+def nothing_learnt(groups: Sequence[Sequence[float | None]]) -> str:
+    """Return the warning from [groups of equal rewards, all groups] of the last NUM_STEPS, or ""."""
+    if len(groups) < NUM_STEPS or any(equal is None or equal != num for equal, num in groups):
         return ""
     rewards = f"rewards were equal in every group of the last {NUM_STEPS} steps"
     return f"{rewards}: nothing is learnt. See what the reward gives, in samples.jsonl"
 
 
-def collapse(first: Signs, recent: Sequence[Signs]) -> str:
-    """Return the warning of a collapsed policy from the first step and the last NUM_STEPS, or ""."""
-    if len(recent) < NUM_STEPS or any(step.distinct is None or step.distinct >= _FEW_RESPONSES for step in recent):
+def collapse_of(evaluations: Sequence[Evaluation]) -> str:
+    """Return the warning that answers to held-out prompts have become few, or "".
+
+    They are compared with the first evaluation and, where known, with the expected answers: few may be right.
+    """
+    judged = [run for run in evaluations if run.different_answers and run.num_samples >= _FEWEST_ANSWERS]
+    if len(judged) < 2:
         return ""
-    if any(step.entropy > _ENTROPY_LEFT * first.entropy for step in recent):
+    first, last = judged[0], judged[-1]
+    before, now, expected = first.different_answers or 0.0, last.different_answers or 0.0, last.expected_answers
+    if now > _LEFT * before or (expected is not None and now > _OF_EXPECTED * expected):
         return ""
-    last = recent[-1]
-    count = round((last.distinct or 0.0) * last.num_prompts)
+    told = "" if expected is None else f" ({number(expected)} are expected)"
     return (
-        f"the policy collapses: {count} different responses to {last.num_prompts} prompts, entropy {last.entropy:.2g} "
-        f"from {first.entropy:.2g}. Raise algorithm.klCoefficient, lower the learning rate, or look at the reward"
+        f"the policy collapses: {number(now)} effectively different held-out answers after step {last.step}, "
+        f"{number(before)} after step {first.step}{told}. "
+        "Raise algorithm.klCoefficient, lower the learning rate, or set algorithm.dynamicSampling"
     )

@@ -82,7 +82,7 @@ def _metrics(progress: RunProgress, width: int) -> Iterator[Text]:
     yield _row("log-probs", _agreement(last))
     if progress.moves or progress.why_moved:
         yield _row("moves", _moves(progress))
-    if warning := warning_of(progress.steps):
+    if warning := warning_of(progress.steps, progress.evaluations):
         yield _row("warning", Text(warning, "bold red"))
 
 

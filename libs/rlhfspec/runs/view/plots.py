@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfspec.messages.records.evaluations import Evaluation, best
 from rlhfspec.messages.records.metrics import StepMetrics
-from rlhfspec.runs.view.learning_signs import DISTINCT
+from rlhfspec.runs.view.learning_signs import DISTINCT, warning_of
 from rlhfspec.runs.view.text import number
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ def overview_figure(steps: Steps, *, title: str, evaluations: Evaluations = ()) 
     assert steps, "a picture needs a step"
     figure = _figure(18.0, 10.0)
     figure.suptitle(_plain(title), fontsize=15, fontweight="bold")
+    if warning := warning_of(steps, evaluations):
+        figure.supxlabel(_plain(warning), color=RED, fontsize=10)
     rows = figure.add_gridspec(3, 1)
     panels_of_rows = (_outcome_panels(steps, evaluations), _learning_panels(steps), _running_panels(steps))
     for row, panels in enumerate(panels_of_rows):

@@ -208,7 +208,7 @@ def facts(steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation] = ()) 
     rows.append(("log-probs", f"{difference}{_correction(steps)}"))
     passed = sum(metrics.seconds.step for metrics in steps)
     rows.append(("time", f"{duration(passed)}, {duration(passed / len(steps))} a step"))
-    if warning := warning_of(steps):
+    if warning := warning_of(steps, evaluations):
         rows.append(("warning", warning))
     return rows
 

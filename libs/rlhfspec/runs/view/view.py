@@ -16,7 +16,7 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records.evaluations import Evaluation, best
 from rlhfspec.messages.records.metrics import StepMetrics
-from rlhfspec.runs.view.learning_signs import warning_of
+from rlhfspec.runs.view.learning_signs import collapse_of, warning_of
 from rlhfspec.runs.view.panel import panel
 from rlhfspec.runs.view.progress import RunProgress
 from rlhfspec.runs.view.text import duration, estimates, number, visible
@@ -99,8 +99,9 @@ def evaluation_line(evaluation: Evaluation, progress: RunProgress) -> str:
         f"{evaluation.num_samples} held-out samples"
         + (f", {evaluation.num_failed} failed" * bool(evaluation.num_failed)),
         duration(evaluation.seconds),
+        collapse_of(progress.evaluations),
     ]
-    return "  ".join(parts)
+    return "  ".join(part for part in parts if part)
 
 
 def job_line(job: RLHFJob) -> str:

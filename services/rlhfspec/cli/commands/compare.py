@@ -31,15 +31,14 @@ def compare(runs: Runs, plot: Plot = None) -> None:
         for path in runs:
             name = _name(path, steps)
             steps[name], evaluations[name] = _steps(path), RunFolder(path).evaluations()
-    if not all(evaluations.values()):
-        evaluations = {}
-    wide_console().print(_table(steps, evaluations))
+    shown = evaluations if all(evaluations.values()) else {}
+    wide_console().print(_table(steps, shown))
     for name in steps:
-        if warning := warning_of(steps[name]):
+        if warning := warning_of(steps[name], evaluations[name]):
             typer.echo(f"{name}: {warning}")
     if plot is not None:
         plot.parent.mkdir(parents=True, exist_ok=True)
-        plots.compare(steps, plot, evaluations=evaluations)
+        plots.compare(steps, plot, evaluations=shown)
         typer.echo(f"picture: {plot.absolute()}")
 
 

@@ -13,13 +13,15 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlhfspec.errors import InvalidRequest, StorageError
+from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.runs.folder.moves import read_moves
-from rlhfspec.runs.view.learning_signs import DISTINCT, NUM_STEPS, Signs, warning
+from rlhfspec.runs.view.learning_signs import DISTINCT, NUM_STEPS, collapse_of, nothing_learnt
 from rlhfspec.runs.view.text import visible
 from rlhfspec.runs.view.waterfall import by_whom, notes, pieces
 from rlhfspec.telemetry.read import Life, life_of
@@ -65,24 +67,12 @@ def row_of(line: str | bytes) -> Row | None:
     return row if row[0] is not None else None
 
 
-def warning_of_rows(rows: Mapping[int, Row]) -> str:
-    """Return the warning about a run's last steps, or ""."""
-    ordered = [_signs(rows[step]) for step in sorted(rows)]
-    found = [signs for signs in (*ordered[:1], *ordered[-NUM_STEPS:]) if signs is not None]
-    return warning(found[0], found[1:]) if found else ""
-
-
-def _signs(row: Row) -> Signs | None:
-    named = dict(zip(COLUMNS, row, strict=True))
-    entropy, equal, prompts = named["entropy"], named["equal_groups"], named["prompts"]
-    if entropy is None or prompts is None:
-        return None
-    return Signs(
-        entropy=entropy,
-        num_prompts=int(prompts),
-        equal_groups=None if equal is None else int(equal),
-        distinct=named["distinct"],
-    )
+def warning_of_rows(rows: Mapping[int, Row], evaluations: Mapping[int, Evaluation]) -> str:
+    """Return the warning about a run's last evaluation, or else about its last steps, or ""."""
+    last = [rows[step] for step in sorted(rows)[-NUM_STEPS:]]
+    groups = [(row[PLACE_OF["equal_groups"]], row[PLACE_OF["prompts"]]) for row in last]
+    made = [evaluations[step] for step in sorted(evaluations) if step <= max(rows, default=0)]  # of this resume
+    return collapse_of(made) or nothing_learnt(groups)
 
 
 def _number(content: Any, path: tuple[str, ...]) -> float | None:
@@ -236,6 +226,7 @@ class Changes:
     """Changes since the last call. `anew`: earlier data is void, as a run was resumed from a checkpoint."""
 
     rows: list[Row] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
     moves: list[dict[str, Any]] = field(default_factory=list)
     anew: bool = False
 
@@ -247,12 +238,18 @@ class RunReader:
         self.path = path
         self.samples = Samples(path)
         self._steps = NewLines(path / "steps.jsonl")
+        self._evaluations = NewLines(path / "evaluations.jsonl")
         self._moves_offset = 0
 
     def changes(self) -> Changes:
         before = self._steps.num_restarts
         rows = [row for _, line in self._steps.read() if (row := row_of(line)) is not None]
-        return Changes(rows, list(self._new_moves()), anew=self._steps.num_restarts != before)
+        return Changes(rows, list(self._new_evaluations()), list(self._new_moves()), self._steps.num_restarts != before)
+
+    def _new_evaluations(self) -> Iterator[Evaluation]:
+        for _, line in self._evaluations.read():
+            with suppress(InvalidRequest):  # a damaged line
+                yield Evaluation.from_line(line.decode(errors="replace"))
 
     def _new_moves(self) -> Iterator[dict[str, Any]]:
         try:

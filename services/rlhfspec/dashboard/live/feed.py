@@ -34,7 +34,8 @@ from rlhfspec.dashboard.live.hearing import Hearing
 from rlhfspec.dashboard.live.live_state import Live
 from rlhfspec.dashboard.live.readers import EventStream, Reader
 from rlhfspec.errors import ClusterUnavailable, InvalidRequest, ServerFailed, StorageError
-from rlhfspec.messages.records import Moved, Record, StepReport
+from rlhfspec.messages.records import EvaluationReport, Moved, Record, StepReport
+from rlhfspec.messages.records.evaluations import Evaluation
 from rlhfspec.messages.transport.clock import Clock, SystemClock
 from rlhfspec.runs.live.live import LiveView, read_live
 from rlhfspec.stage.tasks import ended
@@ -68,6 +69,7 @@ class Feed:
         self._place = RunPlace()
         self._address: Address | None = None  # that is listened at
         self._rows: dict[int, Row] = {}
+        self._evaluations: dict[int, Evaluation] = {}
         self._moves: deque[dict[str, Any]] = deque(maxlen=_MOST_MOVES)
         self._told_moves: set[str] = set()
         self._new_rows: dict[int, Row] = {}
@@ -125,7 +127,7 @@ class Feed:
     def _forget(self) -> None:
         for told in (self._rows, self._new_rows, self._moves, self._new_moves, self._told_moves, self._heads):
             told.clear()
-        self.folder = None
+        self.folder, self._evaluations = None, {}
         self.events.anew(self._whole)
 
     async def _listen_at(self, address: Address | None) -> None:
@@ -176,6 +178,7 @@ class Feed:
         if changes.anew:
             self._rows.clear()
             self._new_rows.clear()
+        self._evaluations |= {run.step: run for run in changes.evaluations}
         for row in changes.rows:
             self._row(row)
         for move in changes.moves[-_MOST_MOVES:]:
@@ -186,6 +189,8 @@ class Feed:
     def _heard(self, record: Record) -> None:
         if isinstance(record, StepReport):
             self._row(row_of(record.metrics.to_line()))
+        elif isinstance(record, EvaluationReport):
+            self._evaluations[record.step] = record.evaluation
         elif isinstance(record, Moved):
             self._move(move_content(record, time.time()))
 
@@ -231,7 +236,7 @@ class Feed:
         return told | {
             "is_live": self._place.address is not None,
             "has_folder": self.folder is not None,
-            "warning": warning_of_rows(self._rows),
+            "warning": warning_of_rows(self._rows, self._evaluations),
             "problems": problems,
         }
 

@@ -15,13 +15,13 @@ from rlhfspec.dashboard.jobs.source import Address
 from rlhfspec.errors import InvalidRequest, MalformedRecord
 from rlhfspec.messages import loop
 from rlhfspec.messages.access.connecting import access_of
-from rlhfspec.messages.records import Moved, Record, StepReport
+from rlhfspec.messages.records import EvaluationReport, Moved, Record, StepReport
 from rlhfspec.messages.transport.jetstream.connection import quiet_about_tls
 from rlhfspec.messages.wire.codec import decode
 from rlhfspec.runs.live.redis_client import words_of
 from rlhfspec.stage.tasks import to_the_end
 
-HEARD: tuple[type[Record], ...] = (Moved, StepReport)
+HEARD: tuple[type[Record], ...] = (Moved, StepReport, EvaluationReport)
 _AGAIN_SECONDS = 2.0
 
 

@@ -76,6 +76,11 @@ _OF_ALGORITHMS = (
         "algorithm.overlongBuffer < generation.maxTokens",
         "must be < generation.maxTokens ({generation.maxTokens})",
     ),
+    JobRule(
+        "training.stopOnCollapse",
+        "not training.stopOnCollapse or evaluation.everySteps is not None",
+        "a collapse is seen in held-out answers: needs evaluation; must be false without",
+    ),
     *(
         JobRule(f"algorithm.{clip}", f"algorithm.{clip} != 0.0", "0 clips every ratio: must be > 0, such as 0.2")
         for clip in ("clipLow", "clipHigh")
