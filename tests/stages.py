@@ -266,6 +266,13 @@ class Stages:
         }
 
 
+def a_prompt(number: int) -> Prompt:
+    return Prompt(
+        id=f"{JOB}/1/{number}/0", job=JOB, step=1, prompt=number, replica=0, text="1+1=", token_ids=(5, 6),
+        columns_json="{}", seed=number, weights_version=0,
+    )  # fmt: skip
+
+
 def policy_weights(version: int) -> Weights:
     return weights_record(JOB, "policy", version, uri=f"memory:{version}", digest="00")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from example_records import example_evaluation
+from example_records import example_evaluation, example_score
 from hypothesis import example, given, settings, strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -17,7 +17,7 @@ from run_folders import example_job, example_sample
 from views import Hand, a_full_view, a_view, load, picture, process, tell, terminal, written
 
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.messages.records import Load, Sample, Score
+from rlhfspec.messages.records import Load, Sample
 from rlhfspec.messages.records.metrics import StepMetrics, example_step
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.view.progress import RunProgress
@@ -343,10 +343,7 @@ def test_the_summary_says_what_came_out(tmp_path_factory: pytest.TempPathFactory
         (folder.plots / "training.png").touch()
         for step, text, reward in ((1, "5", 0.0), (30, "```\n4\n````", 1.0)):
             sample = example_sample(step=step, text=text)
-            score = Score(
-                id="", sample_id=sample.id, job="sums", step=step, stage="reward", values=(reward,), components=()
-            )
-            folder.append_samples([sample], {sample.id: score})
+            folder.append_samples([sample], {sample.id: example_score(0, 0, reward, step=step)})
         summarize(folder, resume_command="rlhfspec run job.yaml --resume", num_texts=4).print(console)
         markdown = folder.summary_file.read_text()
     text = written(console)
@@ -365,8 +362,7 @@ def test_the_summary_shows_the_end_of_a_long_prompt_and_the_size_of_checkpoints(
     with RunFolder(tmp_path / "run") as folder:
         finished(folder, [example_step(step=1)])
         sample = replace(example_sample(step=1, text="b" * 900), prompt_text="a" * 500 + "?")
-        score = Score(id="", sample_id=sample.id, job="sums", step=1, stage="reward", values=(1.0,), components=())
-        folder.append_samples([sample], {sample.id: score})
+        folder.append_samples([sample], {sample.id: example_score(0, 0, 1.0)})
         folder.checkpoint(1).mkdir(parents=True)
         (folder.checkpoint(1) / "learner.safetensors").write_bytes(bytes(2_500_000))
         told = summarize(folder, resume_command="again", num_texts=1).markdown()

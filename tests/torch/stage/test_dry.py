@@ -12,13 +12,13 @@ import yaml
 from coroutines import until
 from example_records import example_sample
 from small_job import JOB, a_job
-from stages import FakeEngine, Stages, ends
+from stages import FakeEngine, Stages, a_prompt, ends
 
 from rlhfspec.engine.base import EngineStep
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.loop import workers_of
-from rlhfspec.messages.records import Plan, Prompt, Sample, Score
+from rlhfspec.messages.records import Plan, Sample, Score
 from rlhfspec.messages.transport.memory import MemoryTransport
 from rlhfspec.stage.bus import Bus
 from rlhfspec.stage.context import Context, Run
@@ -33,13 +33,6 @@ WORKERS = {"prompts": 1, "generator": 2, "reference": 1, "trainer": 1, "rebalanc
 
 def a_plan(**dry: str) -> Plan:
     return Plan(id=f"{JOB}/plan", job=JOB, dry={int(name[1:]): what for name, what in dry.items()})
-
-
-def a_prompt(number: int) -> Prompt:
-    return Prompt(
-        id=f"{JOB}/1/{number}/0", job=JOB, step=1, prompt=number, replica=0, text="1+1=", token_ids=(5, 6),
-        columns_json="{}", seed=number, weights_version=0,
-    )  # fmt: skip
 
 
 class Scorer(TokenScoringService):
@@ -212,24 +205,21 @@ async def test_nothing_is_generated_while_it_loads() -> None:
     await place.ended()
 
 
-def test_who_cannot_help_says_so_once_and_waits(caplog: pytest.LogCaptureFixture) -> None:
+async def test_who_cannot_help_says_so_once_and_waits(caplog: pytest.LogCaptureFixture) -> None:
     async def make() -> TokenScoringService:
         raise InvalidRequest("credentials", "/run/c", "no usable certificate of reference is there")
 
-    async def main() -> None:
-        stages = await Stages.open(a_job(), **WORKERS)
-        engine: Any = Engine()
-        service = stages.generator(1, engine, hosted_scoring=HostedScoring("reference", make))
-        task = asyncio.create_task(service.run())
-        await reads_plans(stages)
-        await stages.publish("rebalancer", a_plan(g1="score"))
-        for number in range(3):
-            await until(lambda: caplog.records, "it says why")
-            await stages.publish("prompts", a_prompt(number))
-            await until(lambda number=number: len(engine.submitted) == number + 1, "it generates")
-        await ends(task, service)
-
-    asyncio.run(main())
+    stages = await Stages.open(a_job(), **WORKERS)
+    engine: Any = Engine()
+    service = stages.generator(1, engine, hosted_scoring=HostedScoring("reference", make))
+    task = asyncio.create_task(service.run())
+    await reads_plans(stages)
+    await stages.publish("rebalancer", a_plan(g1="score"))
+    for number in range(3):
+        await until(lambda: caplog.records, "it says why")
+        await stages.publish("prompts", a_prompt(number))
+        await until(lambda number=number: len(engine.submitted) == number + 1, "it generates")
+    await ends(task, service)
     [record] = caplog.records
     assert "cannot help reference" in record.getMessage()
     assert "no usable certificate of reference" in record.getMessage()

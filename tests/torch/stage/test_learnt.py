@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from coroutines import until
-from small_job import JOB, a_job
-from stages import FakeEngine, Stages, ends, killed
+from small_job import a_job
+from stages import FakeEngine, Stages, a_prompt, ends, killed
 
 from rlhfspec.engine.base import Abilities, LearningReport, Learnt
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.generator import learnt as sharing
 from rlhfspec.generator.service import GeneratorService
-from rlhfspec.messages.records import DraftWeights, Prompt
+from rlhfspec.messages.records import DraftWeights
 from rlhfspec.runs.folder.learnt import LEARNT, learnt_lines
 from rlhfspec.training.checkpoint.learnt import LEARNT_FILE, read_learnt, write_learnt
 
@@ -83,14 +84,12 @@ class Place:
         await until(lambda: any(f"/drafter/{version}/" in m.id for m in subject.latest.values()), f"{version} is there")
 
 
-def run(folder: Path, act: Callable[[Place], Any]) -> None:
-    async def main() -> None:
-        place = Place(await Stages.open(a_job(), **WORKERS), folder)
-        await act(place)
-        for task, service in place.running:
-            await ends(task, service)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def placed(folder: Path) -> AsyncIterator[Place]:
+    place = Place(await Stages.open(a_job(), **WORKERS), folder)
+    yield place
+    for task, service in place.running:
+        await ends(task, service)
 
 
 def kept(folder: Path) -> int:
@@ -98,20 +97,18 @@ def kept(folder: Path) -> int:
     return 0 if found is None else found[0]
 
 
-def test_it_comes_to_the_others_and_to_who_comes_later(tmp_path: Path) -> None:
-    async def act(place: Place) -> None:
+async def test_it_comes_to_the_others_and_to_who_comes_later(tmp_path: Path) -> None:
+    async with placed(tmp_path) as place:
         other = place.start(1, Learner())
         place.start(0, Learner(left=1))
         await until(lambda: other.took == [100], "the other takes it")
         late = place.start(2, Learner())
         await until(lambda: late.took == [100], "and who comes later")
-
-    run(tmp_path, act)
     assert kept(tmp_path) == 100
 
 
-def test_who_has_learnt_from_more_goes_on_with_its_own(tmp_path: Path) -> None:
-    async def act(place: Place) -> None:
+async def test_who_has_learnt_from_more_goes_on_with_its_own(tmp_path: Path) -> None:
+    async with placed(tmp_path) as place:
         first, second, third = Learner(), Learner(), Learner()
         first.version, third.version = 900, 2000
         place.start(1, first)
@@ -122,15 +119,12 @@ def test_who_has_learnt_from_more_goes_on_with_its_own(tmp_path: Path) -> None:
         place.start(2, third)
         await until(lambda: first.took == [2000] and second.took == [900, 2000], "so do both")
         assert third.took == []
-
-    run(tmp_path, act)
     assert kept(tmp_path) == 2000
 
 
-def test_not_every_step_of_learning_is_handed_out(tmp_path: Path) -> None:
+async def test_not_every_step_of_learning_is_handed_out(tmp_path: Path) -> None:
     put: list[int] = []
-
-    async def act(place: Place) -> None:
+    async with placed(tmp_path) as place:
         genuine = place.stages.weights.put
         place.stages.weights.put = lambda *given: (put.append(given[2]), genuine(*given))[1]  # type: ignore[method-assign]
         engine = place.start(0, Learner())
@@ -140,36 +134,36 @@ def test_not_every_step_of_learning_is_handed_out(tmp_path: Path) -> None:
             service.state.news.set()
             await until(lambda: not engine.left, "it has learnt")
             await service._learnt.handed_out()
-
-    run(tmp_path, act)
     assert 2 < len(put) < 40, put
     assert put[-1] == 100_000, "the last when it leaves"
     assert all(later - earlier >= min(earlier / 4, 32768) for earlier, later in list(pairwise(put))[:-1])
 
 
 @pytest.mark.parametrize("harm", ["byte", "cut", "empty", "another"])
-def test_what_is_damaged_is_refused_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str) -> None:
+async def test_what_is_damaged_is_refused_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str
+) -> None:
     write_learnt(tmp_path / LEARNT, 300, {"v" if harm == "another" else "w": torch.tensor([300.0])}, by="generator-0")
     file = tmp_path / LEARNT / LEARNT_FILE
     content = bytearray(file.read_bytes())
     content[-1] ^= harm == "byte"
     file.write_bytes({"cut": content[:-1], "empty": b""}.get(harm, bytes(content)))
 
-    async def act(place: Place) -> None:
+    async with placed(tmp_path) as place:
         engine = place.start(0, Learner())
         await until(lambda: caplog.records, "it says so")
         assert engine.took == []
         engine.left = 4
         await place.stages.publish("prompts")
-
-    run(tmp_path, act)
     [record] = caplog.records
     assert "begins anew" in record.getMessage() or "is not taken" in record.getMessage()
     assert "\n" not in record.getMessage()
 
 
-def test_what_cannot_be_fetched_or_put_costs_no_generator(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def act(place: Place) -> None:
+async def test_what_cannot_be_fetched_or_put_costs_no_generator(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with placed(tmp_path) as place:
         other = place.start(1, Learner())
         await until(lambda: len(place.stages.vitals.snapshot()) > 0, "it is there")
         gone = DraftWeights(id="x", job=place.stages.job.metadata.name, version=50, uri="memory:x", digest="0")
@@ -182,16 +176,16 @@ def test_what_cannot_be_fetched_or_put_costs_no_generator(tmp_path: Path, caplog
         other.version = 5000
         other.left = 1
         place.running[1][1].stopping.set()
-
-    run(tmp_path, act)
     assert "is not taken" in caplog.records[0].getMessage()
 
 
 @pytest.mark.parametrize("at", ["put", "write", "publish"])
-def test_killed_in_handing_out_only_the_last_is_lost(tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_killed_in_handing_out_only_the_last_is_lost(
+    tmp_path: Path, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_learnt(tmp_path / LEARNT, 300, {"w": torch.tensor([300.0])}, by="generator-0")
 
-    async def act(place: Place) -> None:
+    async with placed(tmp_path) as place:
         engine = Learner()
         reached, never = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -225,11 +219,9 @@ def test_killed_in_handing_out_only_the_last_is_lost(tmp_path: Path, at: str, mo
         again = place.start(0, Learner())
         await until(lambda: again.took == [kept(tmp_path)], "started again it goes on from there")
 
-    run(tmp_path, act)
 
-
-def test_what_it_cost_and_brought_is_written_down(tmp_path: Path) -> None:
-    async def act(place: Place) -> None:
+async def test_what_it_cost_and_brought_is_written_down(tmp_path: Path) -> None:
+    async with placed(tmp_path) as place:
         engine = place.start(0, Learner(left=3))
         await until(lambda: not engine.left, "it has learnt")
         engine.weights_version = 1
@@ -238,26 +230,17 @@ def test_what_it_cost_and_brought_is_written_down(tmp_path: Path) -> None:
         engine.left = 1
         place.running[0][1].state.news.set()
         await until(lambda: not engine.left, "it has learnt again")
-
-    run(tmp_path, act)
     first, last = learnt_lines(tmp_path)
     assert (first.weights_version, first.num_accepted) == (0, (3, 2))
     assert (last.weights_version, last.num_accepted) == (1, (0, 0)), "since the line before"
     assert first.num_tokens + last.num_tokens == last.version == 400
 
 
-def test_who_learns_while_it_is_dry_goes_to_work_as_soon_as_there_is_some(tmp_path: Path) -> None:
-    prompt = Prompt(
-        id=f"{JOB}/1/0/0", job=JOB, step=1, prompt=0, replica=0, text="1+1=", token_ids=(5, 6), columns_json="{}",
-        seed=0, weights_version=0,
-    )  # fmt: skip
-
-    async def act(place: Place) -> None:
+async def test_who_learns_while_it_is_dry_goes_to_work_as_soon_as_there_is_some(tmp_path: Path) -> None:
+    async with placed(tmp_path) as place:
         engine = place.start(0, Learner(left=1 << 60))
         await until(lambda: engine.version > 1000, "it learns")
         at = engine.version
-        await place.stages.publish("prompts", prompt)
+        await place.stages.publish("prompts", a_prompt(0))
         await until(lambda: engine.submitted, "it generates")
         await until(lambda: engine.version > at, "and learns again")
-
-    run(tmp_path, act)

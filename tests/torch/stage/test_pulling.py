@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from coroutines import until
 from example_records import example_sample
 from hypothesis import given, settings, strategies as st
@@ -177,8 +178,6 @@ def _critic_of(stages: Stages, absent: Any) -> Any:
 @pytest.mark.parametrize(("role", "make"), [("policy", _generator_of), ("critic", _critic_of)])
 @pytest.mark.parametrize("comes", [True, False])
 async def test_weights_not_there_yet_are_asked_for_again(role: Any, make: Callable[..., Any], comes: bool) -> None:
-    import torch
-
     clock = FakeClock()
     stages = await Stages.open(a_job(), clock, prompts=1, generator=1, critic=1, trainer=1)
     absent = AbsentWeights(stages.weights)
@@ -257,26 +256,23 @@ class Together(TokenScoringService):
         return [NumericalError("nan") if sample.prompt == 9 else [0.5] * len(sample.token_ids) for sample in samples]
 
 
-def test_samples_of_a_step_are_scored_together_and_what_is_wrong_with_one_is_its_own() -> None:
-    async def main() -> tuple[list[list[str]], list[str], int]:
-        stages = await Stages.open(a_job(), generator=1, critic=1, trainer=1)
-        service = Together(stages)
-        samples = [example_sample(number, 0, step=1 + number // 3) for number in range(5)]
-        await stages.publish("generator", replace(samples[1], finish_reason="error"), *samples[2:5], samples[0])
-        scores = await stages.bus.of("trainer").subscribe(Score)
-        task = asyncio.create_task(service.run())
-        await until(lambda: "critic" not in str(_owed(stages)), "all are scored")
-        await stages.publish("generator", example_sample(9, 0, step=4), example_sample(8, 0, step=4))
-        with pytest.raises(NumericalError):
-            await task
-        found = [each.record for each in await scores.pull(max_records=99, timeout_seconds=0.0)]
-        assert all(score.values for score in found)
-        return service.together, [score.sample_id for score in found], str(_owed(stages)).count("critic")
-
-    together, scored, num_owed = asyncio.run(main())
-    assert together == [["sums/1/2/0"], ["sums/2/3/0", "sums/2/4/0"], ["sums/1/0/0"], ["sums/4/9/0", "sums/4/8/0"]]
-    assert scored == ["sums/1/2/0", "sums/2/3/0", "sums/2/4/0", "sums/1/0/0", "sums/4/8/0"]
-    assert num_owed == 1, "the one without a number comes again"
+async def test_samples_of_a_step_are_scored_together_and_what_is_wrong_with_one_is_its_own() -> None:
+    stages = await Stages.open(a_job(), generator=1, critic=1, trainer=1)
+    service = Together(stages)
+    samples = [example_sample(number, 0, step=1 + number // 3) for number in range(5)]
+    await stages.publish("generator", replace(samples[1], finish_reason="error"), *samples[2:5], samples[0])
+    scores = await stages.bus.of("trainer").subscribe(Score)
+    task = asyncio.create_task(service.run())
+    await until(lambda: "critic" not in str(_owed(stages)), "all are scored")
+    await stages.publish("generator", example_sample(9, 0, step=4), example_sample(8, 0, step=4))
+    with pytest.raises(NumericalError):
+        await task
+    found = [each.record for each in await scores.pull(max_records=99, timeout_seconds=0.0)]
+    assert all(score.values for score in found)
+    of_steps = [["sums/1/2/0"], ["sums/2/3/0", "sums/2/4/0"], ["sums/1/0/0"], ["sums/4/9/0", "sums/4/8/0"]]
+    assert service.together == of_steps
+    assert [each.sample_id for each in found] == [*of_steps[0], *of_steps[1], *of_steps[2], "sums/4/8/0"]
+    assert str(_owed(stages)).count("critic") == 1, "the one without a number comes again"
 
 
 def test_what_was_delivered_before_is_scored_alone() -> None:

@@ -1,13 +1,13 @@
 """Each stage over the memory transport on a fake clock, with records late, repeated or lost."""
 
 import asyncio
-import json
 import random
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from coroutines import until
 from example_records import example_sample
 from hypothesis import Phase, given, settings, strategies as st
@@ -132,7 +132,7 @@ def test_every_prompt_becomes_one_sample_under_new_enough_weights(seed: int, wor
     async def main() -> None:
         clock = FakeClock()
         stages = await Stages.open(job, clock, seed=seed, prompts=1, generator=workers, trainer=1)
-        stages.weights.put("sums", "policy", 0, {"w": _tensor(0.0)})
+        stages.weights.put("sums", "policy", 0, {"w": torch.tensor([0.0])})
         services = [stages.generator(worker) for worker in range(workers)]
         tasks = [asyncio.create_task(service.run()) for service in services]
         inbox = await stages.bus.of("trainer").subscribe(Sample)
@@ -141,7 +141,7 @@ def test_every_prompt_becomes_one_sample_under_new_enough_weights(seed: int, wor
         assert {sample.step for sample in first} == {1}, "step 2 waits for version 1"
         if again:  # nobody said that they are still wanted: delivered anew, and not begun anew
             await stages.redeliver(Prompt, "generator")
-        await stages.publish("trainer", stages.weights.put("sums", "policy", 1, {"w": _tensor(1.0)}))
+        await stages.publish("trainer", stages.weights.put("sums", "policy", 1, {"w": torch.tensor([1.0])}))
         second = await _samples(inbox, 4, clock)
         assert {(s.step, *s.weights_versions) for s in second} == {(2, 1, 1)}
         submitted = [name for engine in stages.engines for name in engine.submitted]
@@ -152,12 +152,6 @@ def test_every_prompt_becomes_one_sample_under_new_enough_weights(seed: int, wor
             await ends(task, service)
 
     asyncio.run(main())
-
-
-def _tensor(value: float) -> Any:
-    import torch
-
-    return torch.tensor([value])
 
 
 async def _samples(inbox: Any, number: int, clock: FakeClock | None = None) -> list[Any]:
@@ -344,8 +338,7 @@ def _score(sample: Sample, reward: float | None) -> Score:
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_two_hundred_steps_leave_nothing_behind(staleness: int) -> None:
-    steps = 200
-    job = a_job(training={"steps": steps, "promptsPerStep": 2, "maxStaleness": staleness})
+    job = a_job(training={"steps": 200, "promptsPerStep": 2, "maxStaleness": staleness})
     threads = set(threading.enumerate())
 
     async def main() -> None:
@@ -354,7 +347,7 @@ def test_two_hundred_steps_leave_nothing_behind(staleness: int) -> None:
         services = [stages.prompts(), stages.generator(0), stages.generator(1), stages.reward(sources)]
         services += [stages.reward(sources, 1), stages.trainer(), DeadLetterWatch(stages.bus, stages.vitals)]
         await Supervisor(stages.vitals, stall_seconds=20.0).run(services, asyncio.Event())
-        assert [trained.step for trained in stages.recorder.trained] == list(range(1, steps + 1))
+        assert [trained.step for trained in stages.recorder.trained] == list(range(1, 201))
         samples = [sample for trained in stages.recorder.trained for sample in trained.chosen.samples]
         lags = {sample.step - 1 - version for sample in samples for version in sample.weights_versions}
         assert lags <= set(range(staleness + 1))
@@ -370,15 +363,12 @@ def test_two_hundred_steps_leave_nothing_behind(staleness: int) -> None:
     assert {*threading.enumerate()} <= threads  # those of other tests may end meanwhile
 
 
-def test_a_reward_that_fails_ends_the_loop_with_its_name() -> None:
+async def test_a_reward_that_fails_ends_the_loop_with_its_name() -> None:
     class Failing(FakeSources):
         async def score_many(self, samples: Any, *_: Any) -> list[Score]:
-            raise ValueError(json.dumps({"no": "digits"}))
+            raise ValueError('{"no": "digits"}')
 
-    async def main() -> None:
-        stages = await Stages.open(a_job(), SystemClock(), prompts=1, generator=1, reward=1, trainer=1)
-        services = [stages.prompts(), stages.generator(), stages.reward(Failing()), stages.trainer()]
-        await Supervisor(stages.vitals, stall_seconds=20.0).run(services, asyncio.Event())
-
+    stages = await Stages.open(a_job(), SystemClock(), prompts=1, generator=1, reward=1, trainer=1)
+    services = [stages.prompts(), stages.generator(), stages.reward(Failing()), stages.trainer()]
     with pytest.raises(StageFailed, match="digits"):
-        asyncio.run(main())
+        await Supervisor(stages.vitals, stall_seconds=20.0).run(services, asyncio.Event())

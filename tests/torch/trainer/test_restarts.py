@@ -9,7 +9,7 @@ import torch
 from example_records import example_sample, example_score
 from hypothesis import HealthCheck, given, settings, strategies as st
 from small_job import a_job
-from stages import FakeLearner, FakeRecorder, FakeSources, Stages, killed
+from stages import FakeLearner, FakeRecorder, FakeSources, Stages, ends, killed
 
 from rlhfspec.errors import LogProbMismatch, RolloutError
 from rlhfspec.messages.transport.clock import SystemClock
@@ -78,9 +78,7 @@ async def _trained(job: Any, deaths: list[int]) -> KeepingRecorder:
         await stages.bus.release("trainer")
     assert not any(task.done() for task in running), "nobody else was restarted"
     for service, task in zip(others, running, strict=True):
-        await service.stop()
-        await task
-        service.close()
+        await ends(task, service)
     trainer.close()
     assert trainer.is_done
     assert not stages.stored(), "all is acknowledged in the end"
@@ -88,12 +86,8 @@ async def _trained(job: Any, deaths: list[int]) -> KeepingRecorder:
     return recorder
 
 
-def test_a_trainer_that_starts_after_the_last_step_acknowledges_what_is_left() -> None:
+async def test_a_trainer_that_starts_after_the_last_step_acknowledges_what_is_left() -> None:
     """The one before it died between its last checkpoint and the acknowledgements."""
-    assert asyncio.run(_has_read_what_is_left())
-
-
-async def _has_read_what_is_left() -> bool:
     stages = await Stages.open(a_job(training={"steps": 1}), prompts=1, generator=1, reward=1, trainer=1)
     await stages.publish("generator", example_sample(0, 0))
     await stages.publish("reward", example_score(0, 0, 1.0))
@@ -102,7 +96,7 @@ async def _has_read_what_is_left() -> bool:
     trainer = stages.trainer()
     await trainer.run()
     trainer.close()
-    return stages.has_read("trainer")
+    assert stages.has_read("trainer")
 
 
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
@@ -173,14 +167,9 @@ def rollouts_of(step: int, versions: tuple[int, int]) -> Rollouts:
 def report_of(step: int, rollouts: Rollouts, *differences: float) -> LearnReport:
     zeros = torch.zeros(2)
     untempered = rollouts.log_probs + torch.tensor(differences)
-    return LearnReport(
-        version=step,
-        metrics={},
-        advantages=zeros,
-        log_probs=zeros,
-        untempered_log_probs=untempered,
-        has_run=torch.ones_like(untempered, dtype=torch.bool),
-    )
+    has_run = torch.ones_like(untempered, dtype=torch.bool)
+    nothing: Any = {"version": step, "metrics": {}, "advantages": zeros, "log_probs": zeros}
+    return LearnReport(untempered_log_probs=untempered, has_run=has_run, **nothing)
 
 
 @pytest.mark.parametrize(("precision", "allowed", "spec"), CASES)
@@ -234,9 +223,7 @@ async def test_nothing_of_a_step_that_differs_leaves_the_trainer() -> None:
         await asyncio.wait_for(trainer.run(), 60.0)
     trainer.close()
     for service, task in zip(others, running, strict=True):
-        await service.stop()
-        await task
-        service.close()
+        await ends(task, service)
     assert [trained.step for trained in stages.recorder.trained] == [1]
     assert stages.engines[0].weights_version == 1
     await stages.transport.close()

@@ -18,7 +18,7 @@ from weight_nodes import LOOPBACK, Cluster, Node, cluster
 
 from rlhfspec.errors import MalformedRecord, StorageError, WeightsVersionError
 from rlhfspec.messages.records import Weights
-from rlhfspec.messages.servers.credentials.certificates import create_credentials
+from rlhfspec.messages.servers.credentials.certificates import create_credentials, server_credentials
 from rlhfspec.messages.transport.clock import SystemClock
 from rlhfspec.stage.base import Service
 from rlhfspec.stage.supervisor import Supervisor
@@ -386,11 +386,6 @@ def test_a_hostile_request_is_refused_with_a_reason_and_counted(nodes: Cluster, 
         assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert "malformed record: " in refused.value.details()
     assert nodes.trainer.store.refused == {"malformed": 1}
-
-
-def server_credentials(folder: Path, role: str) -> grpc.ServerCredentials:
-    authority, key, certificate = ((folder / name).read_bytes() for name in ("ca.pem", f"{role}.key", f"{role}.pem"))
-    return grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)
 
 
 def test_tls_knows_who_may_read_and_nobody_else_gets_a_byte(tmp_path: Path) -> None:

@@ -71,7 +71,6 @@ def damaged(draw: random.Random, valid: list[bytes]) -> bytes:
 
 def moving() -> list[bytes]:
     state = exported()
-    assert state.rest is not None
     kv = tuple(part[:1] for part in state.rest.kv)
     small = replace(state.rest, kv=kv, checksum=checksum_of(kv))
     parts = (state.manifest, small, state.rest, state, replace(state, rest=small), replace(state, rest=None), small.end)
