@@ -20,14 +20,16 @@ from rlhfspec.training.modeling.packed import pack_sequences
 ALGORITHMS = ("ppo", "grpo", "dr-grpo", "rloo", "reinforce++", "dapo", "gspo")
 
 
-def spec(name: str = "grpo", *, algorithm: Any = None, model: Any = None, **training: Any) -> job.Spec:
+def spec(
+    name: str = "grpo", *, algorithm: Any = None, model: Any = None, generation: Any = None, **training: Any
+) -> job.Spec:
     """Return a float32 job, which every device computes alike."""
     return job.Spec.model_validate(
         {
             "model": {"path": "m", **(model or {})},
             "dataset": {"path": "d"},
             "algorithm": {"name": name, **(algorithm or {})},
-            "generation": {"maxTokens": 24, "temperature": 0.9},
+            "generation": {"maxTokens": 24, "temperature": 0.9, **(generation or {})},
             "rewards": {"sources": [{"type": "function", "function": "a:b"}]},
             "training": {"optimizer": {"learningRate": 1e-3}, "steps": 4, "autocast": "off", **training},
         }
@@ -51,11 +53,11 @@ def critic() -> Critic:
     return Critic(policy(seed=2))
 
 
-def learner(settings: job.Spec) -> Learner:
+def learner(settings: job.Spec, **options: Any) -> Learner:
     model = policy()
     if settings.model.lora is not None:
         lora.add_lora(model, settings.model.lora, seed=0)
-    return Learner(settings, model, critic() if settings.algorithm.name == "ppo" else None, num_threads=1)
+    return Learner(settings, model, critic() if settings.algorithm.name == "ppo" else None, num_threads=1, **options)
 
 
 def rollouts(seed: int = 0, *, version: int = 0, num_samples: int = 8) -> Rollouts:

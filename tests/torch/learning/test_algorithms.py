@@ -3,13 +3,16 @@
 import json
 import math
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from example_records import example_sample
 from hypothesis import given, settings, strategies as st
+from learners import ALGORITHMS
 from places import DATA, ROOT
 from torch import Tensor
 
@@ -30,27 +33,17 @@ from rlhfspec.training.learning.rollouts import Rollouts
 
 NUMBERS = json.loads((DATA / "learning_numbers.json").read_text())
 MAX_TOKENS = NUMBERS["max_tokens"]
-ALGORITHMS = ("ppo", "grpo", "dr-grpo", "rloo", "reinforce++", "dapo", "gspo")
 Records = tuple[list[Sample], list[Score]]
 
 
 def sample_of(prompt: int, replica: int, token_ids: list[int], log_probs: list[float], **changes: Any) -> Sample:
-    n = len(token_ids)
-    fields: dict[str, Any] = {
-        "id": f"sums/2/{prompt}/{replica}", "job": "sums", "step": 2, "prompt": prompt, "replica": replica,
-        "prompt_text": "?", "prompt_token_ids": (prompt, 7), "columns_json": "{}", "text": "!",
-        "token_ids": tuple(token_ids), "log_probs": tuple(x - 1 for x in log_probs),
-        "tempered_log_probs": tuple(log_probs), "weights_versions": (1,) * n, "finish_reason": "stop",
-    }  # fmt: skip
-    return Sample(**(fields | changes))
+    tokens = {"token_ids": tuple(token_ids), "tempered_log_probs": tuple(log_probs), "prompt_token_ids": (prompt, 7)}
+    return example_sample(prompt, replica, step=2, log_probs=[x - 1 for x in log_probs], **tokens | changes)
 
 
 def score_of(sample: Sample, stage: ScoringStage, values: list[float], **changes: Any) -> Score:
-    fields: dict[str, Any] = {
-        "id": f"{sample.id}/{stage}", "sample_id": sample.id, "job": "sums", "step": 2, "stage": stage,
-        "values": tuple(values),
-    }  # fmt: skip
-    return Score(**(fields | changes))
+    place: Any = {"id": f"{sample.id}/{stage}", "sample_id": sample.id, "job": "sums", "step": 2, "stage": stage}
+    return Score(values=tuple(values), **place | changes)
 
 
 def records_of(number: int) -> Records:
@@ -116,7 +109,6 @@ def test_each_algorithm_by_name_has_its_reference_s_advantages(
     torch.testing.assert_close(targets.advantages, wanted, rtol=1e-5, atol=1e-6)
     if name == "ppo":
         returns = torch.tensor(find(of, number, **parameters)["returns"])
-        assert targets.returns is not None
         torch.testing.assert_close(targets.returns, returns, rtol=1e-5, atol=1e-6)
 
 
@@ -209,7 +201,6 @@ def test_the_kl_is_told_by_the_jobs_estimator_and_by_k3(estimator: str) -> None:
     """k1 is negative where the policy gives samples less than the reference does; k3 never is."""
     algorithm = Algorithm.model_validate({"name": "grpo", "klEstimator": estimator})
     rollouts = Rollouts.of(*records_of(0))
-    assert rollouts.reference_log_probs is not None
     everything = torch.ones_like(rollouts.reference_log_probs, dtype=torch.bool)
     entropy = torch.ones(len(everything))
     told = metrics_before_updates(algorithm, rollouts, rollouts.reference_log_probs - 0.5, entropy, everything)
@@ -270,51 +261,34 @@ def test_rollouts_are_in_id_order_with_tokens_behind_each_other() -> None:
     assert rollouts.reference_log_probs is None
 
 
-def broken_step(what: str) -> Records:
-    one, two = sample_of(0, 0, [1, 2], [-1.0, -1.0]), sample_of(0, 1, [3], [-1.0])
-    samples, scores = [one, two], [score_of(sample, "reward", [1.0]) for sample in (one, two)]
-    changes: dict[str, Records] = {
-        "no reward": (samples, scores[:1]),
-        "two rewards": (samples, [*scores, scores[1]]),
-        "a sample twice": ([*samples, two], scores),
-        "a stranger's score": (samples[:1], scores),
-        "half a reference": (samples, [*scores, score_of(one, "reference", [-1.0, -1.0])]),
-        "a short reference": (
-            samples,
-            [*scores, score_of(one, "reference", [-1.0, -1.0]), score_of(two, "reference", [])],
-        ),
-        "a failed score": (samples, [scores[0], replace(scores[1], error="timeout")]),
-        "a NaN reward": (samples, [scores[0], replace(scores[1], values=(float("nan"),))]),
-        "other components": (samples, [scores[0], replace(scores[1], components=(("style", 1.0),))]),
-        "an error": ([one, replace(two, finish_reason="error", error="lost")], scores),
-        "no tokens": ([one, replace(two, token_ids=())], scores),
-        "too few log-probs": ([one, replace(two, log_probs=())], scores),
-        "an infinite log-prob": ([one, replace(two, tempered_log_probs=(float("-inf"),))], scores),
-    }
-    return changes[what]
+ONE, TWO = sample_of(0, 0, [1, 2], [-1.0, -1.0]), sample_of(0, 1, [3], [-1.0])
+GOOD, SECOND = (score_of(sample, "reward", [1.0]) for sample in (ONE, TWO))
+REFERENCE = score_of(ONE, "reference", [-1.0, -1.0])
+BROKEN: dict[str, Records] = {  # what is said of the second sample, and a step of which it is true
+    "has no reward score": ([ONE, TWO], [GOOD]),
+    "has two reward scores": ([ONE, TWO], [GOOD, SECOND, SECOND]),
+    "is there twice": ([ONE, TWO, TWO], [GOOD, SECOND]),
+    "has a reward score but is not in the step": ([ONE], [GOOD, SECOND]),
+    "has no reference score": ([ONE, TWO], [GOOD, SECOND, REFERENCE]),
+    "has a reference score of 0 values, not 1": ([ONE, TWO], [GOOD, SECOND, REFERENCE, score_of(TWO, "reference", [])]),
+    "could not be scored by reward (timeout)": ([ONE, TWO], [GOOD, replace(SECOND, error="timeout")]),
+    "has a reward score that is not finite": ([ONE, TWO], [GOOD, replace(SECOND, values=(math.nan,))]),
+    "has reward components ['style'], others have []": (
+        [ONE, TWO], [GOOD, replace(SECOND, components=(("style", 1.0),))]
+    ),
+    "was not generated (lost)": ([ONE, replace(TWO, finish_reason="error", error="lost")], [GOOD, SECOND]),
+    "has no response tokens": ([ONE, replace(TWO, token_ids=())], [GOOD, SECOND]),
+    "has 0 log_probs for 1 tokens": ([ONE, replace(TWO, log_probs=())], [GOOD, SECOND]),
+    "has tempered_log_probs that are not finite": (
+        [ONE, replace(TWO, tempered_log_probs=(-math.inf,))], [GOOD, SECOND]
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("no reward", "has no reward score"),
-        ("two rewards", "has two reward scores"),
-        ("a sample twice", "is there twice"),
-        ("a stranger's score", "has a reward score but is not in the step"),
-        ("half a reference", "has no reference score"),
-        ("a short reference", "has a reference score of 0 values, not 1"),
-        ("a failed score", r"could not be scored by reward \(timeout\)"),
-        ("a NaN reward", "has a reward score that is not finite"),
-        ("other components", r"has reward components \['style'\], others have \[\]"),
-        ("an error", r"was not generated \(lost\)"),
-        ("no tokens", "has no response tokens"),
-        ("too few log-probs", "has 0 log_probs for 1 tokens"),
-        ("an infinite log-prob", "has tempered_log_probs that are not finite"),
-    ],
-)
-def test_a_step_that_is_not_whole_names_the_sample(what: str, message: str) -> None:
-    with pytest.raises(RolloutError, match=f"^sample sums/2/0/1: {message}$"):
-        Rollouts.of(*broken_step(what))
+@pytest.mark.parametrize("message", BROKEN)
+def test_a_step_that_is_not_whole_names_the_sample(message: str) -> None:
+    with pytest.raises(RolloutError, match=f"^sample sums/2/0/1: {re.escape(message)}$"):
+        Rollouts.of(*BROKEN[message])
 
 
 def test_how_far_the_step_moved_is_measured_from_the_old_policy() -> None:

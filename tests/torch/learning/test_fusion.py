@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from learners import critic, policy, rollouts, spec
+from learners import learner as new_learner, rollouts, spec
 
 from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.errors import NumericalError
 from rlhfspec.training.learning.learner import Learner, LearnReport, share_of
-from rlhfspec.training.modeling import lora
 from rlhfspec.training.modeling.digest import digest
 
 
@@ -69,12 +68,8 @@ class Apart:
         return [{model: each.num_updates for model, each in rank._networks.items()} for rank in self.ranks]
 
 
-def learner(fuse: str, *, ranks: Ranks | None = None, model: Any = None, **training: Any) -> Learner:
-    settings = spec("ppo", model=model, fuse=fuse, **training)
-    trained = policy()
-    if settings.model.lora is not None:
-        lora.add_lora(trained, settings.model.lora, seed=0)
-    return Learner(settings, trained, critic(), ranks=ranks, num_threads=1)
+def learner(fuse: str, *, ranks: Ranks | None = None, **settings: Any) -> Learner:
+    return new_learner(spec("ppo", fuse=fuse, **settings), ranks=ranks)
 
 
 @pytest.mark.sweep(parts=3)
@@ -126,11 +121,15 @@ def spoil(trained: Learner, model: str) -> None:
 @pytest.mark.parametrize("mini_batches", [1, 2])
 @pytest.mark.parametrize(("model", "what"), [("policy", "log-probs"), ("critic", "values")])
 def test_what_is_not_finite_names_the_sample(model: str, what: str, mini_batches: int) -> None:
-    trained = learner("off", miniBatches=mini_batches)
+    trained = learner("off", miniBatches=mini_batches, tokensPerMicroBatch=30)
+    trained.learn(rollouts())
     spoil(trained, model)
-    with pytest.raises(NumericalError, match=rf"step 1: {model}: {what} of sample j/1/1/1 are not finite; nothing"):
+    state = trained.policy_state if model == "policy" else trained.critic_state
+    before = digest(state())
+    with pytest.raises(NumericalError, match=rf"step 2: {model}: {what} of sample j/1/1/1 are not finite; nothing"):
         trained.learn(with_a_rare_token())
-    assert trained.version == 0
+    assert trained.version == 1
+    assert mini_batches > 1 or digest(state()) == before
 
 
 @pytest.mark.parametrize(("model", "what"), [("policy", "log-probs"), ("critic", "values")])

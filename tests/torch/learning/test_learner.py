@@ -54,7 +54,6 @@ def test_the_first_gradient_is_written_out_by_hand() -> None:
     loss.backward()
     state = {name: tensor.cpu() for name, tensor in trained.policy_state().items()}
     for name, parameter in by_hand.named_parameters():
-        assert parameter.grad is not None
         moved = parameter.detach() - parameter.grad
         assert (state[name] - moved).abs().max() < 1e-5 * max(1.0, float(parameter.grad.abs().max())), name
 
@@ -90,7 +89,6 @@ def test_kl_and_entropy_are_of_the_policy_that_sampled(updates: dict[str, int]) 
     """The number of updates within the step does not change them."""
     one, several = (learner(spec(algorithm={"klEstimator": "k1"}, **more)).learn(rollouts()) for more in ({}, updates))
     step = rollouts()
-    assert step.reference_log_probs is not None
     k1 = float((step.generator_log_probs - step.reference_log_probs).double().mean())
     for report in (one, several):
         assert math.isclose(report.metrics["kl_k1"], k1, abs_tol=1e-6)
@@ -188,22 +186,6 @@ def test_tied_weights_are_there_once() -> None:
     trained = Learner(spec(), prepared(random_model("llama-tied", seed=1)), num_threads=1)
     assert "lm_head.weight" not in trained.policy_state()
     assert "model.embed_tokens.weight" in trained.policy_state()
-
-
-def test_a_forward_that_is_not_finite_names_step_and_sample() -> None:
-    trained = learner(spec(tokensPerMicroBatch=30))
-    trained.learn(rollouts())
-    step = rollouts()
-    step.token_ids[step.token_ids == 96] = 95
-    step.token_ids[int(step.lengths[:5].sum())] = 96
-    assert step.lengths[5] > 1  # so that the token is run, and not only predicted
-    with torch.no_grad():
-        trained._policy.model.embed_tokens.weight[96] = math.inf
-    before = digest(trained.policy_state())
-    with pytest.raises(NumericalError, match=r"step 2: policy: log-probs of sample j/1/1/1 are not finite"):
-        trained.learn(step)
-    assert trained.version == 1
-    assert digest(trained.policy_state()) == before
 
 
 def test_a_gradient_that_is_not_finite_names_its_sample_and_leaves_no_trace() -> None:

@@ -3,11 +3,9 @@ from typing import Any
 
 import pytest
 import torch
-from learners import policy, rollouts, spec
+from learners import learner, rollouts, spec
 
 from rlhfspec.huggingface.devices import settled
-from rlhfspec.training.learning.learner import Learner
-from rlhfspec.training.modeling import lora
 
 DEVICE = "second:1"
 
@@ -17,28 +15,22 @@ def test_dropout_leaves_other_devices_random_state_alone(second: ModuleType, mon
     asked = []
     state_of = module.get_rng_state
     monkeypatch.setattr(module, "get_rng_state", lambda device: asked.append(device) or state_of(device))
-    settings = spec(model={"lora": {"rank": 2, "dropout": 0.5}})
-    assert settings.model.lora is not None
-    model = policy()
-    lora.add_lora(model, settings.model.lora, seed=0)
-    learner = Learner(settings, model, num_threads=1, device=DEVICE)
+    trained = learner(spec(model={"lora": {"rank": 2, "dropout": 0.5}}), device=DEVICE)
     before = torch.random.get_rng_state()
-    learner.learn(rollouts(0))
+    trained.learn(rollouts(0))
     assert set(asked) == {torch.device(DEVICE)}
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert {str(tensor.device) for tensor in learner.policy_state().values()} == {DEVICE}
+    assert {str(tensor.device) for tensor in trained.policy_state().values()} == {DEVICE}
 
 
 def test_auto_keeps_float32_and_computes_in_bfloat16(second: ModuleType) -> None:
     """An update of 1e-6 stays, which bfloat16 weights would lose. On a CPU nothing is bfloat16."""
-    settings = spec(optimizer={"learningRate": 1e-6}, autocast="auto")
-    learner = Learner(settings, policy(), num_threads=1, device=DEVICE)
-    before = {name: tensor.clone() for name, tensor in learner.policy_state().items()}
+    trained = learner(spec(optimizer={"learningRate": 1e-6}, autocast="auto"), device=DEVICE)
+    before = {name: tensor.clone() for name, tensor in trained.policy_state().items()}
     assert {tensor.dtype for tensor in before.values()} == {torch.float32}
-    there = learner.learn(rollouts(0)).log_probs
-    assert all(not torch.equal(before[name], tensor) for name, tensor in learner.policy_state().items())
-    here = {autocast: Learner(spec(autocast=autocast), policy(), num_threads=1) for autocast in ("auto", "off")}
-    log_probs = {autocast: learner.learn(rollouts(0)).log_probs for autocast, learner in here.items()}
+    there = trained.learn(rollouts(0)).log_probs
+    assert all(not torch.equal(before[name], tensor) for name, tensor in trained.policy_state().items())
+    log_probs = {each: learner(spec(autocast=each)).learn(rollouts(0)).log_probs for each in ("auto", "off")}
     assert torch.equal(log_probs["auto"], log_probs["off"])
     difference = float((there - log_probs["off"]).abs().max())
     assert 1e-4 < difference < 0.2, difference
