@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from rlhfspec.huggingface.structure.attention import AttentionSpec
 from rlhfspec.kernels.attention_splits import SPLIT
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.tree_attention import AttentionMeta, tree_attention
@@ -72,6 +73,13 @@ class Case:
             slot_table=self.meta.slot_table,
         )  # fmt: skip
         return Case(self.query[i : i + 1], self.key[i : i + 1], self.value[i : i + 1], self.kv, meta)
+
+
+def attention_spec(window: int | None = None, chunk: int | None = None) -> AttentionSpec:
+    return AttentionSpec(
+        index=0, num_heads=4, num_kv_heads=2, key_dim=16, value_dim=16, scale=0.3, softcap=0.0, has_sinks=False,
+        window=window, chunk=chunk,
+    )  # fmt: skip
 
 
 def chain(length: int) -> tuple[int, ...]:

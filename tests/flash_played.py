@@ -49,6 +49,18 @@ def have_flash(patch: pytest.MonkeyPatch, attention: Any = played, *, least_rows
         patch.setattr(runner, "LEAST_ROWS", least_rows)
 
 
+def _first(*row: Any, window_size: tuple[int, int], **how: Any) -> torch.Tensor:
+    """Put queries at the first keys instead of the last, as older versions did."""
+    return played(*row, window_size=(0, 0), **how)
+
+
+def _failing(*row: Any, **how: Any) -> torch.Tensor:
+    raise RuntimeError("no kernel image is available")
+
+
+WRONG = ((_first, "is off by"), (_failing, "no kernel image is available"))  # and what is said of it
+
+
 def played_there(second: ModuleType) -> Any:
     def attend(*row: Any, **how: Any) -> torch.Tensor:
         out = torch.empty_like(row[0], memory_format=torch.contiguous_format)

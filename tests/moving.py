@@ -66,9 +66,9 @@ def drain(engine: Engine) -> dict[str, Completion]:
 
 
 @functools.cache
-def alone(seed: int = 7, max_tokens: int = 30) -> Bits:
+def alone(seed: int = 7, max_tokens: int = 30, prompt: tuple[int, ...] = PROMPT) -> Bits:
     engine = make(speculation="off")
-    engine.submit(request("x", seed=seed, max_tokens=max_tokens))
+    engine.submit(request("x", prompt, seed=seed, max_tokens=max_tokens))
     return bits(drain(engine)["x"])
 
 

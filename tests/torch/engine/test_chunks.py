@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flash_played import have_flash, played
+from flash_played import WRONG, have_flash, played
 from hypothesis import given, strategies as st
+from moving import drain
 from on_device import call_again
 from sweeps import examples
 
@@ -66,6 +67,7 @@ def wanted(kind: str = "llama") -> list[Completion]:
 WAYS = {"plain": {}, "a chunk of all": {"prefill_chunk": 512}, "trees of suffixes": {"speculation": TREE}}
 WAYS |= {"trees of a model": {"speculation": DraftPlan(drafter="model", depth=3, width=2, branch=2), "drafts": True}}
 WAYS |= {"nothing shared": {"prefix_sharing": False}}
+WAYS |= {kind: {"kind": kind, "speculation": TREE} for kind in ("mistral-window", "qwen3", "gpt-neox")}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -73,18 +75,9 @@ def test_tokens_are_the_laws(taken: list[int], way: str) -> None:
     engine = engine_on(**WAYS[way])
     assert engine.reports["model"].prefill == "varlen_attn"
     taken.clear()
-    same(engine.generate(PROMPTS, PARAMS, seeds=range(len(PROMPTS))), wanted())
+    same(engine.generate(PROMPTS, PARAMS, seeds=range(len(PROMPTS))), wanted(WAYS[way].get("kind", "llama")))
     assert max(taken) > LEAST
     engine.check_integrity()
-
-
-@pytest.mark.parametrize("kind", ["mistral-window", "qwen3", "gpt-neox"])
-def test_windows_and_shared_heads_too(taken: list[int], kind: str) -> None:
-    engine = engine_on(kind=kind, speculation=TREE)
-    assert engine.reports["model"].prefill == "varlen_attn"
-    taken.clear()
-    same(engine.generate(PROMPTS, PARAMS, seeds=range(len(PROMPTS))), wanted(kind))
-    assert taken
 
 
 def test_what_is_preempted_computes_its_prompt_and_answer_again(taken: list[int]) -> None:
@@ -115,10 +108,7 @@ def test_a_sequence_moves_on_in_the_midst_of_its_prompt(taken: list[int]) -> Non
         taken.clear()
         there.import_sequence(here.export_sequence("r"))
         assert here.cancel("r")
-        done: list[Completion] = []
-        while there.has_work:
-            done += there.step().finished
-        same(done, wanted()[4:5])
+        same([*drain(there).values()], wanted()[4:5])
         assert bool(taken) is (steps == 1)
 
 
@@ -128,15 +118,11 @@ def test_a_turn_goes_on_behind_accepted_branches(taken: list[int]) -> None:
     for speculation in (TREE, "off"):
         engine = engine_on(speculation=speculation, max_context=160)
         engine.submit(Request(id="r", prompt_token_ids=tuple(PHRASE * 5), params=PARAMS, seed=1, stays=True))
-        done: list[Completion] = []
-        while engine.has_work:
-            done += engine.step().finished
+        first = drain(engine)["r"]
         taken.clear()
         engine.extend("r", PHRASE * 2, seed=2)
-        while engine.has_work:
-            done += engine.step().finished
+        found.append([first, drain(engine)["r"]])
         assert taken
-        found.append(done)
     same(*found)
 
 
@@ -167,13 +153,7 @@ def test_other_devices_have_none(second: Any) -> None:
 
 
 def test_one_that_computes_something_else_is_found_out(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def first(*row: Any, window_size: tuple[int, int], **how: Any) -> torch.Tensor:
-        return played(*row, window_size=(0, 0), **how)
-
-    def fails(*row: Any, **how: Any) -> torch.Tensor:
-        raise RuntimeError("no kernel image is available")
-
-    for wrong, said in ((first, "is off by"), (fails, "no kernel image is available")):
+    for wrong, said in WRONG:
         have_flash(monkeypatch, wrong, least_rows=LEAST)
         engine = engine_on()
         assert said in engine.reports["model"].prefill

@@ -2,7 +2,6 @@
 
 import gc
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -115,8 +114,7 @@ class DeviceClock:
 
 
 def test_a_forward_is_timed_to_its_end_without_its_first_sight(second: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"max_sequences": 4, "max_context": 64, "profile": False, "speculation": "off"}
-    engine = make_engine(random_model("llama", seed=0), EngineConfig(device="second:0", **settings))
+    engine = engine_on_second(max_sequences=4, max_context=64)
     clock = DeviceClock(second)
     monkeypatch.setattr(torch.get_device_module("second"), "synchronize", clock.synchronize)
     monkeypatch.setattr(profile, "time", clock)
@@ -127,8 +125,7 @@ def test_a_forward_is_timed_to_its_end_without_its_first_sight(second: Any, monk
 
 def test_what_is_timed_is_what_steps_replay(second: Any) -> None:
     """Graphs depend on the slot table's shape, so the profile uses the engine's."""
-    settings = {"max_sequences": 4, "max_context": 64, "profile": False, "speculation": "off"}
-    engine = make_engine(random_model("llama", seed=0), EngineConfig(device="second:0", **settings))
+    engine = engine_on_second(max_sequences=4, max_context=64)
     target = engine.state.target.runner
     target._graphs = graphs.GraphedForward(target._run_layers, torch.device("second:0"), call_again)
     profile.profile(engine.state)
@@ -163,9 +160,8 @@ def test_steps_capture_nothing(second: Any, monkeypatch: pytest.MonkeyPatch, spe
 
     monkeypatch.setattr(runner, "can_capture", lambda device: True)
     monkeypatch.setattr(graphs, "CudaCapture", lambda: capture)
-    settings = {"max_sequences": 4, "max_context": 64, "profile": False, "prefill_chunk": 8, "tree_slots": 16}
-    config = EngineConfig(device="second:0", speculation=speculation, exact=exact, **settings)
-    engine = make_engine(random_model("llama", seed=0), config, draft=perturbed(random_model("llama", seed=0), 0.1))
+    settings = {"max_sequences": 4, "max_context": 64, "prefill_chunk": 8, "tree_slots": 16}
+    engine = engine_on_second(drafter=True, speculation=speculation, exact=exact, **settings)
     assert captured == [rows for space in captures(engine) for rows in space]
     at_the_start = len(captured)
     assert at_the_start > 0
@@ -213,16 +209,14 @@ def submitted(engine: Engine) -> Engine:
     return engine
 
 
-def counts(second: Any, engine: Engine) -> SimpleNamespace:
-    with second.counted() as seen:
-        engine.step()
-    return seen
-
-
 @pytest.mark.parametrize("speculation", ["off", DraftPlan(drafter="suffix", depth=4, width=2, branch=2)])
-@pytest.mark.parametrize("exact", ["off", "on"])
+@pytest.mark.parametrize("exact", ["off", "on", "off, with graphs"])
 def test_a_step_is_one_copy_up_and_one_down(played: Any, speculation: Any, exact: str) -> None:
-    engine = submitted(engine_of(speculation=speculation, exact=exact))
+    engine = engine_of(speculation=speculation, exact=exact.partition(",")[0])
+    if "graphs" in exact:
+        there = engine.state.target.runner
+        there._graphs = graphs.GraphedForward(there._run_layers, torch.device("second:0"), call_again)
+    submitted(engine)
     num_drafted = 0
     for _ in range(12):
         with played.counted() as seen:
@@ -255,7 +249,8 @@ def test_a_level_of_a_drafting_model_is_one_more_of_each(played: Any) -> None:
     plan = DraftPlan(drafter="model", depth=3, width=2, branch=2)
     engine = submitted(engine_of(speculation=plan, drafts=True))
     for _ in range(4):
-        seen = counts(played, engine)
+        with played.counted() as seen:
+            engine.step()
         assert seen.h2d <= UP * (1 + plan.depth), seen.names
         assert seen.d2h == seen.h2d
 
@@ -276,16 +271,6 @@ def test_a_drafting_model_reads_there_what_it_keeps_here(played: Any, monkeypatc
     steps = [engine.step() for _ in range(6)]
     assert num_looks > 20
     assert any(step.num_committed > step.num_decoding for step in steps), "drafts came true"
-
-
-def test_what_graphs_are_replayed_with_stays_on_the_device(played: Any) -> None:
-    engine = engine_of(speculation="off")
-    there = engine.state.target.runner
-    there._graphs = graphs.GraphedForward(there._run_layers, torch.device("second:0"), call_again)
-    submitted(engine)
-    for _ in range(4):
-        seen = counts(played, engine)
-        assert (seen.h2d, seen.d2h, seen.waits) == (UP, DOWN, DOWN), seen.names
 
 
 def test_a_table_changes_there_as_it_changes_here() -> None:

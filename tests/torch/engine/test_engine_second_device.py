@@ -6,7 +6,7 @@ import pytest
 import torch
 from on_device import DEVICE
 
-from rlhfspec.engine import Completion, Engine, SamplingParams
+from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import make_engine
 from rlhfspec.errors import InvalidRequest
@@ -24,12 +24,9 @@ def engine_on(device: str, *, kind: str = "llama", **options: Any) -> Engine:
     return make_engine(random_model(kind, seed=0), EngineConfig(device=device, **settings))
 
 
-def completions(engine: Engine) -> list[Completion]:
-    return engine.generate(PROMPTS, SamplingParams(max_tokens=24, ignore_eos=True), seeds=[1, 2, 3, 4])
-
-
 def answers(engine: Engine) -> list[Any]:
-    return [(each.token_ids, each.log_probs) for each in completions(engine)]
+    done = engine.generate(PROMPTS, SamplingParams(max_tokens=24, ignore_eos=True), seeds=[1, 2, 3, 4])
+    return [(each.token_ids, each.log_probs) for each in done]
 
 
 @pytest.mark.parametrize("device", ["second:0", "second:1"])

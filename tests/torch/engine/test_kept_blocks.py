@@ -2,17 +2,15 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
-from moving import PROMPT, SUFFIX, TREE, alone, at_once, bits, drain, in_rounds, make, model, request
+from moving import PROMPT, SUFFIX, TREE, alone, at_once, bits, drain, in_rounds, make, request
 from on_device import BY_COMPANY
 
 from rlhfspec.engine import Completion, Engine, Request
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.kv.state import KVSpace
-from rlhfspec.tiny import perturbed
 
 WHOLE_BLOCKS, TAILS = (26, 26, 26, 26, 27, 29), (16, 16, 12, 10, 10, 10)  # six prompts of 2,634 tokens
 NUM_SAMPLES, NUM_ROWS = 16, 6
@@ -28,13 +26,9 @@ DISTINCT = sum(map(len, PROMPTS))
 assert DISTINCT == 2634
 
 
-def long_rows(**options: Any) -> Engine:
-    return make(max_sequences=NUM_ROWS, max_context=512, prefill_chunk=4096, draft=None, speculation="off", **options)
-
-
 @functools.cache
 def an_engine() -> Engine:
-    return long_rows()
+    return make(max_sequences=NUM_ROWS, max_context=512, prefill_chunk=4096, draft=None, speculation="off")
 
 
 class Counted:
@@ -151,9 +145,7 @@ def test_the_draft_finds_its_part_too_and_goes_without_where_there_is_none() -> 
     engine.scheduler.admit()
     row = engine.state.sequences["other"].row
     assert (target.cached[row], draft.cached[row]) == (len(PROMPT) - 1, 0)
-    plain = make(speculation="off")
-    plain.submit(request("other", PROMPT[::-1], seed=8))
-    assert bits(drain(engine)["other"]) == bits(drain(plain)["other"])
+    assert bits(drain(engine)["other"]) == alone(8, prompt=PROMPT[::-1])
 
 
 def test_the_prompt_used_longest_ago_gives_way_its_end_first() -> None:
@@ -189,24 +181,7 @@ def test_what_a_newcomer_shares_is_no_longer_free_for_it() -> None:
     engine.step()
     engine.check_integrity()
     assert engine.stats().num_running == 1, "the four that are free are its prompt's, and it needs one more"
-    done = drain(engine)
-    plain = make(speculation="off")
-    plain.submit(request("again", long, max_tokens=20))
-    assert bits(done["again"]) == bits(drain(plain)["again"])
-
-
-def test_new_weights_void_what_is_kept() -> None:
-    engine, newer = make(), perturbed(model(), 0.3)
-    engine.submit(request("old"))
-    drain(engine)
-    engine.load_weights(newer.state_dict(), version=1)
-    assert engine.stats().num_kept_blocks == 0
-    engine.submit(request("new"))
-    assert engine.step().num_prefill_tokens == len(PROMPT)
-    done = drain(engine)["new"]
-    plain = make(model=newer, speculation="off")
-    plain.submit(request("new"))
-    assert bits(done) == bits(drain(plain)["new"])
+    assert bits(drain(engine)["again"]) == alone(max_tokens=20, prompt=long)
 
 
 def test_a_measurement_forgets_what_is_kept_and_nothing_that_is_in_use() -> None:
@@ -248,15 +223,10 @@ def test_what_moved_here_is_kept_too() -> None:
         drain(here)
     there.submit(request("again", seed=8))
     assert there.step().num_prefill_tokens == 0
-    assert there.reserve(_waiting("late")).positions == (32, 32), "nor is it sent again"
+    here.submit(request("late", seed=9))
+    assert there.reserve(here.manifest("late")).positions == (32, 32), "nor is it sent again"
     assert there.cancel("late")
     assert bits(drain(there)["again"]) == alone(8)
-
-
-def _waiting(name: str) -> Any:
-    engine = make()
-    engine.submit(request(name, seed=9))
-    return engine.manifest(name)
 
 
 def test_siblings_that_come_together_run_their_prompt_once_and_copy_its_tail() -> None:
@@ -267,10 +237,7 @@ def test_siblings_that_come_together_run_their_prompt_once_and_copy_its_tail() -
             engine.submit(request(str(seed), prompt, seed=seed, max_tokens=8))
         done = drain(engine)
         assert engine.stats().num_prefill_tokens - before == len(prompt)
-        plain = make(speculation="off")
-        for seed in range(5):
-            plain.submit(request(str(seed), prompt, seed=seed, max_tokens=8))
-            assert bits(drain(plain)[str(seed)]) == bits(done[str(seed)])
+        assert [bits(done[str(seed)]) for seed in range(5)] == [alone(seed, 8, prompt) for seed in range(5)]
         engine.scheduler.drop_kv()
 
 
@@ -286,10 +253,7 @@ def test_a_tail_whose_block_is_given_out_meanwhile_is_copied_all_the_same() -> N
         engine.submit(request(str(seed), prompt, seed=seed, max_tokens=12))
     done = drain(engine)
     assert engine.stats().num_prefill_tokens == len(PROMPT) + len(prompt)
-    plain = make(speculation="off")
-    for seed in (1, 2):
-        plain.submit(request(str(seed), prompt, seed=seed, max_tokens=12))
-        assert bits(drain(plain)[str(seed)]) == bits(done[str(seed)])
+    assert [bits(done[str(seed)]) for seed in (1, 2)] == [alone(seed, 12, prompt) for seed in (1, 2)]
 
 
 def test_on_a_device_whose_kernels_are_torch_tails_are_copied_by_index(monkeypatch: pytest.MonkeyPatch) -> None:

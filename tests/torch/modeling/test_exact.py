@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from learners import spec
 from transformers import LlamaConfig, LlamaForCausalLM
 from twins.gated_mlp import gated_mlp_twin
 
@@ -20,6 +21,7 @@ from rlhfspec.engine.core import make_engine
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
 from rlhfspec.kernels import gumbel
 from rlhfspec.kernels.cpu import build
+from rlhfspec.kernels.linear import PackedGatedMLP, PackedLinear, linear_twin
 from rlhfspec.sweep.classes import tiny_config, tiny_model
 from rlhfspec.tiny import MODEL_KINDS, random_model
 from rlhfspec.training.learning.learner import Learner
@@ -109,7 +111,7 @@ def test_low_rank_updates_are_exact_too(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_learner_reports_a_difference_of_zero_and_learns_like_the_plain_one(dtype: str) -> None:
     model = random_model("llama", seed=3)
-    specs = {exact: spec({"exactOnPolicy": exact}, {}, dtype=dtype) for exact in (True, False)}
+    specs = {exact: spec(exactOnPolicy=exact, generation={"dtype": dtype}) for exact in (True, False)}
     learners = {name: Learner(each, prepared(copy.deepcopy(model)), num_threads=1) for name, each in specs.items()}
     engine, norms = make_generator(model, dtype=dtype), {}
     for step in range(3):
@@ -298,8 +300,6 @@ def test_attention_backward_is_right(dtype: torch.dtype, window: int | None, sof
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_have_the_gradients_of_their_twins(dtype: torch.dtype, bias: bool) -> None:
-    from rlhfspec.kernels.linear import PackedGatedMLP, PackedLinear, linear_twin
-
     torch.manual_seed(0)
     layers = [torch.nn.Linear(a, b, bias=bias) for a, b in ((9, 21), (9, 21), (21, 7))]
     weights, biases = [layer.weight for layer in layers], tuple(layer.bias for layer in layers)
@@ -356,19 +356,6 @@ def test_impossible_tokens_and_temperatures_are_refused(tokens: list[int], tempe
         gumbel.token_log_probs(torch.zeros(2, 5), np.array(tokens, np.int32), temperature)
 
 
-def spec(training: dict[str, Any], model: dict[str, Any], *, dtype: str = "float32") -> job.Spec:
-    source = {"type": "function", "function": "rewards:exact"}
-    return job.Spec.model_validate(
-        {
-            "model": {"path": "m"} | model,
-            "dataset": {"path": "d.jsonl", "maxPromptTokens": 40},
-            "generation": {"maxTokens": 20, "temperature": 0.9, "dtype": dtype},
-            "rewards": {"sources": [source]},
-            "training": {"exactOnPolicy": True, "optimizer": {"learningRate": 1e-3}} | training,
-        }
-    )
-
-
 @pytest.mark.parametrize(
     ("training", "model", "field"),
     [
@@ -379,9 +366,9 @@ def spec(training: dict[str, Any], model: dict[str, Any], *, dtype: str = "float
 )
 def test_what_cannot_be_exact_is_refused_by_name(training: Any, model: Any, field: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{field}: .*with training.exactOnPolicy"):
-        check_exact(spec(training, model))
-    check_exact(spec(training | {"exactOnPolicy": False}, model))
-    check_exact(spec({}, {}))
+        check_exact(spec(model=model, exactOnPolicy=True, **training))
+    check_exact(spec(model=model, **training))
+    check_exact(spec(exactOnPolicy=True))
 
 
 def test_dropout_of_an_update_is_refused_where_it_is_found() -> None:

@@ -7,19 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import attention_spec
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhfspec import job
 from rlhfspec.common.ranks.group import Ranks
-from rlhfspec.engine import SamplingParams
-from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.core import make_engine
 from rlhfspec.errors import InvalidRequest, UnsupportedModel
-from rlhfspec.huggingface.structure.attention import AttentionSpec, visible
+from rlhfspec.huggingface.structure.attention import visible
+from rlhfspec.sweep.classes import tiny_config, tiny_model
 from rlhfspec.tiny import MODEL_KINDS, random_model
 from rlhfspec.training.modeling import log_probs as log_probs_module, lora
-from rlhfspec.training.modeling.critic import Critic, load_critic
+from rlhfspec.training.modeling.critic import load_critic
 from rlhfspec.training.modeling.digest import digest
 from rlhfspec.training.modeling.loading import load_policy, load_reference, prepared
 from rlhfspec.training.modeling.log_probs import TokenLogProbs, TorchForward, entropy_of
@@ -46,9 +44,11 @@ def one_by_one(model: Any, temperature: float) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("kind", MODEL_KINDS)
+@pytest.mark.parametrize("kind", [*MODEL_KINDS, "gpt2"])
 def test_packed_log_probs_and_gradients_are_those_of_single_sequences(kind: str) -> None:
-    plain = random_model(kind, seed=1).requires_grad_(True)
+    """Rotary positions are relative, so only GPT-2's learned ones distinguish row from sequence."""
+    plain = tiny_model(tiny_config("gpt2")) if kind == "gpt2" else random_model(kind, seed=1)
+    plain.requires_grad_(True)
     model = prepared(copy.deepcopy(plain))
     expected = one_by_one(plain, 0.7)
     found = TorchForward(model, 0.7)(batch())
@@ -61,38 +61,6 @@ def test_packed_log_probs_and_gradients_are_those_of_single_sequences(kind: str)
     largest = max(float(gradient.abs().max()) for gradient in theirs.values() if gradient is not None)
     for name, parameter in model.named_parameters():
         assert (parameter.grad - theirs[name]).abs().max() < 1e-5 * largest, name
-
-
-def test_learned_positions_start_anew_in_every_sequence() -> None:
-    """Rotary positions are relative, so only absolute ones distinguish row from sequence."""
-    torch.manual_seed(0)
-    plain = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=64)).eval()
-    with torch.no_grad():
-        plain.transformer.wpe.weight.normal_()
-    expected = one_by_one(plain, 1.0)
-    assert torch.allclose(TorchForward(prepared(plain), 1.0)(batch()).log_probs, expected, rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt-neox", "mistral-window"])
-def test_log_probs_are_the_engines(kind: str) -> None:
-    engine = make_engine(random_model(kind, seed=2), EngineConfig(max_context=64, profile=False, speculation="suffix"))
-    params = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True)
-    done = engine.generate([list(prompt) for prompt in PROMPTS], params)
-    packed = pack_sequences(PROMPTS, [completion.token_ids for completion in done])
-    found = TorchForward(prepared(random_model(kind, seed=2)), 0.8)(packed)
-    tempered = torch.tensor([number for completion in done for number in completion.tempered_log_probs])
-    untempered = torch.tensor([number for completion in done for number in completion.log_probs])
-    assert (found.log_probs - tempered).abs().max() < 1e-5
-    assert (found.untempered - untempered).abs().max() < 1e-5
-
-
-def test_a_sequence_does_not_see_its_neighbours() -> None:
-    forward = TorchForward(prepared(random_model("llama", seed=1)), 1.0)
-    other = [RESPONSES[0], (50,), *RESPONSES[2:]]
-    before = forward(batch()).log_probs.split([3, 1, 20, 11])
-    after = forward(pack_sequences(PROMPTS, other)).log_probs.split([3, 1, 20, 11])
-    for place in (0, 2, 3):
-        assert torch.equal(before[place], after[place])
 
 
 def test_logits_in_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,13 +95,6 @@ def test_log_probs_are_float32_under_autocast() -> None:
         rounded = forward(batch()).log_probs
     assert rounded.dtype == torch.float32
     assert 0 < (rounded - exact).abs().max() < 0.5
-
-
-def attention_spec(window: int | None = None, chunk: int | None = None) -> AttentionSpec:
-    return AttentionSpec(
-        index=0, num_heads=4, num_kv_heads=2, key_dim=8, value_dim=8, scale=0.3, softcap=0.0, has_sinks=False,
-        window=window, chunk=chunk,
-    )  # fmt: skip
 
 
 def test_a_query_sees_its_window_or_its_chunk() -> None:
@@ -291,15 +252,7 @@ def test_a_digest_is_of_names_types_shapes_and_bytes() -> None:
     ]
     assert len({digest(weights), *map(digest, others)}) == 6
     assert digest(weights) == digest({"b": weights["b"], "a": weights["a"].t().contiguous().t()})
-
-
-def test_a_digest_tells_zero_from_minus_zero_and_keeps_scalars() -> None:
     assert digest({"a": torch.tensor(0.0)}) != digest({"a": torch.tensor(-0.0)})
-
-
-def test_critic_is_a_module_of_named_parts() -> None:
-    critic = Critic(prepared(random_model("llama", seed=1)))
-    assert {name.split(".")[0] for name in critic.state_dict()} == {"trunk", "score"}
 
 
 SECOND = Ranks(rank=1, num_ranks=2)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from flash_played import played
+from attention_cases import attention_spec
+from flash_played import WRONG, played
 from hypothesis import given, strategies as st
 from learners import learner, rollouts, spec
 from sweeps import examples
 from torch.nn.attention import varlen
 
-from rlhfspec.huggingface.structure.attention import AttentionSpec
 from rlhfspec.kernels import flash as kernel
 from rlhfspec.training.modeling import one_call
 from rlhfspec.training.modeling.one_call import RowPart
@@ -26,13 +26,6 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     one_call.agrees.cache_clear()
     yield
     one_call.agrees.cache_clear()
-
-
-def seen_by(window: int | None, chunk: int | None = None) -> AttentionSpec:
-    return AttentionSpec(
-        index=0, num_heads=4, num_kv_heads=2, key_dim=16, value_dim=16, scale=0.3, softcap=0.0, has_sinks=False,
-        window=window, chunk=chunk,
-    )  # fmt: skip
 
 
 def test_it_is_asked_as_torch_has_it() -> None:
@@ -56,7 +49,7 @@ def test_it_is_attention_part_by_part(groups: Any, window: int | None, kv_heads:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "varlen_attn", played)
         for name, attention in (("one", one_call.attention), ("parts", _by_parts)):
-            out = attention(*row, tuple(parts), seen_by(window), 0.3)
+            out = attention(*row, tuple(parts), attention_spec(window), 0.3)
             found[name] = [out, *torch.autograd.grad((out * torch.linspace(-1, 1, 16)).sum(), row)]
     for one, other in zip(found["one"], found["parts"], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
@@ -94,23 +87,15 @@ def test_what_it_does_not_know_is_left_to_the_twin(
     flash: None, dtype: torch.dtype, dim: int, value_dim: int, chunk: int | None, is_taken: bool
 ) -> None:
     row = [torch.zeros(1, heads, 4, size, dtype=dtype) for heads, size in ((4, dim), (2, dim), (2, value_dim))]
-    assert one_call.takes(*row, seen_by(None, chunk), _by_parts) is is_taken
+    assert one_call.takes(*row, attention_spec(chunk=chunk), _by_parts) is is_taken
 
 
 def test_a_device_that_computes_something_else_is_found_out(
     flash: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One puts queries at the first keys instead of the last, as older versions did; another fails."""
-
-    def first(*row: Any, window_size: tuple[int, int], **how: Any) -> torch.Tensor:
-        return played(*row, window_size=(0, 0), **how)
-
-    def fails(*row: Any, **how: Any) -> torch.Tensor:
-        raise RuntimeError("no kernel image is available")
-
     row = [torch.randn(1, heads, 4, 16, dtype=torch.bfloat16) for heads in (4, 2, 2)]
-    parts, seen = (RowPart(3), RowPart(1, 0)), seen_by(None)
-    for wrong, said in ((first, "is off by"), (fails, "no kernel image is available")):
+    parts, seen = (RowPart(3), RowPart(1, 0)), attention_spec()
+    for wrong, said in WRONG:
         monkeypatch.setattr(kernel, "varlen_attn", wrong)
         one_call.agrees.cache_clear()
         assert torch.equal(row_attention(*row, parts, seen, 0.3, 0.0, None), _by_parts(*row, parts, seen, 0.3))

@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import attention_spec
 from hypothesis import given, settings, strategies as st
-from learners import ALGORITHMS, learner, rollouts, same_weights, spec
-from transformers import GPT2Config, GPT2LMHeadModel
+from learners import ALGORITHMS, gradients, learner, rollouts, same_weights, spec
 
-from rlhfspec.engine import SamplingParams
-from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.core import make_engine
-from rlhfspec.huggingface.structure.attention import AttentionSpec
 from rlhfspec.kernels.cpu import build
 from rlhfspec.sweep import verdict
 from rlhfspec.sweep.classes import tiny_config, tiny_model
@@ -27,7 +23,8 @@ from rlhfspec.training.modeling.packed import PackedRow, explicit_attention, pac
 
 CONTEXT = 96
 NEEDS_KERNELS = pytest.mark.skipif(build.load() is None, reason=f"needs the CPU kernels: {build.unavailable_reason()}")
-OTHER_TYPES = ("gpt_oss", "llama4_text", "qwen3_moe", "cohere2")  # sinks, chunks, experts, windows of some layers
+# Sinks, chunks, experts, windows of some layers, learned positions.
+OTHER_TYPES = ("gpt_oss", "llama4_text", "qwen3_moe", "cohere2", "gpt2")
 
 
 def drawn(count: int, seed: int) -> tuple[int, ...]:
@@ -41,12 +38,6 @@ RESPONSES = [drawn(count, 10 + count) for count in (12, 1, 20, 3, 9, 7, 1, 1)]
 def batches() -> tuple[PackedRow, PackedRow]:
     shared = pack_sequences(PROMPTS, RESPONSES, share_prompts=True)
     return pack_sequences(PROMPTS, RESPONSES), shared
-
-
-def gradients(module: torch.nn.Module, numbers: torch.Tensor) -> dict[str, torch.Tensor]:
-    module.zero_grad()
-    (numbers * torch.linspace(-1, 1, len(numbers))).sum().backward()
-    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
 def assert_close(slow: torch.Tensor, shared: torch.Tensor, tolerance: float) -> None:
@@ -76,13 +67,6 @@ def test_an_answer_without_siblings_is_laid_out_as_ever() -> None:
     assert slow.parts == shared.parts == (RowPart(4), RowPart(1), RowPart(3))
     for name in ("token_ids", "position_ids", "predicting", "targets"):
         assert torch.equal(getattr(slow, name), getattr(shared, name))
-
-
-def attention_spec(window: int | None, chunk: int | None) -> AttentionSpec:
-    return AttentionSpec(
-        index=0, num_heads=4, num_kv_heads=2, key_dim=8, value_dim=8, scale=0.3, softcap=0.0, has_sinks=False,
-        window=window, chunk=chunk,
-    )  # fmt: skip
 
 
 narrow = st.one_of(st.none(), st.integers(1, 12))
@@ -126,15 +110,6 @@ def test_log_probs_and_gradients_are_the_slow_twins(kind: str) -> None:
     assert_same_gradients(*(gradients(forward.model, numbers) for numbers in (slow, shared)))
 
 
-def test_learned_positions_go_on_behind_the_prompt() -> None:
-    torch.manual_seed(0)
-    plain = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=64)).eval()
-    with torch.no_grad():
-        plain.transformer.wpe.weight.normal_()
-    forward = TorchForward(prepared(plain, max_context=64), 1.0)
-    assert_close(*(forward(batch).log_probs for batch in batches()), 1e-6)
-
-
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
 def test_values_and_their_gradients_are_the_slow_twins(kind: str) -> None:
     critic = Critic(prepared(model_of(kind), max_context=CONTEXT))
@@ -156,20 +131,6 @@ def test_the_exact_forward_gives_the_slow_twins_bits(kind: str, dtype: str) -> N
     assert torch.equal(slow.untempered, shared.untempered)
     if dtype == "float32":
         assert_same_gradients(*(gradients(forward.model, found.log_probs) for found in (slow, shared)))
-
-
-@NEEDS_KERNELS
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_groups_that_were_generated_are_exactly_on_policy(dtype: str) -> None:
-    model = random_model("qwen3", seed=3)
-    engine = make_engine(model, EngineConfig(max_sequences=4, max_context=CONTEXT, profile=False, dtype=dtype))
-    prompts = [list(prompt) for prompt in PROMPTS]
-    done = engine.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True), seeds=list(range(len(prompts))))
-    batch = pack_sequences(prompts, [each.token_ids for each in done], share_prompts=True)
-    assert len(batch.parts) > len(prompts), "prompts are shared"
-    forward = ExactForward(prepared(random_model("qwen3", seed=3)), 1.0, max_context=CONTEXT, dtype=dtype)
-    generated = torch.tensor([number for each in done for number in each.log_probs])
-    assert torch.equal(forward(batch).untempered, generated)
 
 
 @pytest.mark.sweep(parts=2)

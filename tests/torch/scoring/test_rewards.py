@@ -365,15 +365,6 @@ def test_what_cannot_be_loaded_is_said_before_anything_runs(desk: Desk, function
     assert problem.format(folder=desk.folder) in error.value.problem
 
 
-def test_an_import_that_hangs_is_given_up(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhfspec.training.scoring.rewards.imports.IMPORT_SECONDS", 0.05)
-    path = list(sys.path)
-    desk.write("import threading\nthreading.Event().wait()")
-    with pytest.raises(InvalidRequest, match=r"importing 'rewards' took longer than 0.05 s"):
-        desk.sources({"function": "rewards:reward"})
-    monkeypatch.setattr(sys, "path", path)
-
-
 def test_columns_are_checked_once_the_data_is_known(desk: Desk) -> None:
     desk.write("def reward(completion, anser, hint=None): return 0")
     sources = desk.sources({"function": "rewards:reward"})

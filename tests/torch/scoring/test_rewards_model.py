@@ -17,10 +17,13 @@ from hypothesis import given, strategies as st
 from on_device import BY_COMPANY
 from reward_desks import Desk, sample
 from scorers import classifying_model
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
 from rlhfspec.errors import InvalidRequest, RewardError
 from rlhfspec.job.rewards import Rewards
 from rlhfspec.messages.records import Sample, Score
+from rlhfspec.tiny.random_models import GROUPED, random_model
+from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 from rlhfspec.training.scoring.rewards.classifier import Batches, Classifier
 from rlhfspec.training.scoring.rewards.model import ModelRewards
 from rlhfspec.training.scoring.rewards.sources import RewardSources
@@ -33,10 +36,6 @@ def run(folder: Path, source: dict[str, Any], *samples: Sample) -> list[Score]:
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return random classifiers: `one` with one output, `three` with three, `none` without a head."""
-    from transformers import AutoModelForSequenceClassification, LlamaConfig
-
-    from rlhfspec.tiny.random_models import GROUPED, random_model
-    from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 
     folder = tmp_path_factory.mktemp("judges")
     tokenizer = hugging_face_tokenizer()
@@ -51,14 +50,10 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_hand(folder: Path, text: str, label: int) -> float:
-    from transformers import AutoTokenizer
-
     return output(folder, AutoTokenizer.from_pretrained(folder)(text)["input_ids"], label)
 
 
 def output(folder: Path, token_ids: list[int], label: int) -> float:
-    from transformers import AutoModelForSequenceClassification
-
     with torch.inference_mode():
         logits = AutoModelForSequenceClassification.from_pretrained(folder).eval()(torch.tensor([token_ids])).logits
     return float(logits[0, label])
@@ -242,8 +237,6 @@ def test_a_class_that_cannot_tell_padding_runs_each_alone(second: ModuleType, ca
 
 
 def test_a_job_puts_its_model_on_the_device_in_its_precision(second: ModuleType, tmp_path: Path) -> None:
-    from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
-
     tokenizer = hugging_face_tokenizer()
     classifying_model("llama", head_dim=16).save_pretrained(tmp_path / "judge")
     tokenizer.save_pretrained(tmp_path / "judge")
