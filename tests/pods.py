@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -29,31 +27,31 @@ STAGES = ("prompts", "generator", "reward", "reference", "trainer")  # that the 
 NETWORK = f"127.0.{int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0').removeprefix('gw')) + 1}"
 
 
-def eventually(condition: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < end, f"never: {what}"
-        time.sleep(0.02)
-
-
 @dataclass
 class Pod:
     process: subprocess.Popen[bytes]
-    log: Path
-    message_file: Path
+    place: Path
     host: str
 
     @property
     def message(self) -> str:
-        return self.message_file.read_text()
+        return (self.place / "message").read_text()
+
+    @property
+    def log(self) -> str:
+        return (self.place / "log").read_text()
 
     def ended(self) -> tuple[int, str]:
         self.process.wait(PATIENCE_SECONDS)
         return self.process.returncode, self.message
 
-    def said(self, text: str) -> bool:
-        assert self.process.poll() is None or text in self.log.read_text(), self.log.read_text()
-        return text in self.log.read_text()
+    def stopped(self) -> tuple[int, str]:
+        self.process.send_signal(signal.SIGTERM)
+        return self.ended()
+
+    def killed(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 @dataclass
@@ -61,15 +59,16 @@ class Job:
     job_file: Path
     servers: SharedServers
     number: int = 1
+    token: Path | None = None  # of control, for its reports
     pods: list[Pod] = field(default_factory=list)
+    is_open: bool = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         for pod in self.pods:
-            pod.process.kill()
-            pod.process.wait()
+            pod.killed()
         for pid in of_run(self.uid):  # ranks of a pod that was killed; another test may have a run of this name
             if environment_of(pid).get("RLHFSPEC_HOST", "").startswith(f"{NETWORK}."):
                 send(pid, signal.SIGKILL)
@@ -82,7 +81,14 @@ class Job:
     def folder(self) -> Path:
         return self.job_file.parent / "storage" / "run"
 
-    def start(self, role: str, worker: int = 0, **connections: Any) -> Pod:
+    def open(self) -> None:
+        job = RLHFJob.model_validate(yaml.safe_load(self.job_file.read_text()))
+        self.servers.open_run(self.uid, job=job.metadata.name, stages=workers_of(job))
+        self.is_open = True
+
+    def start(self, role: str, worker: int = 0, *, opened: bool = True, **connections: Any) -> Pod:
+        if opened and not self.is_open:
+            self.open()
         host = f"{NETWORK}.{len(self.pods) + 2}"
         place = self.job_file.parent / "pods" / f"{len(self.pods)}-{role}-{worker}"
         place.mkdir(parents=True)
@@ -91,6 +97,7 @@ class Job:
         (place / "connections.json").write_text(self._connections(role, content, connections).model_dump_json())
         arguments = ["--connections", str(place / "connections.json")]
         arguments += [] if role in (names.PREPARE, names.CONTROL) else ["--worker", str(worker)]
+        arguments += ["--token", str(self.token)] if role == names.CONTROL and self.token else []
         environment = os.environ | {
             "RLHFSPEC_HOST": host, "RLHFSPEC_RUN": self.uid, "TERMINATION_LOG": str(place / "message"),
             "OMP_NUM_THREADS": "1",
@@ -99,13 +106,11 @@ class Job:
             process = warmed.Popen(
                 [sys.executable, "-m", f"rlhfspec.{role}", *arguments], stdout=log, stderr=log, env=environment
             )
-        self.pods.append(Pod(process, place / "log", place / "message", host))
+        self.pods.append(Pod(process, place, host))
         return self.pods[-1]
 
     def _connections(self, role: str, content: dict[str, Any], others: dict[str, Any]) -> Connections:
         name = content["metadata"]["name"]
-        if not self.pods:
-            self.servers.open_run(self.uid, job=name, stages=workers_of(RLHFJob.model_validate(content)))
         told: dict[str, Any] = {
             "uid": self.uid, "job_file": self.folder / "processes" / "job.json",
             "base_folder": self.job_file.parent, "folder": self.folder, "nats_url": self.servers.nats_url,

@@ -65,7 +65,7 @@ class SharedServers:
 
     def start_nats(self) -> None:
         command = [BINARY, "-c", self.folder / "nats" / "nats.conf", "-a", "127.0.0.1", "-p", str(self._port)]
-        command += ["-m", str(self._http_port), "-l", self.folder / "nats.log"]
+        command += ["-m", "-1", "-l", self.folder / "nats.log"]
         self._nats = self._program([str(part) for part in command], self._port)
 
     def kill_redis(self) -> None:
@@ -108,7 +108,7 @@ class SharedServers:
         return written(self.folder / name, self.secrets[f"rl-{name}"])
 
     def _start_nats(self) -> None:
-        self._port, self._http_port = free_port(), free_port()
+        self._port = free_port()
         place = self.release_credentials("nats")
         config = (place / "nats.conf").read_text()
         config = config.replace("/etc/nats", str(place)).replace('"/data"', f'"{self.folder / "store"}"')

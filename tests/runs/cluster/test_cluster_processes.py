@@ -2,19 +2,17 @@
 
 import json
 import os
-import signal
 import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from faults.processes import environment_of, is_alive, of_run
-from pods import OFF, STAGES, Job, Pod, eventually
-from runs import curve_of, lines_of, train
+from pods import OFF, STAGES, Job, Pod
+from runs import curve_of, lines_of, train, with_spec
 from shared_servers import SharedServers
-from started import hold_rewards
+from started import eventually, hold_rewards
 
 from rlhfspec.cluster import names
 from rlhfspec.common.folder_lock import take_lock
@@ -32,16 +30,13 @@ pytestmark = [
 
 @pytest.fixture
 def job(job_file: Path, servers: SharedServers) -> Iterator[Job]:
-    content = yaml.safe_load(job_file.read_text())
-    content["spec"]["generation"]["speculation"] = OFF
-    job_file.write_text(yaml.safe_dump(content))
-    with Job(job_file, servers) as job:
+    with Job(with_spec(job_file, generation={"speculation": OFF}), servers) as job:
         yield job
 
 
 def prepared(job: Job) -> Pod:
     pod = job.start(names.PREPARE)
-    assert pod.ended()[0] == 0, pod.log.read_text()
+    assert pod.ended()[0] == 0, pod.log
     return pod
 
 
@@ -60,9 +55,7 @@ def steps_trained(job: Job) -> int:
 
 def test_a_run_in_pods_has_the_laptops_curve(job: Job) -> None:
     hold = hold_rewards(job.job_file, "0 storage/run")
-    content = yaml.safe_load(job.job_file.read_text())
-    content["spec"]["training"]["steps"] = STEPS
-    job.job_file.write_text(yaml.safe_dump(content))
+    with_spec(job.job_file, training={"steps": STEPS})
     train(job.job_file, "one")
     prepared(job)
     pods = {stage: job.start(stage) for stage in STAGES}
@@ -71,20 +64,16 @@ def test_a_run_in_pods_has_the_laptops_curve(job: Job) -> None:
     eventually(lambda: all(answers(pod) == 200 for pod in pods.values()), "all are ready")
     hold.write_text("2 storage/run")
     eventually(lambda: steps_trained(job) >= 2, "two trained steps")
-    pods["trainer"].process.send_signal(signal.SIGTERM)
-    assert pods["trainer"].ended() == (0, f"left: step {steps_trained(job)} is trained and saved")
+    assert pods["trainer"].stopped() == (0, f"left: step {steps_trained(job)} is trained and saved")
     assert steps_trained(job) < STEPS
     manifest = json.loads((job.folder / "manifest.json").read_text())
     assert (manifest["outcome"], manifest["reason"]) == ("stopped", "the trainer was asked to leave")
     hold.unlink()
-    elastic = pods.pop("elastic")
-    elastic.process.send_signal(signal.SIGTERM)
-    assert elastic.ended() == (0, "left: it was asked to")
+    assert pods.pop("elastic").stopped() == (0, "left: it was asked to")
     trainer = job.start("trainer")
-    assert trainer.ended() == (0, f"completed: step {STEPS}"), trainer.log.read_text()
+    assert trainer.ended() == (0, f"completed: step {STEPS}"), trainer.log
     for pod in (pod for role, pod in pods.items() if role != "trainer"):
-        pod.process.send_signal(signal.SIGTERM)
-        assert pod.ended() == (0, "left: it was asked to"), pod.log.read_text()
+        assert pod.stopped() == (0, "left: it was asked to"), pod.log
     assert curve_of(job.job_file, "storage/run") == curve_of(job.job_file, "one")
     as_left_on_a_laptop(job)
 
@@ -107,19 +96,15 @@ def as_left_on_a_laptop(job: Job) -> None:
 
 def test_a_generator_of_two_processes_is_one_pod(job: Job) -> None:
     job.number += 1  # another run: the servers still have the weights of the one before
-    content = yaml.safe_load(job.job_file.read_text())
-    content["spec"]["training"]["steps"] = 2
-    job.job_file.write_text(yaml.safe_dump(content))
+    with_spec(job.job_file, training={"steps": 2})
     train(job.job_file, "one")
-    content["spec"]["roles"] = {"generator": {"tensorParallel": 2}}
-    job.job_file.write_text(yaml.safe_dump(content))
+    with_spec(job.job_file, roles={"generator": {"tensorParallel": 2}})
     prepared(job)
     pods = {stage: job.start(stage) for stage in (*STAGES, names.CONTROL)}
-    assert pods["trainer"].ended() == (0, "completed: step 2"), pods["trainer"].log.read_text()
+    assert pods["trainer"].ended() == (0, "completed: step 2"), pods["trainer"].log
     of_the_group = [pid for pid in of_run(job.uid) if environment_of(pid).get("RANK") == "1"]
     assert len(of_the_group) == 1
-    pods["generator"].process.send_signal(signal.SIGTERM)
-    assert pods["generator"].ended() == (0, "left: it was asked to"), pods["generator"].log.read_text()
+    assert pods["generator"].stopped() == (0, "left: it was asked to"), pods["generator"].log
     assert not any(map(is_alive, of_the_group))
     assert curve_of(job.job_file, "storage/run") == curve_of(job.job_file, "one")
 
@@ -128,9 +113,8 @@ def test_a_server_that_is_away_at_a_start_is_waited_for_and_said_with_its_addres
     prepared(job)
     prompts = job.start("prompts", nats_url="tls://127.0.0.1:9")
     said = "tls://127.0.0.1:9: no server there (connection refused)"
-    eventually(lambda: said in prompts.log.read_text(), "the address is said")
-    prompts.process.send_signal(signal.SIGTERM)
-    assert prompts.ended()[0] == 0
+    eventually(lambda: said in prompts.log, "the address is said")
+    assert prompts.stopped()[0] == 0
 
 
 def test_a_folder_that_another_trainer_still_holds_is_no_fault_of_the_job(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
 import json
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -7,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from object_stores import ObjectServer
-from pods import OFF, STAGES, Job, Pod, eventually
-from runs import curve_of, train
+from pods import OFF, STAGES, Job, Pod
+from runs import curve_of, train, with_spec
 from shared_servers import SharedServers
-from started import HOLD, hold_rewards
+from started import HOLD, eventually, hold_rewards
 
 from rlhfspec.cluster import names
 from rlhfspec.common.object_store import ObjectStore
@@ -52,11 +50,7 @@ def job(job_file: Path, servers: SharedServers, server: ObjectServer) -> Iterato
     here = job_file.parent
     hold_rewards(job_file)
     (here / "rewards.py").write_text(HOLD.replace('pathlib.Path(__file__).with_name("hold")', repr_of(here / "hold")))
-    content = yaml.safe_load(job_file.read_text())
-    content["spec"]["generation"]["speculation"] = OFF
-    content["spec"]["training"]["steps"] = STEPS
-    content["spec"]["observability"]["traces"] = True
-    job_file.write_text(yaml.safe_dump(content))
+    with_spec(job_file, generation={"speculation": OFF}, training={"steps": STEPS}, observability={"traces": True})
     ObjectStore(URI, here).push([here / "data.jsonl", here / "rewards.py"])
     with StoredJob(job_file, servers) as job:
         yield job
@@ -72,25 +66,23 @@ def test_a_run_whose_pods_share_nothing_but_an_object_store(job: StoredJob, serv
     hold.unlink()
     train(job.job_file, "one")
     prepare = job.start(names.PREPARE)
-    assert prepare.ended()[0] == 0, prepare.log.read_text()
+    assert prepare.ended()[0] == 0, prepare.log
     hold.write_text(f"2 {job.base(len(STAGES)) / RUN}")  # where the trainer has its folder, which is started last
     pods = {stage: job.start(stage) for stage in (*STAGES, names.CONTROL)}
     eventually(lambda: checkpoints(job) >= 2, "two checkpoints in the store")
-    pods["trainer"].process.kill()
-    pods["trainer"].process.wait()
+    pods["trainer"].killed()
     kept = checkpoints(job)
     assert kept < STEPS
     trainer = job.start("trainer")
-    eventually(lambda: "loading the policy" in trainer.log.read_text(), "it has fetched")
+    eventually(lambda: "loading the policy" in trainer.log, "it has fetched")
     server.stop()
     hold.unlink()
     eventually(lambda: lines_of_trainer(job, trainer) > kept, "a step that cannot be sent")
     time.sleep(1.0)
     server.start()
-    assert trainer.ended() == (0, f"completed: step {STEPS}"), trainer.log.read_text()
+    assert trainer.ended() == (0, f"completed: step {STEPS}"), trainer.log
     for pod in (pod for role, pod in pods.items() if role != "trainer"):
-        pod.process.send_signal(signal.SIGTERM)
-        assert pod.ended() == (0, "left: it was asked to"), pod.log.read_text()
+        assert pod.stopped() == (0, "left: it was asked to"), pod.log
     fetched(job)
     assert curve_of(job.job_file, f"fetched/{RUN}") == curve_of(job.job_file, "one")
     run = job.job_file.parent / "fetched" / RUN

@@ -3,116 +3,129 @@
 import json
 import shutil
 import signal
-import time
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from control_place import PATIENCE_SECONDS, Job, stopped
-from runs import curve_of, train
+from control_place import Operator
+from pods import Job, Pod
+from runs import curve_of, train, with_spec
 from scraping import samples_of
 from shared_servers import SharedServers
-from started import hold_rewards
+from started import eventually, hold_rewards
 
+from rlhfspec.cluster import names
 from rlhfspec.worker import exits
 
 STAGES = ("prompts", "generator", "reward", "trainer")
 
 
 @pytest.fixture
-def job(tmp_path: Path, servers: SharedServers, job_file: Path) -> Iterator[Job]:
-    pods = tmp_path / "pods"
-    pods.mkdir()
-    with Job(pods, servers, job_file) as job:
-        yield job
+def token(tmp_path: Path) -> Path:
+    (tmp_path / "token").write_text("first\n")
+    return tmp_path / "token"
 
 
-def shown_once(job: Job, holds: Callable[[set[str]], bool]) -> dict[str, Any]:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while True:
-        shown: dict[str, Any] = json.loads(job.show("--json").communicate(timeout=60)[0])
-        if holds({worker["name"] for worker in shown["workers"]}):
-            return shown
-        assert time.monotonic() < end, shown
+def show(control: Pod, *how: str) -> "subprocess.Popen[bytes]":
+    connections = str(control.place / "connections.json")
+    command = [sys.executable, "-m", "rlhfspec.control.show", "--connections", connections, *how]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
 
 
-def test_control_waits_for_the_run_and_lives_on_where_nats_lost_all(tmp_path: Path, job_file: Path) -> None:
-    (tmp_path / "pods").mkdir()
-    with SharedServers(tmp_path / "release") as servers, Job(tmp_path / "pods", servers, job_file) as job:
-        assert job.start("prepare", opened=False).wait(100) == exits.DONE, job.words("prepare").read_text()
-        control = job.start("control", opened=False)
-        job.operator.until(lambda report: not report.troubles, "a control that waits")
-        assert not said(job, "the run is open")
+def shown_once(control: Pod, holds: Callable[[set[str]], bool]) -> dict[str, Any]:
+    def look() -> dict[str, Any] | None:
+        shown: dict[str, Any] = json.loads(show(control, "--json").communicate(timeout=60)[0])
+        return shown if holds({worker["name"] for worker in shown["workers"]}) else None
+
+    return dict(eventually(look, "these workers are shown"))
+
+
+def test_control_waits_for_the_run_and_lives_on_where_nats_lost_all(
+    tmp_path: Path, job_file: Path, token: Path
+) -> None:
+    with (
+        SharedServers(tmp_path / "release") as servers,
+        closing(Operator(servers)) as operator,
+        Job(job_file, servers, token=token) as job,
+    ):
+        prepare = job.start("prepare", opened=False)
+        assert prepare.ended()[0] == exits.DONE, prepare.log
+        control = job.start("control", opened=False, report_url=operator.url)
+        operator.until(lambda report: not report.troubles, "a control that waits")
+        assert "the run is open" not in control.log
         job.open()
-        until_said(job, "the run is open")
+        until_said(control, "the run is open")
         servers.kill_nats()
         shutil.rmtree(servers.folder / "store")
-        until_said(job, "the broker does not answer")
-        control.send_signal(signal.SIGSTOP)  # else it may look before the run is opened again
+        until_said(control, "the broker does not answer")
+        control.process.send_signal(signal.SIGSTOP)  # else it may look before the run is opened again
         servers.start_nats()
         job.open()
-        control.send_signal(signal.SIGCONT)
-        until_said(job, "the broker answers again")
-        assert stopped(control) == 0
+        control.process.send_signal(signal.SIGCONT)
+        until_said(control, "the broker answers again")
+        assert control.stopped()[0] == exits.DONE
 
 
-def said(job: Job, what: str) -> bool:
-    return any(what in line.get("message", "") for line in job.log("control"))
+def until_said(pod: Pod, what: str) -> None:
+    eventually(lambda: what in pod.log, f"it says: {what}")
 
 
-def until_said(job: Job, what: str) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not said(job, what):
-        assert time.monotonic() < end, job.log("control")
-        time.sleep(0.05)
+@pytest.fixture
+def job(job_file: Path, servers: SharedServers, token: Path) -> Iterator[Job]:
+    with Job(job_file, servers, token=token) as job:
+        yield job
 
 
 def test_a_run_is_told_of_from_beginning_to_end(job: Job, job_file: Path) -> None:
     """After the first step control is killed and the broker stopped, without effect."""
-    hold = hold_rewards(job_file, "1 run")
-    changed = ("training.steps=12", "algorithm.klCoefficient=0", "generation.speculation.mode=off")
-    whole = train(job_file, "one", *changed)
-    job.job["spec"]["training"]["steps"] = 12
-    job.job["spec"]["algorithm"]["klCoefficient"] = 0
-    job.job["spec"]["generation"]["speculation"] = {"mode": "off"}
-    job.job["spec"]["rewards"]["sources"][0]["timeoutSeconds"] = 170.0
-    operator = job.operator
-    assert job.start("prepare").wait(100) == exits.DONE, job.words("prepare").read_text()
-    control = job.start("control")
-    operator.until(lambda report: report.total_steps == 12, "a run that nobody works at yet")
-    stages = job.start_stages(*STAGES)
-    first = operator.until(lambda report: report.step >= 1, "the first step")
-    if job.servers.redis_url is not None:
-        assert shown_once(job, lambda names: names >= {f"{stage}-0" for stage in STAGES})["steps"][0]["step"] == 1
-    viewing = job.show("--view")
-    assert b"12 steps of" in viewing.stdout.readline()
-    control.kill()
-    control.wait()
-    control = job.start("control")
-    assert not operator.until(lambda report: report.step >= first.step, "the run after control was killed").troubles
-    job.servers._nats.send_signal(signal.SIGSTOP)
-    try:
-        away = operator.until(lambda report: report.troubles, "a broker that is away").troubles
-    finally:
-        job.servers._nats.send_signal(signal.SIGCONT)
-    assert [trouble.reason for trouble in away] == ["BrokerUnavailable"]
-    check_what_control_counts(job)
-    hold.unlink()
-    assert any(b"step " in line for line in viewing.stdout), "it shows steps as they come"
-    assert stopped(viewing) == exits.DONE
-    last = operator.until(lambda report: report.checkpoint_step == 12, "the last checkpoint")
-    assert stages.stdout.readline() == b"trainer 0\n"
-    assert not last.troubles
-    assert last.step == 12
-    assert stopped(control) == exits.DONE
-    assert job.words("control").read_text() == "left: it was asked to"
-    assert curve_of(job_file, "run") == whole
+    hold = hold_rewards(job_file, "1 storage/run")
+    changed = {"training": {"steps": 12}, "algorithm": {"klCoefficient": 0}}
+    whole = train(with_spec(job_file, **changed, generation={"speculation": {"mode": "off"}}), "one")
+    with closing(Operator(job.servers)) as operator:
+        prepare = job.start("prepare")
+        assert prepare.ended()[0] == exits.DONE, prepare.log
+        control = job.start("control", report_url=operator.url)
+        operator.until(lambda report: report.total_steps == 12, "a run that nobody works at yet")
+        stages = {stage: job.start(stage) for stage in STAGES}
+        first = operator.until(lambda report: report.step >= 1, "the first step")
+        if job.servers.redis_url is not None:
+            wanted = {f"{stage}-0" for stage in STAGES}
+            assert shown_once(control, lambda names: names >= wanted)["steps"][0]["step"] == 1
+        with show(control, "--view") as viewing:
+            try:
+                assert b"12 steps of" in viewing.stdout.readline()
+                control.killed()
+                control = job.start("control", report_url=operator.url)
+                again = operator.until(lambda report: report.step >= first.step, "the run after control was killed")
+                assert not again.troubles
+                job.servers._nats.send_signal(signal.SIGSTOP)
+                try:
+                    away = operator.until(lambda report: report.troubles, "a broker that is away").troubles
+                finally:
+                    job.servers._nats.send_signal(signal.SIGCONT)
+                assert [trouble.reason for trouble in away] == ["BrokerUnavailable"]
+                check_what_control_counts(job, control)
+                hold.unlink()
+                assert any(b"step " in line for line in viewing.stdout), "it shows steps as they come"
+                viewing.send_signal(signal.SIGTERM)
+                assert viewing.wait(60) == exits.DONE
+            finally:
+                viewing.kill()
+        last = operator.until(lambda report: report.checkpoint_step == 12, "the last checkpoint")
+        assert stages["trainer"].ended()[0] == exits.DONE
+        assert not last.troubles
+        assert last.step == 12
+        assert control.stopped() == (exits.DONE, "left: it was asked to")
+    assert curve_of(job_file, "storage/run") == whole
 
 
-def check_what_control_counts(job: Job) -> None:
-    with urllib.request.urlopen(f"http://127.0.0.1:{job.control_port}/metrics", timeout=60) as answer:
+def check_what_control_counts(job: Job, control: Pod) -> None:
+    with urllib.request.urlopen(f"http://{control.host}:{names.HTTP_PORT}/metrics", timeout=60) as answer:
         told = samples_of(answer.read().decode(), {})
     servers = {dict(labels).get("server") for labels in told if dict(labels)["__name__"] == "rlhfspec_reconnects_total"}
     assert servers == {"nats"} | ({"redis"} if job.servers.redis_url is not None else set())
