@@ -51,6 +51,13 @@ class FaultyRun:
         self._wait_for(fault)
         self._strike(fault)
 
+    def strike_and_interrupt(self, faults: Sequence[Fault]) -> None:
+        for fault in faults:
+            self.wait_and_strike(fault)
+        steps = self.num_steps
+        self.until(lambda: self.num_steps > steps + 1, "it goes on")
+        self.interrupt()
+
     @contextmanager
     def started(self) -> Iterator[None]:
         """Run until completed or interrupted. Raise `Disturbed` if it fails, hangs or leaves anything behind."""

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import warmed
-import yaml
-from runs import train
+from runs import train, with_spec
 from started import hold_rewards
 
 from faults import processes
@@ -203,8 +202,6 @@ def work_seconds(folder: Path) -> float:
 
 def a_job(folder: Path) -> Path:
     job = written(folder, name="ppo", samplesPerPrompt=2)
-    content = yaml.safe_load(job.read_text())
-    content["spec"]["evaluation"] = {"everySteps": EVALUATE_EVERY, "path": "data.jsonl"}
-    job.write_text(yaml.safe_dump(content))
+    with_spec(job, evaluation={"everySteps": EVALUATE_EVERY, "path": "data.jsonl"})
     hold_rewards(job).unlink()
     return job

@@ -152,11 +152,7 @@ def _trial(folder: Path, seed: int, faults: Sequence[Fault], say: Callable[[str]
         arguments = (job, out, [*overrides, "training.steps=100000"], say)
         run = MovingRun(*arguments, seed=seed, adviser=adviser, proxy=proxy)
         with run.started():
-            for fault in faults:
-                run.wait_and_strike(fault)
-            steps = run.num_steps
-            run.until(lambda: run.num_steps > steps + 1, "it goes on")
-            run.interrupt()
+            run.strike_and_interrupt(faults)
     say(f"  {run.num_steps} steps; moves by {link_of(seed)}: {dict(adviser.outcomes)} of {adviser.num_advised} advised")
     if link_of(seed) == "tcp":
         say(f"  {proxy.num_connections} connections, {proxy.num_corrupted} pieces with a bit changed")

@@ -1,11 +1,10 @@
 """Trial of the engine vLLM under faults; by the law its samples equal those of our engine in one process."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 from advice import Adviser
-from runs import train, write_data, write_job, write_models
+from runs import answers_of, train, write_data, write_job, write_models
 
 from faults import processes
 from faults.harness import Disturbed, FaultyRun
@@ -49,24 +48,12 @@ def _trial(folder: Path, seed: int, num_kills: int, say: Callable[[str], None], 
         run = VllmRun(job, folder / "faults", [*overrides, VLLM, "training.steps=100000"], say)
         run.quiet_seconds = QUIET_SECONDS
         with run.started():
-            for fault in schedule(seed, num_kills, STRUCK, most_held_seconds=held_seconds):
-                run.wait_and_strike(fault)
-            steps = run.num_steps
-            run.until(lambda: run.num_steps > steps + 1, "it goes on")
-            run.interrupt()
+            run.strike_and_interrupt(schedule(seed, num_kills, STRUCK, most_held_seconds=held_seconds))
     say(f"  {run.num_steps} steps; moves: {dict(adviser.outcomes)} of {adviser.num_advised} advised")
     train(job, "undisturbed", *overrides, f"training.steps={run.num_steps}")
-    one, other = (samples(folder / out) for out in ("undisturbed", "faults"))
+    one, other = (answers_of(folder / out) for out in ("undisturbed", "faults"))
     if one != other:
         others = [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
         raise Disturbed(f"{len(others)} of {len(one)} samples are others, such as {min(others)}")
     say(f"  {len(one)} samples, equal to those of our own engine without faults")
     return run
-
-
-def samples(run: Path) -> dict[str, list[object]]:
-    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    found = {line["id"]: [line[name] for name in ("tokens", "text", "finish_reason", "reward")] for line in lines}
-    if len(found) != len(lines):
-        raise Disturbed(f"{len(lines) - len(found)} samples are doubled")
-    return found

@@ -7,11 +7,10 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from places import ROOT
-from runs import invoke
+from runs import answers_of, invoke
 
 MOST_LINES_OF_AN_ENGINE = 60
 
@@ -89,11 +88,6 @@ class Overlay:
 
     def rlhfspec(self, *arguments: object) -> subprocess.CompletedProcess[str]:
         return self.python("-m", "rlhfspec.cli.start", *map(str, arguments))
-
-
-def samples_of(run: Path) -> dict[str, list[Any]]:
-    lines = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
-    return {line["id"]: [line[name] for name in ("tokens", "text", "finish_reason", "reward")] for line in lines}
 
 
 def test_blocks_are_one_new_file_and_one_entry_each() -> None:
@@ -182,6 +176,6 @@ def test_an_engine_is_added(job_file: Path, tmp_path_factory: pytest.TempPathFac
     assert "samples of the engine plain do not move" in " ".join(refused.stderr.split())
     theirs = overlay.rlhfspec("run", job_file, "--out", job_file.parent / "theirs", *sets)
     assert theirs.returncode == 0, theirs.stdout + theirs.stderr
-    samples = samples_of(job_file.parent / "theirs")
+    samples = answers_of(job_file.parent / "theirs")
     assert len(samples) == 2 * 3 * 3
-    assert samples == samples_of(job_file.parent / "ours")
+    assert samples == answers_of(job_file.parent / "ours")

@@ -16,14 +16,13 @@ from rlhfspec.job.rewards import FunctionSource
 from rlhfspec.training.scoring.rewards.imports import load_function
 
 EXAMPLES = ROOT / "examples"
-PRETRAINED = "smollm2.yaml"
-JOBS = sorted({path.name for path in EXAMPLES.glob("*.yaml")} - {PRETRAINED})  # its data are for a model that chats
+JOBS = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
 
 
 def small(job: Path) -> list[str]:
     spec = yaml.safe_load(job.read_text())["spec"]
     fields = {"training.steps": 2, "training.promptsPerStep": 2, "generation.maxTokens": 8}
-    fields |= {"generation.speculation.mode": "off", "observability.view": "plain", "observability.sampleTexts": 1}
+    fields |= {"observability.view": "plain", "observability.sampleTexts": 1}
     if spec["algorithm"].get("samplesPerPrompt", 8) > 1:
         fields["algorithm.samplesPerPrompt"] = 2
     if "overlongBuffer" in spec["algorithm"]:

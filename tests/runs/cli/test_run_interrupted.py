@@ -12,25 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from runs import curve_of, invoke, lines_of, train
+from runs import curve_of, invoke, lines_of, train, with_reward
 from started import Started, eventually, hold_rewards
 
 from rlhfspec.cli.signals import on_signals
 
-PATIENCE_SECONDS = 150.0
 OFF = "generation.speculation.mode=off"
 
 
 def start(job_file: Path, out: str, *overrides: str, resume: bool = False, fresh: bool = True) -> Started:
     return Started(job_file, out, *overrides, resume=resume, fresh=fresh, processes=False)
-
-
-def with_reward(job_file: Path, code: str, **fields: object) -> None:
-    (job_file.parent / "other.py").write_text(code)
-    job = yaml.safe_load(job_file.read_text())
-    job["spec"]["rewards"]["sources"] = [{"type": "function", "function": "other:reward", "retries": 0} | fields]
-    job_file.write_text(yaml.safe_dump(job))
 
 
 STEPS = "training.steps=5"
@@ -129,14 +120,14 @@ def test_a_signal_during_the_summary_ends_it(job_file: Path, number: signal.Sign
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("    raise ValueError('no digits')", "no digits"),
-        ("    return float('nan')", "not a finite number"),
-        ("    return 'good'", "not a number"),
-        ("    import time; time.sleep(60)", "0.2 s"),
+        ("raise ValueError('no digits')", "no digits"),
+        ("return float('nan')", "not a finite number"),
+        ("return 'good'", "not a number"),
+        ("import time; time.sleep(60)", "0.2 s"),
     ],
 )
 def test_a_failing_reward_ends_the_run_with_its_name(job_file: Path, function: str, said: str) -> None:
-    with_reward(job_file, f"def reward(completion):\n{function}\n", timeoutSeconds=0.2)
+    with_reward(job_file, function, timeoutSeconds=0.2)
     result = invoke(job_file, "failing", OFF, code=1)
     assert isinstance(result.exception, SystemExit)
     assert "failed" in result.output
@@ -149,8 +140,8 @@ def test_a_failing_reward_ends_the_run_with_its_name(job_file: Path, function: s
 
 
 def test_a_dropped_sample_is_counted_and_never_a_zero(job_file: Path) -> None:
-    code = "def reward(prompt, completion):\n    return len(completion) if '1+' not in prompt else None\n"
-    with_reward(job_file, code, onError="drop")
+    code = "return len(completion) if '1+' not in prompt else None"
+    with_reward(job_file, code, arguments="prompt, completion", onError="drop")
     invoke(job_file, "picky", OFF, "dataset.shuffle=false", "training.promptsPerStep=5", "training.steps=1", code=0)
     [line] = map(json.loads, lines_of(job_file, "picky"))
     assert line["num_dropped"] == 3, "the one prompt with 1+, three samples of it"
@@ -215,8 +206,3 @@ def test_one_folder_holds_one_run(job_file: Path) -> None:
     other = invoke(job_file, "run", OFF, "training.seed=8", resume=True, code=2)
     assert "spec.training.seed was 0 and is 8 now" in other.output
     assert [line["step"] for line in curve_of(job_file, "run")] == [1]
-
-
-def test_bad_jobs_are_refused_before_anything_is_written(job_file: Path) -> None:
-    assert "did you mean steps" in invoke(job_file, "never", "training.stpes=3", code=2).output
-    assert not (job_file.parent / "never").exists()

@@ -32,6 +32,13 @@ def run_in_a_group(
             os.killpg(process.pid, signal.SIGKILL)
 
 
+def assert_learned_alike(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    for ours, theirs in zip(one, other, strict=True):
+        assert ours["reward"] == theirs["reward"]
+        for name in LOSSES:
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-6, rel=1e-4), name
+
+
 def test_two_ranks_learn_what_one_learns(job_file: Path) -> None:
     alone = train(job_file, "alone", "training.steps=2", "training.optimizer.learningRate=1e-4")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -42,10 +49,7 @@ def test_two_ranks_learn_what_one_learns(job_file: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("step 2/2") == 1, "the other rank is silent"
-    for one, both in zip(alone, curve_of(job_file, "ranks"), strict=True):
-        assert one["reward"] == both["reward"]
-        for name in LOSSES:
-            assert one[name] == pytest.approx(both[name], abs=1e-6, rel=1e-4), name
+    assert_learned_alike(alone, curve_of(job_file, "ranks"))
 
 
 @pytest.mark.parametrize(
@@ -100,14 +104,6 @@ LEARNING = ("training.steps=6", "training.optimizer.learningRate=1e-4", "checkpo
 NODES = ("roles.trainer.nodes=2", "roles.trainer.ranksPerNode=2")
 
 
-def assert_learned_alike(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
-    assert len(one) == len(other)
-    for ours, theirs in zip(one, other, strict=True):
-        assert ours["reward"] == theirs["reward"]
-        for name in LOSSES:
-            assert ours[name] == pytest.approx(theirs[name], abs=1e-6, rel=1e-4), name
-
-
 @pytest.mark.whole("whole runs in which processes are killed, one after the other")
 @pytest.mark.parametrize("rank", [0, 3])
 def test_two_nodes_of_two_ranks_one_killed_learn(job_file: Path, starting: Callable[..., Started], rank: int) -> None:
@@ -144,24 +140,3 @@ def test_a_stopped_run_of_four_ranks_goes_on_with_two_and_one(job_file: Path, st
         assert {path.stem for path in newest.glob("*.safetensors")} == {"learner", *parts}
     train(job_file, "nodes", *LEARNING, resume=True)
     assert_learned_alike(alone, curve_of(job_file, "nodes"))
-
-
-def test_a_rank_that_is_none_is_refused_by_the_new_name(job_file: Path) -> None:
-    for field, said in (
-        ("ranks", "it is called ranksPerNode, and there are nodes beside it"),
-        ("contextParallel", "does not exist yet: a sequence is one rank's, or those of one layer's"),
-    ):
-        result = invoke(job_file, "out", f"roles.trainer.{field}=2", code=2)
-        assert f"spec.roles.trainer.{field}: unknown key; {said}" in result.output
-
-
-def test_ranks_of_a_layer_divide_the_heads_of_the_model(job_file: Path) -> None:
-    result = invoke(job_file, "out", "roles.trainer.ranksPerNode=4", "roles.trainer.tensorParallel=4")
-    assert "spec.roles.trainer.tensorParallel: must divide the model's num_key_value_heads (2) (got 4)" in result.output
-
-
-def test_ranks_need_processes_or_torchrun(job_file: Path) -> None:
-    result = invoke(job_file, "out", "roles.trainer.ranksPerNode=2")
-    assert "spec.roles.trainer.ranksPerNode: needs --processes, or torchrun --nproc-per-node 2" in result.output
-    result = invoke(job_file, "out", *NODES)
-    assert "spec.roles.trainer.nodes: needs --processes, or torchrun --nnodes 2 --nproc-per-node 2" in result.output

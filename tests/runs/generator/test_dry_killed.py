@@ -8,30 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from faults.processes import send
 from runs import train
 from started import Started, caught, eventually, hold_rewards
 
-from rlhfspec.messages.access.rights import CONTROL, inbox_of
+from rlhfspec.messages.access.connecting import connect
+from rlhfspec.messages.access.connections import Connections
+from rlhfspec.messages.access.rights import CONTROL
 from rlhfspec.messages.loop import subject
 from rlhfspec.messages.records import Plan, Sample
-from rlhfspec.messages.servers.credentials.certificates import client_tls
-from rlhfspec.messages.transport.jetstream.proof import NatsProof
 from rlhfspec.messages.transport.jetstream.streams import stream_name
-from rlhfspec.messages.transport.nats import NatsTransport
 from rlhfspec.stage.bus import Bus
 from rlhfspec.telemetry.folder import read_spans
 
-PPO = ("generation.speculation.mode=off", "roles.generator.workers=2")
-
-
-def ppo(job_file: Path) -> None:
-    job = yaml.safe_load(job_file.read_text())
-    job["spec"]["algorithm"] = {"name": "ppo", "samplesPerPrompt": 2, "klCoefficient": 0.05}
-    job["spec"]["training"] |= {"steps": 8, "promptsPerStep": 8}
-    job["spec"]["generation"]["maxTokens"] = 24
-    job_file.write_text(yaml.safe_dump(job))
+ROLES = (CONTROL, "rebalancer")
+PPO = ("algorithm={name: ppo, samplesPerPrompt: 2, klCoefficient: 0.05}", "training.steps=8", "generation.maxTokens=24")
+PPO += ("training.promptsPerStep=8", "roles.generator.workers=2")
 
 
 def scored_by_guests(folder: Path) -> list[str]:
@@ -39,23 +31,17 @@ def scored_by_guests(folder: Path) -> list[str]:
     return [span.sample for span in spans if span.worker > 0]
 
 
-def samples_of(job_file: Path, out: str) -> bytes:
-    return (job_file.parent / out / "samples.jsonl").read_bytes()
-
-
 class Control:
     """Client of a run's servers that observes as control and plans as the rebalancer."""
 
     def __init__(self, run: Started) -> None:
-        self._url = run.connections["nats_url"]
-        self._uid = run.connections["uid"]
-        self._credentials = Path(run.connections["credentials"])
+        self._connections = Connections.read(run.folder / "processes" / "connections.json")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
 
     def __enter__(self) -> "Control":
         self._thread.start()
-        self._control, self._rebalancer = (self._do(self._connected(role)) for role in (CONTROL, "rebalancer"))
+        self._control, self._rebalancer = (self._do(connect(self._connections, role, name=role)) for role in ROLES)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -68,18 +54,12 @@ class Control:
     def _do(self, what: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(what, self._loop).result(30.0)
 
-    async def _connected(self, role: str) -> NatsTransport:
-        return await NatsTransport.connect(
-            self._url, name=role, inbox_prefix=inbox_of(role, self._uid),
-            proof=NatsProof(nkey_seed=self._credentials / f"{role}.seed"), tls=client_tls(self._credentials, role),
-        )  # fmt: skip
-
     def plan(self, dry: dict[int, str]) -> None:
-        bus = Bus(self._rebalancer, "letters", uid=self._uid, workers={"rebalancer": 1})
+        bus = Bus(self._rebalancer, "letters", uid=self._connections.uid, workers={"rebalancer": 1})
         self._do(bus.of("rebalancer").publish(Plan(id="letters/plan", job="letters", dry=dry)))
 
     def reference(self) -> dict[str, Any]:
-        stream = stream_name(subject("letters", self._uid, Sample))
+        stream = stream_name(subject("letters", self._connections.uid, Sample))
         found: dict[str, Any] = self._do(self._control._connection.api(f"CONSUMER.INFO.{stream}.reference"))
         return found
 
@@ -114,10 +94,9 @@ def stop_at_a_sample(control: Control, pid: int) -> None:
 @pytest.mark.whole("whole runs in which processes are killed, one after the other")
 def test_a_dry_generator_killed_while_scoring_keeps_the_curve(job_file: Path, starting: Callable[..., Started]) -> None:
     """The reference is stopped, so generator 1 scores alone, and is killed once."""
-    ppo(job_file)
     hold = hold_rewards(job_file, "0 many")
     whole = train(job_file, "one", *PPO)
-    run = starting("many", "roles.generator.workers=2")
+    run = starting("many", *PPO)
     run.until("(8 of 8)")
     generators = [run.pid_of("generator", worker) for worker in (0, 1)]
     with ExitStack() as all_held:
@@ -136,5 +115,4 @@ def test_a_dry_generator_killed_while_scoring_keeps_the_curve(job_file: Path, st
 
         eventually(has_scored, "it scores again, and what it had was delivered again")
     run.ends()
-    assert run.curve() == whole
-    assert samples_of(job_file, "many") == samples_of(job_file, "one")
+    run.check_alike(whole)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from faults.processes import is_alive, named, of_run
-from runs import command, invoke, train
+from runs import command, train
 from started import Started, eventually, hold_rewards
 
 from rlhfspec.tiny import random_model
@@ -75,9 +75,3 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(job_file: Path, starting:
     run = starting("many", PARTS, f"model.path={folder}")
     output = run.ends(2)
     assert "spec.model.path: cannot be cut over 2 processes: Phi3ForCausalLM wants rowwise_split_input" in output
-
-
-def test_in_one_process_there_are_no_parts(job_file: Path) -> None:
-    result = invoke(job_file, "one", PARTS, code=2)
-    assert "spec.roles.generator.tensorParallel: needs --processes (got 2)" in result.output
-    assert not (job_file.parent / "one").exists()

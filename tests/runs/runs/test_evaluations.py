@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import command, curve_of, invoke, train
+from runs import command, curve_of, train
 
 from rlhfspec.messages.records.evaluations import best
 from rlhfspec.runs.folder.run_folder import RunFolder
@@ -93,11 +93,6 @@ def weights_in(folder: Path) -> dict[str, bytes]:
     from safetensors.torch import load_file
 
     return {name: tensor.numpy().tobytes() for name, tensor in load_file(folder / "model.safetensors").items()}
-
-
-def test_more_held_out_prompts_than_the_data_has_are_refused(job_file: Path) -> None:
-    result = invoke(job_file, "run", "evaluation.numPrompts=24", code=2)
-    assert "spec.evaluation.numPrompts: must be < 24, the rows of the dataset" in result.output
 
 
 def test_groups_are_whole_where_the_reward_wants_them_whole(job_file: Path) -> None:

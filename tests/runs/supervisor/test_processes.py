@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from faults.processes import named, of_run
+from places import TESTS
 from runs import lines_of, train
 from started import PATIENCE_SECONDS, TWO, Started, eventually, hold_rewards, stopping_at
 
@@ -45,9 +46,7 @@ def test_one_generator_killed_and_one_by_hand_change_no_curve(job_file: Path, st
         by_hand.kill()
         by_hand.communicate()
     run.ends()
-    assert run.curve() == whole
-    samples = [(job_file.parent / out / "samples.jsonl").read_bytes() for out in ("one", "many")]
-    assert samples[0] == samples[1]
+    run.check_alike(whole)
     manifest = json.loads((run.folder / "manifest.json").read_text())
     assert manifest["outcome"] == "completed"
     ones = dict.fromkeys(("prompts", "reference", "trainer", "rebalancer"), 1)
@@ -62,10 +61,7 @@ def test_one_generator_killed_and_one_by_hand_change_no_curve(job_file: Path, st
 
 def test_ppo_stopped_and_resumed_has_the_curve_of_one_process(job_file: Path, starting: Callable[..., Started]) -> None:
     hold = hold_rewards(job_file, "1 many")
-    job = yaml.safe_load(job_file.read_text())
-    job["spec"]["algorithm"] = {"name": "ppo", "samplesPerPrompt": 2}
-    job_file.write_text(yaml.safe_dump(job))
-    steps = ("training.steps=6", "checkpoint.everySteps=100")
+    steps = ("algorithm={name: ppo, samplesPerPrompt: 2}", "training.steps=6", "checkpoint.everySteps=100")
     whole = train(job_file, "one", *steps)
     run = starting("many", *steps)
     run.until(" 1/6 ")
@@ -105,7 +101,6 @@ def test_the_next_run_cleans_up_after_a_dead_one(job_file: Path, starting: Calla
     assert not (run.folder / "processes").exists()
 
 
-TESTS = Path(__file__).parents[2]
 DIE = """
 import os, signal, sys
 sys.path.insert(0, TESTS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import command, train, write_job, write_models
+from runs import command, samples_of, train, write_job, write_models
 from scraping import OF_LEARNING, Scraper, names_of
 from started import Started, eventually, hold_rewards
 
@@ -33,10 +33,6 @@ def deep_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deep-models")
     write_models(folder, random_model("llama", seed=0, vocab_size=VOCAB_SIZE, num_layers=3))
     return folder
-
-
-def samples_of(job_file: Path, out: str) -> bytes:
-    return (job_file.parent / out / "samples.jsonl").read_bytes()
 
 
 def test_learning_changes_nothing(
@@ -65,8 +61,7 @@ def test_learning_changes_nothing(
     eventually(lambda: names_of([scraper.ask()]) >= OF_LEARNING, "what learning costs and brings is served")
     hold.unlink()
     run.ends()
-    assert run.curve() == plain
-    assert samples_of(job_file, "processes") == samples_of(job_file, "plain")
+    run.check_alike(plain, "plain")
 
 
 @pytest.mark.sweep(parts=2)
@@ -123,5 +118,4 @@ def test_a_killed_generator_goes_on_learnt(job_file: Path, deep_models: Path, st
     eventually(lambda: any(said in file.read_text() for file in logs.glob("*generator*")), "the next one takes it")
     hold.unlink()
     run.ends()
-    assert run.curve() == plain
-    assert samples_of(job_file, "killed") == samples_of(job_file, "plain")
+    run.check_alike(plain, "plain")

@@ -15,7 +15,7 @@ import yaml
 from advice import Adviser, Listener
 from disks import fill
 from faults.processes import named, slowed
-from runs import train, write_job
+from runs import curve_of, samples_of, train, write_job
 from started import OFF, Started, caught, eventually, hold_rewards
 from traced_moves import check_traces
 
@@ -49,7 +49,7 @@ def test_random_moves_every_50_ms_change_no_bit_of_the_curve(
         code, output = run.ended()
     assert code == 0, output
     print(dict(adviser.outcomes), f"of {adviser.num_advised} advised")
-    check_alike(run, whole)
+    run.check_alike(whole)
     assert adviser.outcomes["kv"] >= 10, (adviser.outcomes, adviser.moved[-3:])
     num_moves, most = check_traces(run.folder)
     print(f"{num_moves} moves are in the traces, at most {most} of one sample")
@@ -97,18 +97,12 @@ def test_a_rebalancer_killed_held_or_mad_costs_balance_alone(job_file: Path, sta
             os.kill(pid, signal.SIGCONT)
         code, output = run.ended()
     assert code == 0, output
-    check_alike(run, whole)
+    run.check_alike(whole)
     assert hostile.num_floods, "it was heard"
     followed = [moved for moved in hostile.moved if "/flood/" in moved.id]
     print(f"{len(followed)} of {hostile.num_advised} hostile moves were looked at; {dict(hostile.outcomes)}")
     assert len(followed) < hostile.num_advised / 4, "the rest of a flood is lost"
     assert all(moved.how == "kept" or moved.sample_id.startswith("letters/") for moved in followed)
-
-
-def check_alike(run: Started, whole: list[dict[str, Any]]) -> None:
-    assert run.curve() == whole
-    one, many = ((run.job_file.parent / out / "samples.jsonl").read_bytes() for out in ("one", run.out))
-    assert one == many
 
 
 LEAVING = ("generation.maxTokens=440", "training.promptsPerStep=4", "training.steps=2", "generation.ignoreEos=true")
@@ -136,14 +130,12 @@ def test_what_runs_at_a_leaving_generator_goes_on_elsewhere(job_file: Path, star
         code, output = run.ended()
     assert code == 0, output
     assert f"generator {worker} left: another program asked it to" in output, "by itself, before anybody ended it"
-    assert run.curve() == whole
-    one, many = ((job_file.parent / out / "samples.jsonl").read_bytes() for out in ("one", "many"))
-    assert one == many
+    run.check_alike(whole)
     assert [moved.how for moved in listener.moved if "/leave/" in moved.id].count("kv") >= 2, listener.moved
     assert set(listener.outcomes) <= {"kv", "kept"}, listener.moved
     assert sum(moved.num_recomputed for moved in listener.moved) == 0
     # Had anything been delivered again, or been computed again, more tokens would have been made than there are.
-    assert sum(listener.num_tokens.values()) == num_tokens(many)
+    assert sum(listener.num_tokens.values()) == num_tokens(samples_of(job_file, "many"))
 
 
 def in_the_middle(listener: Listener) -> list[int]:
@@ -194,6 +186,4 @@ def test_shared_memory_that_is_too_small_for_the_weights(job_file: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr
     [told] = [line for line in done.stderr.splitlines() if line.startswith("/dev/shm has")]
     assert told.endswith(f"they go through {job_file.parent}/many/processes")
-    from runs import curve_of
-
     assert curve_of(job_file, "many") == whole

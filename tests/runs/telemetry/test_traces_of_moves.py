@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from advice import Adviser
-from runs import command, invoke, train
+from runs import command, train
 from traced_moves import check_traces, told_by_trace
 from typer.testing import CliRunner, Result
 
@@ -105,11 +105,3 @@ def test_every_sample_of_a_run_has_its_whole_life_and_traces_change_no_curve(job
     assert refused.exit_code == 2
     assert refused.output.startswith("RUN: it holds no traces: they are written while a job runs, with observability.")
     assert len(refused.output.splitlines()) == 1
-
-
-def test_an_endpoint_is_a_url_and_needs_its_package(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = invoke(job_file, "out", "observability.otlpEndpoint=localhost:4317")
-    assert (refused.exit_code, "spec.observability.otlpEndpoint" in refused.output) == (2, True)
-    monkeypatch.setattr("rlhfspec.runs.folder.trackers.find_spec", lambda name: None)
-    refused = invoke(job_file, "out", "observability.otlpEndpoint=http://localhost:4317", code=2)
-    assert "pip install 'rlhfspec[processes]'" in refused.output

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from moving import Bits, at_once, bits, drain, in_rounds, reserved
 from places import ROOT
-from runs import REWARDS, curve_of
+from runs import curve_of, with_spec, write_data, write_job
 from started import OFF, TWO, Started
 
 from rlhfspec.engine import Engine, Request, SamplingParams
@@ -89,22 +88,14 @@ def test_a_moved_sequence_is_the_one_that_stayed(model: Path, requests: list[Req
 
 @pytest.fixture
 def job_file(tmp_path: Path) -> Path:
+    write_data(tmp_path)
     rows = [{"messages": [{"role": "user", "content": question}]} for question in SUMS]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    spec = {
-        "model": {"path": "smollm2"},
-        "dataset": {"path": "data.jsonl", "messagesColumn": "messages"},
-        "algorithm": {"name": "grpo", "samplesPerPrompt": 2},
-        "generation": {"maxTokens": 8},
-        "rewards": {"sources": [{"type": "function", "function": "rewards:letters"}]},
-        "training": {"steps": 2, "promptsPerStep": 2, "optimizer": {"learningRate": 1e-5}},
-        "checkpoint": {"everySteps": 1, "export": False},
-        "observability": {"view": "plain", "sampleTexts": 0},
-    }
-    job = {"apiVersion": "rlhfspec.io/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "letters"}, "spec": spec}
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
-    return tmp_path / "job.yaml"
+    return with_spec(
+        write_job(tmp_path, tmp_path, samplesPerPrompt=2), model={"path": "smollm2", "drafter": None},
+        dataset={"messagesColumn": "messages"}, generation={"maxTokens": 8},
+        training={"steps": 2, "promptsPerStep": 2, "optimizer": {"learningRate": 1e-5}},
+    )  # fmt: skip
 
 
 def test_processes_and_a_killed_run_train_the_same_curve(

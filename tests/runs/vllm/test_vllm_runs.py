@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from faults import vllm as faults
-from runs import invoke, lines_of, train, write_data, write_job, write_models
+from runs import answers_of, invoke, lines_of, train, write_data, write_job, write_models
 from vllm_children import python_with_vllm
 
 from rlhfspec.engine.vllm.finding import INSTALL_VLLM, VARIABLE
@@ -26,15 +26,10 @@ def job_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_job(folder, folder)
 
 
-def samples(job_file: Path, out: str) -> dict[str, list[Any]]:
-    lines = map(json.loads, (job_file.parent / out / "samples.jsonl").read_text().splitlines())
-    return {line["id"]: [line[name] for name in ("tokens", "text", "finish_reason", "reward")] for line in lines}
-
-
 @pytest.fixture(scope="module")
 def ours(job_file: Path) -> dict[str, list[Any]]:
     train(job_file, "ours")
-    return samples(job_file, "ours")
+    return answers_of(job_file.parent / "ours")
 
 
 @pytest.mark.parametrize("mode", ["off", "suffix"])
@@ -46,7 +41,7 @@ def test_samples_are_those_of_our_engine(job_file: Path, ours: dict[str, list[An
         return
     train(job_file, f"vllm-{mode}", *chosen)
     assert len(ours) == 3 * 3 * 3
-    assert samples(job_file, f"vllm-{mode}") == ours
+    assert answers_of(job_file.parent / f"vllm-{mode}") == ours
     manifest = json.loads((job_file.parent / f"vllm-{mode}" / "manifest.json").read_text())
     assert manifest["models"]["generator"]["bits"] == "vllm-0.32-cpu"
 
