@@ -64,7 +64,6 @@ def generate(engine: Engine, seed: int = 0, *, temperature: float = 1.0, num_tok
 
 
 def weights_of(engine: Engine) -> str:
-    assert engine.state.draft is not None
     return engine.state.draft.runner.fingerprint()
 
 
@@ -90,26 +89,6 @@ def test_tokens_are_the_same_bits_while_the_drafter_learns(
             new = dict(perturbed(model, 0.2).state_dict())
             learning.load_weights(new, version=1)
             plain.load_weights(new, version=1)
-
-
-def test_weights_that_change_in_mid_sequence_change_no_token(model: Any) -> None:
-    """Weights change between any steps, with occasional preemption."""
-    expected = generate(make(model, None, speculation="off", learning="off"))
-    engine = make(model, kv_cache_tokens=320)
-    engine.generate(PROMPTS * 4, SamplingParams(max_tokens=70, ignore_eos=True))  # something to learn from
-    genuine, num_swaps = engine.step, 0
-
-    def step() -> Any:
-        nonlocal num_swaps
-        num_swaps += engine.learning.learn_while_idle()
-        if engine.scheduler.running and num_swaps % 3 == 0:
-            engine.preempt(engine.scheduler.running[0].request.id)
-        engine.check_integrity()
-        return genuine()
-
-    engine.step = step  # type: ignore[method-assign]
-    assert generate(engine) == expected
-    assert num_swaps > 4
 
 
 @pytest.mark.sweep(parts=3)
@@ -151,8 +130,6 @@ def test_it_gets_better(model: Any, draft: str) -> None:
     report = engine.learning.report
     assert report.num_tokens > 2000
     assert report.seconds > 0
-    assert report.tokens_before is not None
-    assert report.tokens_now is not None
     assert report.tokens_now > report.tokens_before
 
 
@@ -165,7 +142,6 @@ def tokens_a_verification(engine: Engine) -> float:
 
 def recording_only(model: Any) -> Engine:
     engine = make(model)
-    assert engine.learning is not None
     engine.learning.budget.may_learn = lambda *, idle: False  # type: ignore[method-assign]
     return engine
 
@@ -174,7 +150,7 @@ def test_labels_are_what_the_target_says(model: Any) -> None:
     """Hugging Face's log-probs of the whole sequence are the slow twin."""
     engine, temperature = recording_only(model), 0.7
     done = generate(engine, temperature=temperature)
-    assert engine.learning is not None
+    assert engine.learning._recorder.rows == {}, "all have left their lessons"
     lessons = engine.learning._ring.take(most_tokens=10_000)
     assert sum(lesson.num_labels for lesson in lessons) == sum(len(tokens) for tokens, _, _ in done)
     for lesson in lessons:
@@ -184,16 +160,6 @@ def test_labels_are_what_the_target_says(model: Any) -> None:
         found = expected.gather(-1, torch.from_numpy(lesson.label_ids.astype(np.int64))).numpy()
         np.testing.assert_allclose(found, lesson.label_log_probs, atol=2e-2)  # float16
         assert (lesson.label_ids[:, 0] == expected.argmax(-1).numpy()).mean() > 0.99
-
-
-def test_a_sequence_that_was_preempted_leaves_its_lessons(model: Any) -> None:
-    engine = recording_only(model)
-    recorder = LessonRecorder(ring := LessonRing(most_tokens=1000, passes=1))
-    assert engine.learning is not None
-    engine.learning._recorder = recorder
-    generate(engine, num_tokens=40)
-    assert ring.num_tokens == 160
-    assert recorder.rows == {}
 
 
 @pytest.mark.sweep(parts=3)
@@ -218,7 +184,6 @@ def test_a_drafter_made_of_the_policy_follows_it(model: Any, learning: str | flo
     generate(engine)
     engine.learning.learn_while_idle()
     student = engine.state.student
-    assert student is not None
     learnt = {name: tensor.clone() for name, tensor in student.state_dict().items() if ".layers.1." in name}
     new = dict(perturbed(model, 0.3).state_dict())
     engine.load_weights(new, version=1)
@@ -326,7 +291,6 @@ def test_where_nothing_pays_a_short_step_is_only_noted(model: Any) -> None:
     """The test counts the calls that learning makes in a step of a millisecond."""
     engine, counted, num_steps = make(model, learning="auto"), Counter[str](), 0
     learning = engine.learning
-    assert learning is not None
     learning.budget.spent(seconds=1e6, num_tokens=512)
     genuine = learning.stepped
 
@@ -359,7 +323,6 @@ def test_looking_at_steps_now_and_then_tells_what_each_tells(monkeypatch: pytest
     for watch_seconds in (0.05, 0.0):
         monkeypatch.setattr(distilling, "_WATCH_SECONDS", watch_seconds)
         learning = make(model, learning="auto").learning
-        assert learning is not None
         for number, (num_tokens, drafted) in enumerate(steps):
             learning.stepped(0.001, num_tokens, "model" if drafted else "suffix", has_finished=False)
             if number == 1000:
@@ -374,7 +337,6 @@ def test_looking_at_steps_now_and_then_tells_what_each_tells(monkeypatch: pytest
 
 def test_what_noting_a_step_takes_is_paid_for(model: Any) -> None:
     learning = make(model, learning="auto").learning
-    assert learning is not None
     for _ in range(1000):
         learning.stepped(0.001, NO_TOKENS, None, has_finished=False)
     assert not learning.budget.may_record(70), "of ten milliseconds four went into noting a thousand steps"
@@ -382,7 +344,6 @@ def test_what_noting_a_step_takes_is_paid_for(model: Any) -> None:
 
 def test_a_lesson_that_is_put_away_is_paid_for(model: Any) -> None:
     engine = recording_only(model)
-    assert engine.learning is not None
     put_away: list[int] = []
     genuine = engine.learning.budget.recorded
 

@@ -19,7 +19,6 @@ from rlhfspec.engine.forward import runner
 from rlhfspec.errors import UnsupportedModel
 from rlhfspec.huggingface.fused import widened
 from rlhfspec.huggingface.fused.casting import Precision, cast, precision_of
-from rlhfspec.huggingface.fused.fuse import fuse
 from rlhfspec.huggingface.fused.guard import Guard
 from rlhfspec.huggingface.loading import load_model, load_stored
 from rlhfspec.huggingface.proof.check import report_of
@@ -265,18 +264,6 @@ def test_a_buffer_that_is_loaded_later_is_not_rounded() -> None:
     state[BIAS] += torch.linspace(0.1, 0.3, len(state[BIAS]))
     engine.load_weights(state, version=1)
     assert torch.equal(held(engine, BIAS), state[BIAS])
-
-
-def test_a_buffer_of_a_model_that_moved_gets_new_values() -> None:
-    """A move replaces buffers but keeps parameters."""
-    model = tiny_model(tiny_config("deepseek_v3"))
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    examine(model, name="model", max_context=128)
-    fused = fuse(model, Precision(torch.float32), arithmetic="torch", max_context=128)
-    fused.model.to(torch.float64)  # replaces buffers likewise
-    state[BIAS] += 0.25
-    fused.load(state)
-    assert torch.equal(fused.model.get_buffer(BIAS), state[BIAS].double())
 
 
 def test_the_critics_scorer_has_the_trainers_frequencies() -> None:

@@ -23,7 +23,6 @@ from rlhfspec.huggingface.fused.guard import _BY_PLACE, Guard
 from rlhfspec.huggingface.fused.rotary import RotaryTable
 from rlhfspec.huggingface.proof import reference
 from rlhfspec.huggingface.structure import anatomy
-from rlhfspec.kernels.linear import PackedLinear
 from rlhfspec.sweep.classes import tiny_config, tiny_model
 from rlhfspec.sweep.verdict import judge
 
@@ -283,23 +282,22 @@ def in_specs(patch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
     patch.setattr(anatomy._Tracer, "specs", lambda self, near, far: tuple(map(change, found(self, near, far))))
 
 
-def behind_fuse(patch: pytest.MonkeyPatch, spoil: Callable[[Any], None]) -> None:
-    fuse = runner.fuse
+def behind_fuse(spoil: Callable[[Any], None]) -> Plant:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        fuse = runner.fuse
 
-    def spoilt(*arguments: Any, **keywords: Any) -> Any:
-        fused = fuse(*arguments, **keywords)
-        spoil(fused.model)
-        return fused
+        def spoilt(*arguments: Any, **keywords: Any) -> Any:
+            fused = fuse(*arguments, **keywords)
+            spoil(fused.model)
+            return fused
 
-    patch.setattr(runner, "fuse", spoilt)
+        patch.setattr(runner, "fuse", spoilt)
 
-
-def longer_window(patch: pytest.MonkeyPatch) -> None:
-    in_specs(patch, lambda spec: replace(spec, window=spec.window + 1))
+    return plant
 
 
-def shorter_chunk(patch: pytest.MonkeyPatch) -> None:
-    in_specs(patch, lambda spec: replace(spec, chunk=spec.chunk and spec.chunk - 1))
+longer_window = partial(in_specs, change=lambda spec: replace(spec, window=spec.window + 1))
+shorter_chunk = partial(in_specs, change=lambda spec: replace(spec, chunk=spec.chunk and spec.chunk - 1))
 
 
 def other_scale(patch: pytest.MonkeyPatch) -> None:
@@ -308,14 +306,10 @@ def other_scale(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(runner, "tree_attention", lambda *a, **k: attend(*a, **(k | {"scale": k["scale"] * 1.01})))
 
 
-def lost_bias(patch: pytest.MonkeyPatch) -> None:
-    def spoil(model: Any) -> None:
-        layer: PackedLinear = model.model.layers[2].self_attn.v_proj
-        assert layer.bias is not None
-        with torch.inference_mode():
-            layer.bias.zero_()
-
-    behind_fuse(patch, spoil)
+@behind_fuse
+def lost_bias(model: Any) -> None:
+    with torch.inference_mode():
+        model.model.layers[2].self_attn.v_proj.bias.zero_()
 
 
 def forgotten_rope(patch: pytest.MonkeyPatch) -> None:
@@ -333,13 +327,11 @@ def forgotten_rope(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RotaryTable, "_make", make)
 
 
-def swapped_experts(patch: pytest.MonkeyPatch) -> None:
-    def spoil(model: Any) -> None:
-        experts = next(module for module in model.modules() if isinstance(module, PackedExperts))
-        layers = experts.mlps or experts.ups
-        layers[0], layers[1] = layers[1], layers[0]
-
-    behind_fuse(patch, spoil)
+@behind_fuse
+def swapped_experts(model: Any) -> None:
+    experts = next(module for module in model.modules() if isinstance(module, PackedExperts))
+    layers = experts.mlps or experts.ups
+    layers[0], layers[1] = layers[1], layers[0]
 
 
 def swapped_expert_weights(patch: pytest.MonkeyPatch) -> None:

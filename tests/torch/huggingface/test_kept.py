@@ -13,6 +13,7 @@ from rlhfspec.engine import Engine, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.forward import runner
+from rlhfspec.engine.scheduling import speculation
 from rlhfspec.tiny import random_model
 from rlhfspec.training.modeling import loading
 
@@ -89,8 +90,6 @@ def test_the_trainers_model_is_proved_once(proofs: list[str]) -> None:
 
 
 def test_costs_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhfspec.engine.scheduling import speculation
-
     measured: list[object] = []
     plain = speculation.profile
     monkeypatch.setattr(speculation, "profile", lambda state: (measured.append(state), plain(state))[1])

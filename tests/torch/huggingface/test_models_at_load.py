@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlhfspec import job
-from rlhfspec.engine import Engine, SamplingParams
+from rlhfspec.engine import Engine, Request, SamplingParams
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import make_engine
 from rlhfspec.errors import InvalidRequest, SequenceStateError, UnsupportedModel
@@ -33,6 +33,8 @@ from rlhfspec.training.modeling.loading import load_policy, load_reference
 pytestmark = pytest.mark.turns(parts=2)
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
+REQUEST = Request(id="a", prompt_token_ids=(5, 6, 7), params=PARAMS, seed=1)
 
 
 def anatomy_of(model_type: str, max_context: int = 128, **changes: Any) -> Anatomy:
@@ -249,7 +251,7 @@ def test_a_sequence_of_another_model_of_the_same_shape_is_refused(other: str) ->
         if other == "expert":
             experts = model.model.layers[2].mlp.experts
             experts.down_proj[4, 0, 0] += 1e-3
-    source.submit(_request())
+    source.submit(REQUEST)
     source.step()
     state = source.export_sequence("a")
     with pytest.raises(SequenceStateError, match=r"fingerprint|architecture"):
@@ -258,12 +260,6 @@ def test_a_sequence_of_another_model_of_the_same_shape_is_refused(other: str) ->
     same.import_sequence(state)
     while same.has_work:
         same.step()
-
-
-def _request() -> Any:
-    from rlhfspec.engine import Request
-
-    return Request(id="a", prompt_token_ids=(5, 6, 7), params=SamplingParams(max_tokens=8, ignore_eos=True), seed=1)
 
 
 def test_new_weights_change_the_fingerprint_and_the_old_ones_bring_it_back() -> None:
@@ -282,7 +278,7 @@ def test_experts_loaded_later_are_those_loaded_first() -> None:
     engine = engine_of(model)
     engine.load_weights({name: tensor.clone() for name, tensor in other.state_dict().items()}, version=1)
     fresh = engine_of(other)
-    assert one_by_one(engine, [_request()])["a"].log_probs == one_by_one(fresh, [_request()])["a"].log_probs
+    assert one_by_one(engine, [REQUEST])["a"].log_probs == one_by_one(fresh, [REQUEST])["a"].log_probs
 
 
 def test_every_row_of_a_mixture_is_counted_once() -> None:
@@ -308,21 +304,23 @@ def without_a_layer(weights: dict[str, Tensor]) -> None:
         del weights[name]
 
 
-def with_another_layer(weights: dict[str, Tensor]) -> None:
-    weights["model.layers.9.mlp.up_proj.weight"] = torch.zeros(2, 2)
-
-
-def with_a_wrong_shape(weights: dict[str, Tensor]) -> None:
-    weights["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(3, 5)
+def with_zeros(name: str, *shape: int) -> Callable[[dict[str, Tensor]], object]:
+    return lambda weights: weights.update({name: torch.zeros(shape)})
 
 
 LAYER = r"lacks 9 weights: model\.layers\.1\.input_layernorm\.weight, .*, \.\.\. \(got"
 OTHER_WEIGHTS = {
     "fewer": (without_a_layer, LAYER),
-    "more": (with_another_layer, r"has 1 weight: model\.layers\.9\.mlp\.up_proj\.weight that the model"),
-    "misshapen": (with_a_wrong_shape, r"has 1 weight: model\.layers\.0\.self_attn\.q_proj\.weight 3x5, not 48x48"),
+    "more": (
+        with_zeros("model.layers.9.mlp.up_proj.weight", 2, 2),
+        r"has 1 weight: model\.layers\.9\.mlp\.up_proj\.weight that the model",
+    ),
+    "misshapen": (
+        with_zeros("model.layers.0.self_attn.q_proj.weight", 3, 5),
+        r"has 1 weight: model\.layers\.0\.self_attn\.q_proj\.weight 3x5, not 48x48",
+    ),
     "no head": (lambda weights: weights.pop("lm_head.weight"), r"lacks 1 weight: lm_head\.weight"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("change", "said"), OTHER_WEIGHTS.values(), ids=OTHER_WEIGHTS)

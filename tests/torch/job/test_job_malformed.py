@@ -213,8 +213,10 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(child, f"{path}{key}.")
 
 
-def laptop(edits: dict[str, Any]) -> str:
-    return yaml.safe_dump(edited(edits, LAPTOP_JOB))
+def laptop(folder: Path, edits: dict[str, Any]) -> Path:
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(edited(edits, LAPTOP_JOB)))
+    return file
 
 
 @pytest.fixture(scope="module")
@@ -248,22 +250,19 @@ def assert_refused(file: Path, field: str, fix: str, *options: str) -> None:
 
 
 def test_the_unspoiled_job_is_valid(folder: Path) -> None:
-    file = folder / "good.yaml"
-    file.write_text(yaml.safe_dump(LAPTOP_JOB))
+    file = laptop(folder, {})
     assert "3 of 5 to 5 tokens, 0 too long" in command(["validate", str(file), "--prompts"], 0).output
 
 
 @pytest.mark.parametrize(("edits", "field", "fix"), FIELDS, ids=lambda value: value if isinstance(value, str) else "")
 def test_field(folder: Path, edits: dict[str, Any], field: str, fix: str) -> None:
-    file = folder / "job.yaml"
-    file.write_text(laptop(edits))
-    assert_refused(file, field, fix)
+    assert_refused(laptop(folder, edits), field, fix)
 
 
 def test_a_function_without_a_name_from_the_jobs_own_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    Path("here.yaml").write_text(laptop({f"{SOURCE}.function": ":"}))
-    assert_refused(Path("here.yaml"), f"spec.{SOURCE}.function", "must be module:function")
+    file = laptop(Path(), {f"{SOURCE}.function": ":"})
+    assert_refused(file, f"spec.{SOURCE}.function", "must be module:function")
 
 
 @pytest.mark.parametrize(("content", "field", "fix"), FILES.values(), ids=list(FILES))
@@ -276,14 +275,12 @@ def test_file(folder: Path, content: bytes, field: str, fix: str) -> None:
 @pytest.mark.parametrize(("content", "edits", "field", "fix"), DATA.values(), ids=list(DATA))
 def test_data(folder: Path, content: bytes, edits: dict[str, Any], field: str, fix: str) -> None:
     (folder / "data.jsonl").write_bytes(content)
-    file = folder / "data.yaml"
-    file.write_text(laptop({"dataset.path": "./data.jsonl"} | edits))
+    file = laptop(folder, {"dataset.path": "./data.jsonl"} | edits)
     assert_refused(file, field, fix, "--prompts")
 
 
 def test_parquet(folder: Path) -> None:
-    file = folder / "parquet.yaml"
-    file.write_text(laptop({"dataset.path": "./data.parquet"}))
+    file = laptop(folder, {"dataset.path": "./data.parquet"})
     (folder / "data.parquet").write_bytes(b"PAR1 and no more")
     assert_refused(file, "spec.dataset.path", "not a readable Parquet file")
     table = pyarrow.table({"prompt": ["a", "b"], "answer": ["a", "b"], "score": [1.0, float("nan")]})
@@ -304,9 +301,7 @@ def test_parquet(folder: Path) -> None:
     ],
 )
 def test_override(folder: Path, override: str, field: str, fix: str) -> None:
-    file = folder / "set.yaml"
-    file.write_text(yaml.safe_dump(LAPTOP_JOB))
-    assert_refused(file, field, fix, "--set", override)
+    assert_refused(laptop(folder, {}), field, fix, "--set", override)
 
 
 @pytest.mark.parametrize(
@@ -321,8 +316,7 @@ def test_no_such_file(folder: Path, name: str, fix: str) -> None:
 def test_a_pipe_is_refused_as_job_and_as_data(folder: Path) -> None:
     os.mkfifo(folder / "pipe.jsonl")
     assert_refused(folder / "pipe.jsonl", "file", "must be a regular file")
-    file = folder / "piped.yaml"
-    file.write_text(laptop({"dataset.path": "./pipe.jsonl"}))
+    file = laptop(folder, {"dataset.path": "./pipe.jsonl"})
     assert_refused(file, "spec.dataset.path", "must be a regular file")
     with pytest.raises(JobError, match=r"must be a regular file"):
         load_rows(Dataset(path=str(folder / "pipe.jsonl")))
@@ -331,8 +325,7 @@ def test_a_pipe_is_refused_as_job_and_as_data(folder: Path) -> None:
 def test_hung_imports_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("rlhfspec.training.scoring.rewards.imports.IMPORT_SECONDS", 0.05)
     path = list(sys.path)
-    file = folder / "hanging.yaml"
-    file.write_text(laptop({f"{SOURCE}.function": "hanging:f"}))
+    file = laptop(folder, {f"{SOURCE}.function": "hanging:f"})
     assert_refused(file, f"spec.{SOURCE}.function", "importing 'hanging' took longer than 0.05 s")
     assert f"spec.{SOURCE}.function: still importing 'hanging'; it may take 0.05 s" in caplog.text
     monkeypatch.setattr(sys, "path", path)
@@ -342,15 +335,13 @@ def test_a_slow_import_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch, ca
     clock = SimpleNamespace(monotonic=itertools.count(step=2.5).__next__)
     monkeypatch.setattr("rlhfspec.training.scoring.rewards.imports.time", clock)
     (folder / "slow.py").write_text("def f(completion): return 1.0\n")
-    (folder / "slow.yaml").write_text(laptop({f"{SOURCE}.function": "slow:f"}))
-    command(["validate", str(folder / "slow.yaml")], 0)
+    command(["validate", str(laptop(folder, {f"{SOURCE}.function": "slow:f"}))], 0)
     assert caplog.messages == [f"spec.{SOURCE}.function: importing 'slow' took 2.5 s"]
 
 
 def test_a_package_that_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhfspec.runs.folder.trackers.find_spec", lambda name: None)
-    file = folder / "wandb.yaml"
-    file.write_text(laptop({"observability.wandb": {"project": "p"}}))
+    file = laptop(folder, {"observability.wandb": {"project": "p"}})
     assert_refused(file, "spec.observability.wandb", "needs a package: pip install wandb")
 
 
@@ -376,28 +367,24 @@ WITH_SECRETS: list[tuple[dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(("edits", "overrides"), WITH_SECRETS)
 def test_no_refusal_repeats_a_secret(folder: Path, edits: dict[str, Any], overrides: list[str]) -> None:
-    file = folder / "secret.yaml"
-    file.write_text(laptop(edits))
+    file = laptop(folder, edits)
     sets = [word for override in overrides for word in ("--set", override)]
     assert SECRET not in command(["validate", str(file), *sets], 2).output
 
 
 def test_every_problem_is_said_at_once(folder: Path) -> None:
-    file = folder / "many.yaml"
     edits = {
         "/metadata.name": "My Run", "training.steps": 0, "algorithm.clipHigh": 0, "dataset.path": "./gone.jsonl",
         "model.pth": "x", "generation.speculation": {"mode": "model"},
     }  # fmt: skip
-    file.write_text(laptop(edits))
-    output = CliRunner().invoke(app, ["validate", str(file)]).output
+    output = CliRunner().invoke(app, ["validate", str(laptop(folder, edits))]).output
     for field in ("metadata.name", "training.steps", "clipHigh", "dataset.path", "model.pth", "speculation.mode"):
         assert f"{field}: " in output, output
     assert "6 problems" in output
 
 
 def test_nothing_is_concluded_from_a_wrong_field(folder: Path) -> None:
-    file = folder / "one.yaml"
-    file.write_text(laptop({"algorithm.name": "reinforce+", "algorithm.samplesPerPrompt": 1}))
+    file = laptop(folder, {"algorithm.name": "reinforce+", "algorithm.samplesPerPrompt": 1})
     output = CliRunner().invoke(app, ["validate", str(file)]).output
     assert "algorithm.name" in output
     assert "samplesPerPrompt" not in output, "reinforce++ was meant, and needs no group"
@@ -498,6 +485,9 @@ def test_roles_are_those_that_have_a_pod() -> None:
     assert set(get_args(Role)) == set(names.ROLES)
 
 
+SCHEMA: dict[str, Any] = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+
+
 def test_the_definition_bounds_everything() -> None:
     """Otherwise the API server counts the cost of a rule as endless."""
 
@@ -515,7 +505,7 @@ def test_the_definition_bounds_everything() -> None:
             if isinstance(node.get(key), dict):
                 walk(node[key], f"{path}[]")
 
-    walk(schema_of(custom_resource_definition()), "")
+    walk(SCHEMA, "")
 
 
 def test_every_rule_names_a_field_that_exists() -> None:
@@ -524,15 +514,9 @@ def test_every_rule_names_a_field_that_exists() -> None:
             node = node["properties"].get(name, {})
         return bool(node)
 
-    schema = schema_of(custom_resource_definition())
-    assert all(exists(schema, rule["fieldPath"]) for rule in schema["x-kubernetes-validations"])
-    assert all(exists(schema, f".spec.{path}") for path in MUTABLE)
+    assert all(exists(SCHEMA, rule["fieldPath"]) for rule in SCHEMA["x-kubernetes-validations"])
+    assert all(exists(SCHEMA, f".spec.{path}") for path in MUTABLE)
 
 
 def test_the_printed_definition_is_this_one() -> None:
     assert json.loads(CliRunner().invoke(app, ["schema", "--crd"]).output) == custom_resource_definition()
-
-
-def schema_of(crd: dict[str, Any]) -> dict[str, Any]:
-    schema: dict[str, Any] = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    return schema

@@ -109,7 +109,6 @@ def both(
     rule = rule_for(rng, kind)
     terms = rule.terms if isinstance(rule, PayingLevel) else None
     native = space.grow(batch, plan, roots, acceptance.curves("model", batch.rows), terms)
-    assert native is not None
     return native, grow(space, batch, plan, roots, acceptance, rule)
 
 
@@ -205,7 +204,6 @@ def test_wide_batches_choose_the_most_promising_nodes_and_of_equals_the_first() 
     log_odds, shifts = acceptance.curves("model", batch.rows)
     log_odds[:] = 0.5
     native = space.grow(batch, plan, roots, (log_odds, shifts), None)
-    assert native is not None
     assert_same(native, grow(space, batch, plan, roots, acceptance, Always()))
     assert native.expanded.level_rows.tolist() == [batch.size] * 3
     first = native.expanded.nodes[0, : batch.size]

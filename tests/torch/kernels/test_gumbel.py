@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,12 +118,6 @@ def bits(result: tuple[Tensor, ...]) -> list[list[int]]:
     return [value.view(torch.int32).tolist() if value.dtype == torch.float32 else value.tolist() for value in result]
 
 
-@pytest.fixture
-def restored_threads() -> Iterator[None]:
-    yield
-    build.set_num_threads(None)
-
-
 @pytest.mark.sweep(parts=3)
 @needs_native
 @pytest.mark.parametrize("isa", NATIVE_ISAS)
@@ -203,18 +197,18 @@ def test_nucleus_boundary_that_is_met_exactly(top_p: float, num_small: int) -> N
 
 
 @needs_native
-def test_a_row_gives_the_same_bits_in_every_batch(restored_threads: None) -> None:
+def test_a_row_gives_the_same_bits_in_every_batch(threads: Callable[[int], None]) -> None:
     """Batch, stride, thread count and instruction set change no bit of tokens, log-probs and scores."""
     g = generator(5)
     batch = random_batch(torch.cat([normal(40, 3001, g), holed(20, 3001, g), tied(12, 3001, g)]), g)
-    build.set_num_threads(1)
+    threads(1)
     sample, proposals = bits(native_sample(NATIVE_ISAS[0], batch)), bits(native_candidates(NATIVE_ISAS[0], batch, 4))
     padded = torch.full((72, 3001 + 13), torch.nan)
     padded[:, 3:3004] = batch.logits
     strided = batch._replace(logits=padded[:, 3:3004])
     for isa in NATIVE_ISAS:
-        for threads in (1, 2):
-            build.set_num_threads(threads)
+        for count in (1, 2):
+            threads(count)
             assert bits(native_sample(isa, strided)) == sample
             assert bits(native_candidates(isa, strided, 4)) == proposals
     for i in range(72):
@@ -250,14 +244,16 @@ def test_exponentials_are_accurate(isa: str) -> None:
     torch.testing.assert_close(found[held], exact[held], rtol=6.5e-8, atol=0)
 
 
+def triton() -> Any:
+    return pytest.importorskip("rlhfspec.kernels.gumbel_triton", reason="no triton", exc_type=ImportError)
+
+
 def triton_sample(batch: Batch) -> gumbel.SampleResult:
-    gumbel_triton = pytest.importorskip("rlhfspec.kernels.gumbel_triton", reason="no triton", exc_type=ImportError)
-    return gumbel.SampleResult(*gumbel_triton.sample(*batch))
+    return gumbel.SampleResult(*triton().sample(*batch))
 
 
 def triton_candidates(batch: Batch, k: int) -> gumbel.Candidates:
-    gumbel_triton = pytest.importorskip("rlhfspec.kernels.gumbel_triton", reason="no triton", exc_type=ImportError)
-    return gumbel.Candidates(*gumbel_triton.candidates(*batch.drafting, k))
+    return gumbel.Candidates(*triton().candidates(*batch.drafting, k))
 
 
 SAMPLERS: dict[str, Callable[[Batch], gumbel.SampleResult]] = {
@@ -331,8 +327,7 @@ def test_both_zeros_are_one_number_to_a_mask(which: str) -> None:
 @pytest.mark.parametrize("which", PROPOSERS)
 def test_of_equal_candidates_the_higher_id_goes_first(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if which == "triton":
-        gumbel_triton = pytest.importorskip("rlhfspec.kernels.gumbel_triton", reason="no triton", exc_type=ImportError)
-        monkeypatch.setattr(gumbel_triton, "MAX_TILE", 16)
+        monkeypatch.setattr(triton(), "MAX_TILE", 16)
     row = [1.0] * 16 + [0.0] * 20 + [2.0]
     zeros = torch.zeros(1, dtype=torch.int32)
     batch = Batch(torch.tensor([row]), torch.tensor([1]), zeros, torch.zeros(1), zeros, torch.ones(1))
@@ -418,29 +413,27 @@ def test_triton_equals_reference(vocab_size: int, shape: Callable[..., Tensor]) 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("vocab_size", [1, 17, 1100])
 def test_triton_gives_a_given_token_the_bits_of_sampling_it(vocab_size: int, temperature: float) -> None:
-    gumbel_triton = pytest.importorskip("rlhfspec.kernels.gumbel_triton", reason="no triton", exc_type=ImportError)
     g = generator(vocab_size)
     batch = random_batch(4 * torch.randn(5, vocab_size, generator=g), g, masked=False)
     batch = batch._replace(temperatures=torch.full((5,), temperature))
     batch.logits[3] = torch.nan
     batch.logits[4] = -torch.inf
     drawn = triton_sample(batch)
-    tempered = gumbel_triton.log_probs(batch.logits, drawn.tokens, batch.temperatures)
+    tempered = triton().log_probs(batch.logits, drawn.tokens, batch.temperatures)
     assert bits((tempered,)) == bits((drawn.tempered_log_probs,))
-    assert bits((gumbel_triton.log_probs(batch.logits, drawn.tokens, torch.ones(5)),)) == bits((drawn.log_probs,))
+    assert bits((triton().log_probs(batch.logits, drawn.tokens, torch.ones(5)),)) == bits((drawn.log_probs,))
     others = torch.randint(vocab_size, (5,), generator=g, dtype=torch.int32)
-    found = gumbel_triton.log_probs(batch.logits, others, batch.temperatures)
+    found = triton().log_probs(batch.logits, others, batch.temperatures)
     wanted = gumbel.token_log_probs_reference(batch.logits, others, batch.temperatures)
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6, equal_nan=True)
     outside = torch.tensor([vocab_size, -1, 1 << 30, 0, 0], dtype=torch.int32)
-    assert gumbel_triton.log_probs(batch.logits, outside, batch.temperatures).isnan().all()
+    assert triton().log_probs(batch.logits, outside, batch.temperatures).isnan().all()
 
 
 @pytest.mark.sweep(parts=3)
 @pytest.mark.parametrize("shape", [normal, tied, near_ties])
 def test_triton_search_skips_no_tile_wrongly(shape: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    gumbel_triton = pytest.importorskip("rlhfspec.kernels.gumbel_triton", reason="no triton", exc_type=ImportError)
-    monkeypatch.setattr(gumbel_triton, "MAX_TILE", 16)
+    monkeypatch.setattr(triton(), "MAX_TILE", 16)
     g = generator(9)
     batch = random_batch((normal if shape is near_ties else shape)(6, 300, g), g, masked=False)
     batch = near_ties(batch) if shape is near_ties else batch._replace(temperatures=torch.tensor([0, 0, 0.7, 1, 1, 2]))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
-from twins.gated_mlp import gated_mlp_twin, unpacked_weights
+from twins.gated_mlp import unpacked_weights
 
 from rlhfspec.kernels import linear as kernels
 from rlhfspec.kernels.cpu import build
@@ -215,17 +215,6 @@ def test_gated_mlp_values_against_float64(dtype: torch.dtype, arithmetic: str, a
     assert (mlp(x).double() - exact).abs().max() < tolerance * exact.abs().max()
 
 
-@every_native
-def test_parity_with_the_torch_twin(dtype: torch.dtype, arithmetic: str) -> None:
-    parts = make_mlp_parts(96, 256, 64)
-    mlp, x = pack_mlp(parts, dtype, arithmetic), torch.randn(33, 96)
-    gate, up, down = (weight.float() for weight in unpacked_weights(mlp))
-    twin = gated_mlp_twin(x, gate, up, down, "silu", arithmetic)
-    torch.testing.assert_close(mlp(x), twin, rtol=1e-3, atol=1e-3 if arithmetic != "fma" else 1e-6)
-    plain = pack_mlp(parts, dtype, "torch")(x)
-    torch.testing.assert_close(mlp(x), plain, rtol=1e-2, atol=5e-3 if arithmetic != "fma" else 1e-6)
-
-
 @every_arithmetic
 def test_weights_come_back_as_stored_and_can_be_replaced(dtype: torch.dtype, arithmetic: str) -> None:
     layer = make_linear((70, 33), dtype, arithmetic)
@@ -336,7 +325,6 @@ def test_rms_norm(width: int, add_one: bool) -> None:
     ours = fused_rms_norm(x, weight, 1e-5, add_one=add_one)
     exact = rms_norm_twin(x.double(), weight.double(), 1e-5, add_one=add_one)
     torch.testing.assert_close(ours.double(), exact, rtol=2e-6, atol=1e-7)
-    torch.testing.assert_close(ours, rms_norm_twin(x, weight, 1e-5, add_one=add_one), rtol=2e-6, atol=1e-7)
     assert differing_batches(FusedRMSNorm(weight, 1e-5, add_one=add_one), x) == [] or build.load() is None
 
 

@@ -2,13 +2,13 @@
 
 import io
 import re
-import sys
 import unicodedata
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import pytest
+from counting import counting_calls
 from example_records import example_evaluation, example_score
 from hypothesis import example, given, settings, strategies as st
 from rich.cells import cell_len
@@ -17,7 +17,7 @@ from run_folders import example_job, example_sample
 from views import Hand, a_full_view, a_view, load, picture, process, tell, terminal, written
 
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.messages.records import Load, Sample
+from rlhfspec.messages.records import Load
 from rlhfspec.messages.records.metrics import StepMetrics, example_step
 from rlhfspec.runs.folder.run_folder import RunFolder
 from rlhfspec.runs.view.progress import RunProgress
@@ -311,19 +311,13 @@ def test_what_is_reported_costs_the_same_however_much_there_was() -> None:
     view, _ = a_view(terminal())
     snapshot = [process(name, 0, "working", "x") for name in ("prompts", "generator", "reward", "trainer")]
     samples = [example_sample(step=1, prompt=prompt) for prompt in range(2000)]
-
-    def num_calls(sample: Sample) -> int:
-        calls: list[str] = []
-        sys.setprofile(lambda frame, event, argument: calls.append(event))
-        try:
+    counts = []
+    for sample in samples:
+        with counting_calls() as calls:
             view.progress.sample(sample)
             tell(view, load())
             view.progress.take_workers(snapshot)
-        finally:
-            sys.setprofile(None)
-        return len(calls)
-
-    counts = [num_calls(sample) for sample in samples]
+            counts.append(calls())
     assert median(counts[-500:]) <= median(counts[10:510])  # a few are in a moment when it also draws
     assert view.progress.num_samples_done == 2000
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from coroutines import until
 from example_records import example_sample
 from small_job import JOB, a_job
@@ -261,11 +260,3 @@ def assert_guests(job: RLHFJob, wanted: dict[str, str | None]) -> None:
         )  # fmt: skip
         guest = guest_of(job, context, connect)
         assert (guest and guest.stage) == helped
-
-
-def ppo(job_file: Path) -> None:
-    job = yaml.safe_load(job_file.read_text())
-    job["spec"]["algorithm"] = {"name": "ppo", "samplesPerPrompt": 2, "klCoefficient": 0.05}
-    job["spec"]["training"] |= {"steps": 4, "promptsPerStep": 8}
-    job["spec"]["generation"]["maxTokens"] = 24
-    job_file.write_text(yaml.safe_dump(job))

@@ -1,6 +1,5 @@
 """Weights over gRPC from nodes that fail, are late, lie or corrupt: right bits, or a reason."""
 
-import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -12,16 +11,11 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from small_job import a_job
-from stages import FakeSources, Stages
 from weight_nodes import LOOPBACK, Cluster, Node, cluster
 
 from rlhfspec.errors import MalformedRecord, StorageError, WeightsVersionError
 from rlhfspec.messages.records import Weights
 from rlhfspec.messages.servers.credentials.certificates import create_credentials, server_credentials
-from rlhfspec.messages.transport.clock import SystemClock
-from rlhfspec.stage.base import Service
-from rlhfspec.stage.supervisor import Supervisor
 from rlhfspec.training.modeling.digest import digest
 from rlhfspec.training.weights import newest_kept
 from rlhfspec.training.weights.base import weights_record
@@ -120,26 +114,6 @@ def test_many_versions_and_receivers_at_once_never_mix(nodes: Cluster) -> None:
             records.append(nodes.trainer.store.put("sums", "policy", version, tensors))
         stop.set()
         assert all(done.result() >= 1 for done in following)
-
-
-async def test_generators_of_a_whole_loop_swap_between_steps_and_never_mix(nodes: Cluster) -> None:
-    """The engine of these stages refuses a version with another's weights."""
-
-    nodes.trainer.close()
-    nodes.trainer = nodes.node(keep=4)
-    job = a_job(training={"steps": 30, "promptsPerStep": 2, "maxStaleness": 2})
-    stages = await Stages.open(job, SystemClock(), prompts=1, generator=2, reward=1, trainer=1)
-    services: list[Service] = [stages.prompts(), stages.reward(FakeSources())]
-    for worker in range(2):
-        stages.weights = nodes.receiver(keep=4).store  # type: ignore[assignment]
-        services.append(stages.generator(worker))
-    stages.weights = nodes.trainer.store  # type: ignore[assignment]
-    services.append(stages.trainer())
-    await Supervisor(stages.vitals, stall_seconds=60.0).run(services, asyncio.Event())
-    samples = [sample for trained in stages.recorder.trained for sample in trained.chosen.samples]
-    assert {sample.step for sample in samples} == set(range(1, 31))
-    assert all(sample.step - 3 <= version < sample.step for sample in samples for version in sample.weights_versions)
-    assert sum(nodes.trainer.store.sent.values()) > 0
 
 
 def test_a_trainer_that_falls_silent_or_dies_in_mid_stream_is_asked_again(nodes: Cluster) -> None:
