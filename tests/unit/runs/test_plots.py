@@ -218,9 +218,9 @@ def evaluated(*different: float, expected: float | None = None, num_samples: int
     return [replace(run, different_answers=number) for run, number in zip(runs, different, strict=True)]
 
 
-RECORDED = evaluated(60.0, 4.0, expected=16.9)  # of a real run: nearly every second answer was `1`
+RECORDED = evaluated(88.2, 9.02, expected=16.9)  # of a real run: 58 of 120 answers were `<answer>1</answer>`
 COLLAPSES = (
-    "the policy collapses: 4.00 effectively different held-out answers after step 10, 60.0 after step 0 "
+    "the policy collapses: 9.02 effectively different held-out answers after step 10, 88.2 after step 0 "
     "(16.9 are expected)"
 )
 
