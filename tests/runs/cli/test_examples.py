@@ -16,7 +16,8 @@ from rlhfspec.job.rewards import FunctionSource
 from rlhfspec.training.scoring.rewards.imports import load_function
 
 EXAMPLES = ROOT / "examples"
-JOBS = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
+PRETRAINED = "smollm2.yaml"
+JOBS = sorted({path.name for path in EXAMPLES.glob("*.yaml")} - {PRETRAINED})  # its data are for a model that chats
 
 
 def small(job: Path) -> list[str]:
