@@ -97,6 +97,24 @@ def gradients(module: torch.nn.Module, numbers: torch.Tensor) -> dict[str, torch
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
+def same_states(one: Any, other: Any) -> None:
+    """Assert that two states of a learner are the same bits, tensor by tensor."""
+    ours, theirs = _flat(one), _flat(other)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == theirs[name].dtype, name
+            assert torch.equal(value, theirs[name]), name
+        else:
+            assert value == theirs[name], name
+
+
+def _flat(state: Any, at: str = "") -> dict[str, Any]:
+    if not isinstance(state, dict):
+        return {at: state}
+    return {name: value for key, inner in state.items() for name, value in _flat(inner, f"{at}/{key}").items()}
+
+
 def same_weights(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float) -> None:
     assert left.keys() == right.keys()
     for name in left:

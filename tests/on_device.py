@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if DEVICE == "cpu":
         return
-    absent = _why_no_second()
+    absent = why_no_second()
     for item in items:
         marker = item.get_closest_marker("on_the_cpu")
         if reason := absent or (f"on the CPU alone: {marker.args[0]}" if marker else ""):
@@ -39,14 +39,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Load the second device before any test, as torch starts device threads at the first backward pass only."""
-    if DEVICE != "cpu" and not _why_no_second():
+    if DEVICE != "cpu" and not why_no_second():
         _take(DEVICE)
     elif any("second" in getattr(item, "fixturenames", ()) for item in session.items):
-        _why_no_second()
+        why_no_second()
 
 
 @functools.cache
-def _why_no_second() -> str:
+def why_no_second() -> str:
     """Load the second device; return the reason if there is none, else ""."""
     import second_device
 
@@ -83,7 +83,7 @@ def second() -> Iterator[ModuleType]:
     """Yield tests/second_device, loaded: torch has the devices second:0 and second:1."""
     import second_device
 
-    if reason := _why_no_second():
+    if reason := why_no_second():
         pytest.skip(reason)
     with second_device.swapping():
         yield second_device

@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import second_device
@@ -100,11 +102,17 @@ def run(ranks: Ranks, folder: Path, device: str) -> None:
     dist.barrier(group=ranks.host)
 
 
-if __name__ == "__main__":
-    folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
+@contextmanager
+def joined_on_devices() -> Iterator[tuple[Ranks, str]]:
+    rank = int(os.environ["LOCAL_RANK"])
     second_device.load()
     group.register()
     only_the_device(rank)
     device = f"second:{rank}"
     with second_device.swapping(), joined(timeout_seconds=60.0, silence_seconds=60.0, device=device) as ranks:
-        run(ranks, folder, device)
+        yield ranks, device
+
+
+if __name__ == "__main__":
+    with joined_on_devices() as (ranks, device):
+        run(ranks, Path(sys.argv[1]), device)

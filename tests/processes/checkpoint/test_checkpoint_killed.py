@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import warmed
-from learners import critic, policy, rollouts, spec
+from learners import critic, policy, rollouts, same_states, spec
 from rank_sets import run_ranks
 
 from rlhfspec.errors import StorageError
@@ -134,32 +135,15 @@ def loaded(folder: Path, step: int) -> Any:
         return store.load(step)["learner"]
 
 
-def flat(state: Any, at: str = "") -> dict[str, Any]:
-    if not isinstance(state, dict):
-        return {at: state}
-    return {name: value for key, inner in state.items() for name, value in flat(inner, f"{at}/{key}").items()}
-
-
-def assert_same(one: Any, other: Any) -> None:
-    ours, theirs = flat(one), flat(other)
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        if isinstance(value, torch.Tensor):
-            assert value.dtype == theirs[name].dtype, name
-            assert torch.equal(value, theirs[name]), name
-        else:
-            assert value == theirs[name], name
-
-
 def test_shares_are_what_would_have_been_gathered(found: Path) -> None:
     state = loaded(found, 1)
     assert state["policy_optimizer"]["state"].keys() == {str(n) for n in range(len(state["policy"]))}
-    assert_same(state, torch.load(found / "whole.pt", weights_only=True))
+    same_states(state, torch.load(found / "whole.pt", weights_only=True))
 
 
 @pytest.mark.parametrize("step", [2, 3, 4])
 def test_any_number_of_ranks_goes_on_with_the_same_bits(found: Path, step: int) -> None:
-    assert_same(loaded(found, step), loaded(found, 1))
+    same_states(loaded(found, step), loaded(found, 1))
 
 
 def test_each_rank_has_a_file_and_one_rank_the_one_it_always_had(found: Path) -> None:
@@ -198,8 +182,6 @@ def test_what_follows_is_what_one_rank_does(found: Path) -> None:
 
 @pytest.fixture
 def copied(found: Path, tmp_path: Path) -> Path:
-    import shutil
-
     shutil.copytree(found / "checkpoints", tmp_path / "checkpoints")
     return tmp_path / "checkpoints"
 

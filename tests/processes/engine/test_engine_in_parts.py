@@ -10,6 +10,7 @@ import moving
 import pytest
 import two_parts
 from hypothesis import settings
+from on_device import why_no_second
 from rank_sets import run_ranks
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -94,12 +95,8 @@ def test_what_cannot_be_cut_is_refused_by_name(name: str, why: str, folder: Path
 
 def test_parts_on_devices_of_their_own_hold_as_many_blocks_as_the_smaller_one(folder: Path) -> None:
     """`two_devices.py` checks that no host tensor goes through the devices' group."""
-    import second_device
-
-    try:
-        second_device.load()
-    except second_device.Unavailable as reason:
-        pytest.skip(str(reason))
+    if reason := why_no_second():
+        pytest.skip(reason)
     run_ranks("two_parts_on_devices", 2, str(folder), popen=subprocess.Popen)
     first, second = (int((folder / f"blocks-{rank}").read_text()) for rank in (0, 1))
     assert first == second < two_parts.config(max_sequences=64, max_context=512).num_blocks

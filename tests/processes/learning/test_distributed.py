@@ -1,20 +1,17 @@
 """Ranks train what one process trains, sharded or tensor-parallel, and none waits for ever."""
 
 import math
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from learners import critic, policy, rollouts, spec, stored_spec
-from places import TESTS
+from learners import critic, policy, rollouts, same_states, same_weights, spec, stored_spec
+from on_device import why_no_second
 from rank_sets import run_ranks
 from tensor_ranks import KINDS, NUM_STEPS, learner_of
 
-from rlhfspec.common.ranks import SECRET
 from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.common.ranks.meeting import joined
 from rlhfspec.sweep.classes import tiny_config, tiny_model
@@ -36,19 +33,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_devices(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import second_device
-
-    try:
-        second_device.load()
-    except second_device.Unavailable as reason:
-        pytest.skip(str(reason))
+    if reason := why_no_second():
+        pytest.skip(reason)
     folder = tmp_path_factory.mktemp("devices")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(TESTS / "two_devices.py"), str(folder)]
-    done = subprocess.run(
-        [*command, *script], capture_output=True, text=True, timeout=150, env=os.environ | {SECRET: "of these ranks"}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks("two_devices", 2, str(folder), popen=subprocess.Popen)
     return folder
 
 
@@ -69,10 +57,8 @@ def test_two_ranks_train_what_one_trains(found: Path) -> None:
         assert theirs["metrics"][place].keys() == report.metrics.keys()
         for name, value in report.metrics.items():
             assert math.isclose(theirs["metrics"][place][name], value, rel_tol=1e-4, abs_tol=1e-4), (place, name)
-    for name, state in (("policy", learner.policy_state()), ("critic", learner.critic_state())):
-        assert theirs[name].keys() == state.keys()
-        for weight, tensor in state.items():
-            assert (theirs[name][weight] - tensor).abs().max() < 1e-6, weight
+    same_weights(theirs["policy"], learner.policy_state(), 1e-6)
+    same_weights(theirs["critic"], learner.critic_state(), 1e-6)
 
 
 def test_a_rank_for_the_policy_and_one_for_the_critic_train_the_bits_of_one(found: Path) -> None:
@@ -136,8 +122,7 @@ def test_every_rank_trains_on_its_own_device_what_one_trains(on_devices: Path) -
     assert torch.allclose(theirs["log_probs"], ours.log_probs, atol=1e-4)
     for name, value in ours.metrics.items():
         assert math.isclose(theirs["metrics"][name], value, rel_tol=1e-3, abs_tol=1e-4), name
-    for name, tensor in learner.policy_state().items():
-        assert (theirs["policy"][name] - tensor).abs().max() < 2e-5, name
+    same_weights(theirs["policy"], learner.policy_state(), 2e-5)
 
 
 @pytest.mark.whole("sets of ranks, each a process that imports torch")
@@ -214,8 +199,7 @@ def test_two_by_two_ranks_train_what_one_process_trains(trained: Path, kind: str
         if not name.endswith(BIASES_OF_KEYS):
             assert (theirs["policy"][name] - tensor).abs().max() < 1e-4, name
     if "critic" in theirs:
-        for name, tensor in learner.critic_state().items():
-            assert (theirs["critic"][name] - tensor).abs().max() < 1e-4, name
+        same_weights(theirs["critic"], learner.critic_state(), 1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -233,16 +217,8 @@ def test_a_rank_has_a_quarter_of_the_parameters(trained: Path) -> None:
 @pytest.mark.whole("six sets of ranks, each a process that imports torch")
 @pytest.mark.parametrize("step", range(2, len(SETS) + 1))
 def test_any_other_set_goes_on_with_the_same_bits(resumed: Path, step: int) -> None:
-    def flat(state: object, at: str = "") -> dict[str, object]:
-        if not isinstance(state, dict):
-            return {at: state}
-        return {name: value for key, inner in state.items() for name, value in flat(inner, f"{at}/{key}").items()}
-
     with CheckpointStore(resumed / "checkpoints", keep=9) as store:
-        first, later = (flat(store.load(each)["learner"]) for each in (1, step))
-    assert first.keys() == later.keys()
-    for name, value in first.items():
-        assert torch.equal(later[name], value) if isinstance(value, torch.Tensor) else later[name] == value, name
+        same_states(store.load(1)["learner"], store.load(step)["learner"])
 
 
 @pytest.mark.whole("six sets of ranks, each a process that imports torch")
