@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlhfspec.kernels.cpu.packing import unpack
-from rlhfspec.kernels.linear import PackedGatedMLP, activation_twin, linear_twin
+from rlhfspec.kernels.linear import PackedGatedMLP, PackedLinear, activation_twin, linear_twin
 
 
 def gated_mlp_twin(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str, arithmetic: str) -> Tensor:
@@ -14,9 +14,15 @@ def gated_mlp_twin(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation
     return linear_twin(hidden, down, None, arithmetic)
 
 
+def unpacked_weight(layer: PackedLinear) -> Tensor:
+    if layer.arithmetic == "torch":
+        return layer.packed.to(layer.dtype)
+    return unpack(layer.packed, layer.in_features, layer.arithmetic)[: layer.out_features].contiguous()
+
+
 def unpacked_weights(mlp: PackedGatedMLP) -> tuple[Tensor, Tensor, Tensor]:
     """Return gate, up [I, H] and down [N, I] in the stored dtype."""
-    down = mlp.down.unpacked_weight()
+    down = unpacked_weight(mlp.down)
     if mlp.arithmetic == "torch":
         return mlp.gate_up[0].to(mlp.dtype), mlp.gate_up[1].to(mlp.dtype), down
     groups = unpack(mlp.gate_up, mlp.hidden_features, mlp.arithmetic).reshape(-1, 2, 16, mlp.hidden_features)

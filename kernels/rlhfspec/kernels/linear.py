@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlhfspec.kernels.cpu import build
-from rlhfspec.kernels.cpu.packing import PAD_OUTPUTS, STORED, empty_packed, pack, round_up, unpack
+from rlhfspec.kernels.cpu.packing import PAD_OUTPUTS, STORED, empty_packed, pack, round_up
 
 Arithmetic = Literal["fma", "amx", "dpbf16", "torch"]
 ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu"]
@@ -145,11 +145,6 @@ class PackedLinear(nn.Module):
     def weight(self) -> Tensor:
         """Return a meta tensor with the weight's shape, for models that inspect their layers."""
         return torch.empty(self.out_features, self.in_features, device="meta")
-
-    def unpacked_weight(self) -> Tensor:
-        if self.arithmetic == "torch":
-            return self.packed.to(self.dtype)
-        return unpack(self.packed, self.in_features, self.arithmetic)[: self.out_features].contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
         x = checked(x, self.in_features)

@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import aiohttp
@@ -116,9 +115,7 @@ class Api:
         self._session = aiohttp.ClientSession(connector=connector, headers=headers)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._session.close()
 
     async def apply(self, thing: Json) -> ApiResponse:

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from rlhfspec.errors import InvalidRequest, MalformedRecord
@@ -125,9 +124,7 @@ class Inbox(Generic[_R]):
         self._keeping = asyncio.create_task(self._keep_in_progress())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def close(self) -> None:

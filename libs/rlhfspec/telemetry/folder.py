@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rlhfspec.telemetry.spans import Span
@@ -34,7 +33,7 @@ class SpanFiles:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._closing.set()
         self._thread.join()
 

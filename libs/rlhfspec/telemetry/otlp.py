@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Self
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -49,7 +48,7 @@ class OtlpSpans:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         # Unsent spans must not delay the exit while the collector is away.
         sending = threading.Thread(target=self._processor.shutdown, name="otlp-close", daemon=True)
         sending.start()

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from twins.gated_mlp import unpacked_weight
 
 from rlhfspec import job
 from rlhfspec.engine import SamplingParams
@@ -205,7 +206,7 @@ def test_what_was_found_is_of_the_model_that_runs() -> None:
 def held(engine: Any, name: str) -> Tensor:
     path, _, leaf = name.rpartition(".")
     module = engine.state.target.runner.fused.model.get_submodule(path)
-    return module.unpacked_weight() if isinstance(module, PackedLinear) else getattr(module, leaf)
+    return unpacked_weight(module) if isinstance(module, PackedLinear) else getattr(module, leaf)
 
 
 @pytest.mark.sweep(parts=2)

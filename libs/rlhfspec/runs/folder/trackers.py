@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.util import find_spec
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rlhfspec.errors import InvalidRequest
@@ -58,7 +57,7 @@ class Trackers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -80,4 +80,4 @@ def of_targets(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def entropy_of(log_probs: torch.Tensor) -> torch.Tensor:
     """Return the entropy of distributions given by their log-probs: [t, vocab] -> [t]."""
     rows = 8 if log_probs.is_cpu else max(1, len(log_probs))  # few are still in a CPU's caches when they are read again
-    return torch.cat([-(part.exp() * part).sum(dim=-1) for part in log_probs.split(rows)])
+    return torch.cat([-(part.exp() * part).sum(dim=-1) for part in torch.split(log_probs, rows)])
