@@ -113,13 +113,11 @@ class Page:
 
 @asynccontextmanager
 async def browser() -> AsyncIterator[Page]:
-    assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         process = await asyncio.create_subprocess_exec(
             CHROMIUM, *FLAGS, f"--user-data-dir={home}", "about:blank",
             stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
-        assert process.stderr is not None
         try:
             async with asyncio.timeout(SECONDS):
                 while not (line := (await process.stderr.readline()).decode()).startswith("DevTools listening on "):

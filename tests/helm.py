@@ -43,7 +43,6 @@ def template(
     values: dict[str, Any], *more: str, release: str = "rlhfspec", registry: str = REGISTRY
 ) -> tuple[int, str]:
     """Render the chart, with jobs in the release's namespace unless the values say where."""
-    assert HELM is not None
     operator = values.get("operator", {})
     if isinstance(operator, dict) and operator.get("scope") != "cluster" and "jobNamespaces" not in operator:
         values = values | {"operator": operator | {"jobNamespaces": ["ml"]}}

@@ -314,9 +314,7 @@ class World:
         return condition["status"], condition["reason"], condition["message"]
 
     def view(self, name: str) -> PodView:
-        view = pod_view(self.pods[name])
-        assert view is not None
-        return view
+        return pod_view(self.pods[name])  # type: ignore[return-value]
 
     def to_starting(self) -> None:
         self.settle()

@@ -73,7 +73,6 @@ class SharedServers:
         self._redis.wait()
 
     def start_redis(self) -> None:
-        assert REDIS is not None
         self._redis = self._program([REDIS, str(self.folder / "redis" / "redis.conf")], self._redis_port)
 
     def open_run(

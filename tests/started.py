@@ -82,8 +82,7 @@ class Started:
 
     @property
     def connections(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads((self.folder / "processes" / "connections.json").read_text())
-        return content
+        return json.loads((self.folder / "processes" / "connections.json").read_text())
 
     def pid_of(self, stage: str, worker: int = 0) -> int:
         return named(self.connections["uid"], f"{stage}-{worker}")[0]

@@ -94,5 +94,4 @@ def _sums(stays: list[Span], name: str) -> list[int]:
 
 def told_by_trace(output: str) -> list[dict[str, Any]]:
     [life] = json.loads(output)
-    spans: list[dict[str, Any]] = life["spans"]
-    return spans
+    return life["spans"]

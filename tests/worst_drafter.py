@@ -10,7 +10,6 @@ from rlhfspec.engine import Engine
 
 def noisy(engine: Engine, rng: np.random.Generator) -> Engine:
     genuine, draft = engine.step, engine.state.draft
-    assert draft is not None
     held = engine.state.student.state_dict()
     scales = {name: float(tensor.float().std()) or 1.0 for name, tensor in held.items()}
 

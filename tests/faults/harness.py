@@ -72,7 +72,6 @@ class FaultyRun:
             self.clean_up()
 
     def interrupt(self) -> None:
-        assert self._supervisor is not None
         self._right_code = STOPPED
         self._supervisor.send_signal(signal.SIGINT)
 

@@ -257,7 +257,6 @@ class _Oracle:
             self.things.append((later, ARRIVAL, numbers[0], numbers))
 
     def plan(self, time: int) -> None:
-        assert self.policy is not None
         self.things.append((time + nanoseconds(self.scenario.plan_seconds), PLAN, 0, None))
         if not self.has_news:
             return

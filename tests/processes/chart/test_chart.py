@@ -251,7 +251,6 @@ def test_external_servers_leave_out_the_bundled_ones() -> None:
 @needs_helm
 @pytest.mark.parametrize("example", sorted((CHART / "examples").iterdir()), ids=lambda path: path.stem)
 def test_shipped_values_are_taken(example: Path) -> None:
-    assert HELM is not None
     subprocess.run([HELM, "lint", "--strict", str(CHART), "--values", str(example)], check=True, capture_output=True)
     objects = rendered(yaml.safe_load(example.read_text()))
     told = OperatorFile.model_validate(settings(objects))

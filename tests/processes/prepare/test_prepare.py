@@ -60,8 +60,7 @@ class Place:
         return text
 
     def resolved(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(self.connections.job_file.read_text())
-        return content
+        return json.loads(self.connections.job_file.read_text())
 
 
 @pytest.fixture
@@ -201,7 +200,6 @@ def test_a_cached_model_that_was_changed_is_refused(place: Place, monkeypatch: p
     place.prepare()
     place.prepare()
     folder = model_folder("tiny:sums")
-    assert folder is not None
     (folder / "added.txt").write_text("a file more, as of a download that goes on")
     place.prepare()
     weights = bytearray((folder / "model.safetensors").read_bytes())

@@ -60,8 +60,7 @@ class Control:
 
     def reference(self) -> dict[str, Any]:
         stream = stream_name(subject("letters", self._connections.uid, Sample))
-        found: dict[str, Any] = self._do(self._control._connection.api(f"CONSUMER.INFO.{stream}.reference"))
-        return found
+        return self._do(self._control._connection.api(f"CONSUMER.INFO.{stream}.reference"))
 
 
 @contextmanager

@@ -111,7 +111,6 @@ async def buried(connections: Connections) -> int:
 
 
 async def strangers_are_not_let_in(connections: Connections, folder: Path) -> None:
-    assert connections.credentials is not None
     key = NatsProof(nkey_seed=connections.credentials / "generator.seed")
     stranger = ssl.create_default_context()
     for options in (

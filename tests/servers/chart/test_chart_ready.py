@@ -20,8 +20,6 @@ NATS_CONFIG = {"nats.conf", "tls.crt", "tls.key", "ca.pem"}
 @pytest.fixture(scope="module")
 def ready() -> ModuleType:
     spec = importlib.util.spec_from_file_location("ready", CHART / "files" / "ready.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -29,7 +29,6 @@ async def asked(folder: Path, cluster: Callable[[int], dict[str, Any]], user: di
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
     async with TestServer(app) as server:
-        assert server.port is not None
         access = KubeAccess(kubeconfig(folder, cluster(server.port), user))
         async with Api(access, agent="somebody", deadline_seconds=0.0) as api:
             assert (await api.get("v1", "Pod", "rl", "sums")).body == POD

@@ -44,8 +44,7 @@ def secret(role: str, keys: Keys = KEYS, **other: str) -> dict[str, bytes]:
 
 def _claims_of(token: str) -> dict[str, Any]:
     claims = token.split(".")[1]
-    parsed: dict[str, Any] = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))
-    return parsed
+    return json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))
 
 
 def secrets_of(data: dict[str, bytes]) -> dict[str, bytes]:
@@ -249,8 +248,7 @@ async def test_the_operator_deletes_streams_and_hears_nothing(servers: SharedSer
     client = await as_operator(servers)
 
     async def asked(what: str) -> dict[str, Any]:
-        said: dict[str, Any] = json.loads((await client.request(f"$JS.API.STREAM.{what}", b"{}", timeout=20)).data)
-        return said
+        return json.loads((await client.request(f"$JS.API.STREAM.{what}", b"{}", timeout=20)).data)
 
     mine = [name for name in (await asked("NAMES"))["streams"] if "_0dd0_" in name]
     assert len(mine) > 10

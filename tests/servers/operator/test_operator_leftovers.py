@@ -123,7 +123,6 @@ async def test_a_nats_that_is_deaf_or_gone_is_no_news_twice(
 @needs_redis
 async def test_a_deaf_nats_delays_nothing_in_redis(servers: SharedServers) -> None:
     _, redis = operators(servers)
-    assert redis is not None
     with deaf_server() as port:
         runs = runs_of(("team", "a11a"))
         asked = asyncio.Event()
@@ -141,7 +140,6 @@ async def may(servers: SharedServers, uid: str, namespace: str = "team") -> str:
     """Return "" if the run's control has access with its pod's Secret, else the error."""
     from redis.exceptions import RedisError
 
-    assert servers.redis_url is not None
     folder = servers.credentials(CONTROL, run=uid, namespace=namespace)
     async with client_of(servers.redis_url, folder, 20.0) as redis:
         try:
@@ -160,7 +158,6 @@ async def until_may(servers: SharedServers, uid: str) -> None:
 
 async def users_and_keys(servers: SharedServers) -> tuple[set[str], set[str]]:
     _, redis = operators(servers)
-    assert redis is not None
     there = [run for name in await redis._redis.acl_users() if (run := users.run_of(servers.keys.master, str(name)))]
     keys = [key.decode().split(":")[1] async for key in redis._redis.scan_iter(match="rlhfspec:*")]
     await redis.close()
@@ -170,7 +167,6 @@ async def users_and_keys(servers: SharedServers) -> tuple[set[str], set[str]]:
 @needs_redis
 async def test_users_and_keys_go_with_their_run_and_no_others_do(servers: SharedServers) -> None:
     _, redis = operators(servers)
-    assert redis is not None
     others = ClusterRun("team", "5e5e")
     stranger = users.user_of(new_keys().master, others)
     both = runs_of(("team", "b22b"), ("gone", "c33c"))
@@ -200,7 +196,6 @@ async def test_users_and_keys_go_with_their_run_and_no_others_do(servers: Shared
 @needs_redis
 async def test_a_redis_that_was_started_anew_has_its_users_again(servers: SharedServers) -> None:
     _, redis = operators(servers)
-    assert redis is not None
     failed: list[str] = []
     tending = Tending(redis, runs_of(("team", "d44d")), failed.append)
     task = asyncio.create_task(tending.run())
@@ -215,7 +210,6 @@ async def test_a_redis_that_was_started_anew_has_its_users_again(servers: Shared
 def test_cancelled_anywhere_it_leaves_no_connection(servers: SharedServers) -> None:
     async def cancelled(seconds: float) -> None:
         _, redis = operators(servers)
-        assert redis is not None
         task = asyncio.create_task(Tending(redis, runs_of(("team", "f77f")), lambda _: None).run())
         await asyncio.sleep(seconds)
         await ended(task)
@@ -239,7 +233,6 @@ async def test_a_user_who_may_not_make_users_is_named(servers: SharedServers, tm
     login = redis_login(servers.keys, tmp_path)
     assert login == ("somebody", "s3cret")
     assert redis_login(servers.keys, tmp_path / "none")[0] == "operator"
-    assert servers.redis_url is not None
     redis = RedisUsers(servers.redis_url, servers.keys.master, login, servers.keys.ca_pem)
     with pytest.raises(ServerAway, match="username-password"):
         await redis.settle(runs_of())
@@ -252,8 +245,6 @@ async def test_a_redis_of_ones_own_needs_the_user_that_the_chart_documents(serve
         r"`ACL SETUSER rlhfspec-operator on >PASSWORD (.+?)`", (ROOT / "docs" / "chart.md").read_text()
     )
     _, first = operators(servers)
-    assert first is not None
-    assert servers.redis_url is not None
     await first._redis.execute_command("ACL SETUSER", "rlhfspec-operator", "on", ">s3cret", *documented[0].split())
     theirs = RedisUsers(servers.redis_url, servers.keys.master, ("rlhfspec-operator", "s3cret"), servers.keys.ca_pem)
     await theirs.settle(runs_of(("team", "e55f")))

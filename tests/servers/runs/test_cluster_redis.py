@@ -39,14 +39,12 @@ def redis_client(servers: SharedServers, role: str, run: ClusterRun = MINE) -> R
         folder = servers.release_credentials(DASHBOARD)
     else:
         folder = servers.credentials(role, run=run.uid, namespace=run.namespace)
-    assert servers.redis_url is not None
     return client_of(servers.redis_url, folder, 20.0)
 
 
 @pytest.fixture
 def redis_users(servers: SharedServers) -> None:
     async def make() -> None:
-        assert servers.redis_url is not None
         login = redis_login(servers.keys, servers.folder)
         redis = RedisUsers(servers.redis_url, servers.keys.master, login, servers.keys.ca_pem)
         await redis.settle(runs_of(*((run.namespace, run.uid) for run in (MINE, THEIRS))))
@@ -88,7 +86,6 @@ async def test_a_worker_has_no_user_and_no_password_and_may_write_nothing(server
         redis_client(servers, role)
     # With all that its pod could guess: the names of users are no secrets.
     control = user_of(servers.keys.master, MINE)
-    assert servers.redis_url is not None
     authority = str(folder / "servers-ca.pem")
     for user in (control, control.replace(CONTROL, role), role):
         options = {"username": user, "password": password_of(bytes(32), UID, role), "ssl_ca_certs": authority}
@@ -98,7 +95,6 @@ async def test_a_worker_has_no_user_and_no_password_and_may_write_nothing(server
 
 
 async def test_the_operator_itself_reads_nothing(servers: SharedServers) -> None:
-    assert servers.redis_url is not None
     user, password = redis_login(servers.keys, servers.folder)
     authority = servers.keys.ca_pem.decode()
     async with Redis.from_url(
@@ -120,7 +116,6 @@ async def _may(command: object) -> bool:
 
 async def test_nobody_without_a_password(servers: SharedServers) -> None:
     folder = servers.credentials("reward")
-    assert servers.redis_url is not None
     for told in ({}, {"username": "reward", "password": "wrong"}, {"username": "default", "password": ""}):
         options = {"ssl_ca_certs": str(folder / "servers-ca.pem"), **told}
         async with client(servers.redis_url, 20.0, options) as redis:
@@ -130,7 +125,6 @@ async def test_nobody_without_a_password(servers: SharedServers) -> None:
 
 @pytest.mark.usefixtures("redis_users")
 async def test_the_live_view_works_through_it(servers: SharedServers) -> None:
-    assert servers.redis_url is not None
     looks = servers.credentials(CONTROL, run=UID, namespace=MINE.namespace)
     writing = LiveState(servers.redis_url, UID, credentials=looks)
     sending = asyncio.create_task(writing.run())

@@ -56,7 +56,6 @@ async def test_a_killed_server_comes_back_at_the_same_place(name: str, tmp_path:
     server = MADE[name](tmp_path / "processes" / name)
     async with started(server) as url:
         first = server.pid
-        assert first is not None
         assert await answers(url)
         os.kill(first, signal.SIGKILL)
         assert await server.wait() == -signal.SIGKILL
