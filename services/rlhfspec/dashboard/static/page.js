@@ -311,6 +311,7 @@ class Moves {
 
 function samplesPart(job) {
   const choice = h("select", { "aria-label": "Step" }), list = h("div", {}), live = h("div", {}), more = h("button", { type: "button", hidden: true }, "More");
+  const tools = h("div", { class: "tools", hidden: true }, h("label", {}, "Samples of ", choice), more);
   let steps = [], shown = null, skip = 0, asked = 0;
   const row = (each) => [h("a", { href: href(job[0], job[1], each.id) }, each.id.split("/").slice(1).join("/")), h("span", { class: "sample" }, each.prompt), h("span", { class: "sample" }, each.text),
     number(each.reward), String(each.num_tokens), each.error || each.finish_reason];
@@ -333,6 +334,7 @@ function samplesPart(job) {
     const follow = shown === null || shown === known;
     known = step;
     try { steps = await ask(api(job, "samples")); } catch (error) { list.replaceChildren(h("p", { class: "quiet" }, error.message)); return; }
+    tools.hidden = !steps.length;
     choice.replaceChildren(...steps.map(([each, count]) => h("option", { value: each }, `step ${each} (${count})`)));
     if (steps.length && follow) load(steps[0][0], 0);
     else if (shown !== null) choice.value = shown;
@@ -341,7 +343,7 @@ function samplesPart(job) {
     live.replaceChildren(table("Finished just now", ["Sample", "Prompt", "Response"], heads.slice(-5).reverse().map((each) =>
       [h("a", { href: href(job[0], job[1], each.id) }, each.id.split("/").slice(1).join("/")), h("span", { class: "sample" }, each.prompt), h("span", { class: "sample" }, each.text)]), "cards samples"));
   }
-  return { element: h("div", {}, live, h("div", { class: "tools" }, h("label", {}, "Samples of ", choice), more), list), newest, recent };
+  return { element: h("div", {}, live, tools, list), newest, recent };
 }
 
 function samplePage(job, id) {
