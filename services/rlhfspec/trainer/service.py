@@ -4,7 +4,6 @@ A step's records are acknowledged once a checkpoint covers them, so a restarted 
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,6 @@ from rlhfspec.messages.transport.clock import Clock
 from rlhfspec.stage.base import PULL_SECONDS, Service
 from rlhfspec.stage.bus import Delivery, Held, Inbox, StageBus, ack_all
 from rlhfspec.stage.pace import Pace
-from rlhfspec.stage.tasks import ended
 from rlhfspec.stage.vitals import Vitals, WorkerVitals
 from rlhfspec.trainer.agreement import Agreement
 from rlhfspec.trainer.collector import Chosen, Collector, StepShape
@@ -61,7 +59,6 @@ class TrainerService(Service):
         self._samples: Inbox[Sample]
         self._scores: Inbox[Score]
         self._saved_at = learner.version
-        self._saving: asyncio.Task[None]
         self._lap = _Lap(self.vitals, bus.clock)
         self._start = secrets.token_hex(4)
         self.leaving.callback(recorder.close)
@@ -76,7 +73,6 @@ class TrainerService(Service):
         return self._learner.version >= self._last_step or isinstance(self.ended_early, PolicyCollapsed)
 
     async def run(self) -> None:
-        self._saving = asyncio.create_task(asyncio.sleep(0.0))
         await self._restore()
         self._lap.end()
         async with (
@@ -86,12 +82,8 @@ class TrainerService(Service):
         ):
             self._samples, self._scores = samples, scores
             await self._publish_weights(await self._work("weights to begin with", self._put_weights))
-            try:
-                if await self._hear_of_the_data(infos):
-                    await self._train_all()
-                await self._saving
-            finally:
-                await ended(self._saving)
+            if await self._hear_of_the_data(infos):
+                await self._train_all()
             if self._learner.version > self._saved_at:
                 await self._save()
             if self.is_done:
@@ -153,7 +145,6 @@ class TrainerService(Service):
         if not await self._complete(collector):
             return False
         seconds = self._bus.clock.now() - began
-        await self._saving
         evaluation = await self._work(f"writing down {collector.shape}", self._recorder.evaluate, collector, seconds)
         self._look_for_a_collapse()
         name = self._job.metadata.name
@@ -169,8 +160,6 @@ class TrainerService(Service):
         while not collector.is_complete:
             if self.stopping.is_set():
                 return False
-            if self._saving.done():
-                self._saving.result()  # raises its error at once
             with self.vitals.waiting(collector.waits_for()):
                 pulling = self._scores.pull(max_records=1024, timeout_seconds=pace.seconds)
                 new_scores = await self.unless_stopped(pulling)
@@ -234,7 +223,6 @@ class TrainerService(Service):
 
     async def _train(self, step: int, chosen: Chosen) -> None:
         rollouts = Rollouts.of(chosen.samples, chosen.scores)
-        await self._saving
         report = await self._work(f"learning from step {step}", self._learner.learn, rollouts)
         self._agreement.check(step, rollouts, report)  # before the weights that came of it go anywhere
         weights = await self._work(f"handing out weights version {step}", self._put_weights)
@@ -252,7 +240,7 @@ class TrainerService(Service):
         name = self._job.metadata.name
         await self._bus.publish(StepReport(id=f"{name}/{step}/report", job=name, metrics=metrics))
         if self._is_checkpoint_due(step):
-            self._saving = asyncio.create_task(self._save())  # while samples of the next step arrive
+            await self._save()
 
     def _is_checkpoint_due(self, step: int) -> bool:
         """Return whether a checkpoint is due, also of an evaluated policy, as the best one is kept."""

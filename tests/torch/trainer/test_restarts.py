@@ -1,8 +1,6 @@
 """A stage that is restarted changes no curve; an engine's log-probs are compared with the trainer's."""
 
 import asyncio
-import itertools
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +11,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from small_job import a_job
 from stages import FakeLearner, FakeRecorder, FakeSources, Stages, ends, killed
 
-from rlhfspec.errors import LogProbMismatch, RolloutError, StorageError
+from rlhfspec.errors import LogProbMismatch, RolloutError
 from rlhfspec.messages.transport.clock import SystemClock
 from rlhfspec.trainer.agreement import Agreement, precision_of
 from rlhfspec.trainer.collector import Collector, StepShape
-from rlhfspec.trainer.service import TrainerService
 from rlhfspec.training.learning.learner import LearnReport
 from rlhfspec.training.learning.rollouts import Rollouts
 from rlhfspec.worker.exits import PERMANENT, code_of
@@ -100,64 +97,6 @@ async def test_a_trainer_that_starts_after_the_last_step_acknowledges_what_is_le
     await trainer.run()
     trainer.close()
     assert stages.has_read("trainer")
-
-
-class HeldRecorder(FakeRecorder):
-    """A recorder that writes no checkpoint before it may, and fails then if it has an error."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begins, self.may_write, self.error = threading.Event(), threading.Event(), None
-
-    def checkpoint(self, step: int, state: dict[str, Any]) -> None:
-        self.begins.set()
-        assert self.may_write.wait(60.0)
-        if self.error:
-            raise self.error
-        super().checkpoint(step, state)
-
-
-async def _publish_samples(stages: Stages, step: int) -> None:
-    for prompt, replica in itertools.product(range(2), range(2)):
-        await stages.publish("generator", example_sample(prompt, replica, step=step))
-        await stages.publish("reward", example_score(prompt, replica, 1.0, step=step))
-
-
-async def _saving() -> tuple[Stages, HeldRecorder, TrainerService, asyncio.Task[None]]:
-    """Return a trainer of two steps that writes the checkpoint of the first."""
-    job = a_job(training={"steps": 2}, checkpoint={"everySteps": 1})
-    stages = await Stages.open(job, SystemClock(), prompts=1, generator=1, reward=1, trainer=1)
-    stages.recorder = recorder = HeldRecorder()
-    await _publish_samples(stages, 1)
-    trainer = stages.trainer()
-    training = asyncio.create_task(trainer.run())
-    assert await asyncio.to_thread(recorder.begins.wait, 30.0)
-    return stages, recorder, trainer, training
-
-
-async def test_samples_are_collected_but_not_trained_while_a_checkpoint_is_written() -> None:
-    stages, recorder, trainer, training = await _saving()
-    await _publish_samples(stages, 2)
-    async with asyncio.timeout(30.0):
-        while ("training", 2) not in trainer._collectors or not trainer._collectors["training", 2].is_complete:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)
-        assert (stages.learner.version, recorder.checkpoints, trainer._saved_at) == (1, [], 0)
-        recorder.may_write.set()
-        await training
-    assert recorder.checkpoints == [1, 2]
-    assert stages.has_read("trainer")
-    trainer.close()
-
-
-async def test_a_checkpoint_that_cannot_be_written_ends_the_trainer_before_the_next_sample() -> None:
-    stages, recorder, trainer, training = await _saving()
-    recorder.error = StorageError("checkpoints", "no space")
-    recorder.may_write.set()
-    with pytest.raises(StorageError, match="no space"):
-        await asyncio.wait_for(training, 30.0)
-    assert not stages.has_read("trainer")
-    trainer.close()
 
 
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
