@@ -75,21 +75,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             sweeps[item.nodeid.split("[")[0]].append(item)
         if item.get_closest_marker("turns") and name.split("[")[0] not in named:
             modules[item.nodeid.split("::")[0]][name.split("[")[0]].append(item)
+    seed = int(os.environ[VARIABLE])
     for values in sweeps.values():
-        left |= set(_left_of({item.name: [item] for item in values}, "sweep"))
+        left.update(_left_of({item.name: [item] for item in values}, "sweep", seed))
     for tests in modules.values():
-        left |= set(_left_of(tests, "turns"))
+        left.update(_left_of(tests, "turns", seed_of_turns(seed)))
     if left:
         config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]
 
 
-def _left_of(items: dict[str, list[pytest.Item]], mark: str) -> Iterator[pytest.Item]:
+def seed_of_turns(seed: int) -> int:
+    """Return a seed independent of the sweeps', else a test's turn would always come with the same of its values."""
+    return crc32(str(seed).encode())
+
+
+def _left_of(items: dict[str, list[pytest.Item]], mark: str, seed: int) -> Iterator[pytest.Item]:
     """Yield the items that are not of the part that the commit says."""
     markers = (item.get_closest_marker(mark) for each in items.values() for item in each)
     [parts] = {marker.kwargs["parts"] for marker in markers if marker}
     mixed = sorted(items, key=lambda name: crc32(name.encode()))  # else a part may be one of two types, say
-    taken = part_of(len(mixed), parts, int(os.environ[VARIABLE]))
+    taken = part_of(len(mixed), parts, seed)
     return (item for place, name in enumerate(mixed) if place not in taken for item in items[name])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import warmed
 from places import TESTS
+from sweeps import seed_of_turns
 
 PLUGINS = ["same_environment", "skips", "sweeps", "tiers"]
 STARTING = "import subprocess, sys\ndef test_{}():\n    subprocess.run([sys.executable, '-c', 'pass'], check=True)\n"
@@ -127,6 +128,10 @@ def test_a_run_takes_the_part_of_a_sweep_that_its_commit_says(repository: Path) 
     assert set().union(*parts) == values | {"test_a", "test_b", "test_c[0]", "test_c[1]"}
     assert {len(turn) for turn in turns} <= {1, 2, 3}
     assert all(("test_c[0]" in turn) == ("test_c[1]" in turn) for turn in turns), "a test is taken with all its values"
+
+
+def test_a_turn_comes_with_every_value() -> None:
+    assert len({(seed % 3, seed_of_turns(seed) % 3) for seed in range(100)}) == 9
 
 
 @pytest.mark.parametrize(
