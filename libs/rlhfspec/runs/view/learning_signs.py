@@ -43,16 +43,19 @@ def collapse_of(evaluations: Sequence[Evaluation]) -> str:
 
     They are compared with the first evaluation and, where known, with the expected answers: few may be right.
     """
-    judged = [run for run in evaluations if run.different_answers and run.num_samples >= _FEWEST_ANSWERS]
+    judged = [
+        (run.step, run.different_answers, run.expected_answers)
+        for run in evaluations
+        if run.different_answers and run.num_samples >= _FEWEST_ANSWERS
+    ]
     if len(judged) < 2:
         return ""
-    first, last = judged[0], judged[-1]
-    before, now, expected = first.different_answers or 0.0, last.different_answers or 0.0, last.expected_answers
+    (began, before, _), (step, now, expected) = judged[0], judged[-1]
     if now > _LEFT * before or (expected is not None and now > _OF_EXPECTED * expected):
         return ""
     told = "" if expected is None else f" ({number(expected)} are expected)"
     return (
-        f"the policy collapses: {number(now)} effectively different held-out answers after step {last.step}, "
-        f"{number(before)} after step {first.step}{told}. "
+        f"the policy collapses: {number(now)} effectively different held-out answers after step {step}, "
+        f"{number(before)} after step {began}{told}. "
         "Raise algorithm.klCoefficient, lower the learning rate, or set algorithm.dynamicSampling"
     )
