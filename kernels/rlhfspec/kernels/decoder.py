@@ -20,7 +20,9 @@ _POINTER, _LONG, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, 
 
 
 class _LinearStruct(ctypes.Structure):
-    _fields_ = [("packed", _POINTER), ("bias", _POINTER), ("inputs", _LONG), ("outputs", _LONG)]
+    _fields_ = [
+        ("multiply", _POINTER), ("packed", _POINTER), ("bias", _POINTER), ("inputs", _LONG), ("outputs", _LONG),
+    ]  # fmt: skip
 
 
 class _Norm(ctypes.Structure):
@@ -29,7 +31,7 @@ class _Norm(ctypes.Structure):
 
 class _GatedMlp(ctypes.Structure):
     _fields_ = [
-        ("gate_up", _POINTER), ("gate_bias", _POINTER), ("up_bias", _POINTER),
+        ("run", _POINTER), ("gate_up", _POINTER), ("gate_bias", _POINTER), ("up_bias", _POINTER),
         ("down", _POINTER), ("down_bias", _POINTER),
         ("hidden", _LONG), ("intermediate", _LONG), ("outputs", _LONG), ("activation", _LONG),
     ]  # fmt: skip
@@ -47,7 +49,6 @@ class _DecoderStruct(ctypes.Structure):
     """Mirror of struct Decoder in csrc/decoder.cpp."""
 
     _fields_ = [
-        ("linear", _POINTER), ("head_linear", _POINTER), ("gated_mlp", _POINTER),
         ("layers", _POINTER), ("embedding", _POINTER), ("cosine", _POINTER), ("sine", _POINTER),
         ("final_norm", _Norm), ("head", _LinearStruct), ("kv", _POINTER),
         ("num_layers", _LONG), ("hidden", _LONG), ("num_heads", _LONG), ("num_kv_heads", _LONG), ("head_dim", _LONG),
@@ -85,14 +86,12 @@ class NativeDecoder:
         self.bind()
 
     def bind(self) -> None:
-        inner, first = self.parts.inner, self.parts.inner.layers[0]
+        inner = self.parts.inner
         windows = self.parts.sliding_windows
         layers = [_layer(layer, window) for layer, window in zip(inner.layers, windows, strict=True)]
         self._layers = (_Layer * len(layers))(*layers)
         _, num_layers, _, block_size, num_kv_heads, head_dim = self.kv.shape
         self._struct = _DecoderStruct(
-            _kernel("linear", first.self_attn.q_proj), _kernel("linear", self.parts.head),
-            _kernel("gated_mlp", first.mlp),
             ctypes.addressof(self._layers), inner.embed_tokens.weight.data_ptr(),
             self.rotary[0].data_ptr(), self.rotary[1].data_ptr(),
             _norm(inner.norm), _linear(self.parts.head), self.kv.data_ptr(),
@@ -134,7 +133,8 @@ def _layer(layer: Any, sliding_window: int) -> _Layer:
         _norm(layer.post_attention_layernorm),
         _linear(attention.q_proj), _linear(attention.k_proj), _linear(attention.v_proj), _linear(attention.o_proj),
         _GatedMlp(
-            mlp.gate_up.data_ptr(), _data(mlp.gate_bias), _data(mlp.up_bias), down.packed, down.bias,
+            _kernel("gated_mlp", mlp), mlp.gate_up.data_ptr(), _data(mlp.gate_bias), _data(mlp.up_bias),
+            down.packed, down.bias,
             mlp.hidden_features, mlp.intermediate_features, mlp.out_features, ACTIVATIONS[mlp.activation],
         ),
         sliding_window,
@@ -142,7 +142,8 @@ def _layer(layer: Any, sliding_window: int) -> _Layer:
 
 
 def _linear(layer: PackedLinear) -> _LinearStruct:
-    return _LinearStruct(layer.packed.data_ptr(), _data(layer.bias), layer.in_features, layer.out_features)
+    packed = layer.packed.data_ptr()
+    return _LinearStruct(_kernel("linear", layer), packed, _data(layer.bias), layer.in_features, layer.out_features)
 
 
 def _norm(norm: FusedRMSNorm) -> _Norm:

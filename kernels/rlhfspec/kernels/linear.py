@@ -14,7 +14,7 @@ from torch.nn import functional
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.cpu.packing import PAD_OUTPUTS, STORED, empty_packed, pack, round_up
 
-Arithmetic = Literal["fma", "amx", "dpbf16", "torch"]
+Arithmetic = Literal["fma", "amx", "dpbf16", "torch", "int8"]  # int8: of copies (int8.py)
 ActivationName = Literal["silu", "gelu_tanh", "gelu", "relu"]
 
 ACTIVATIONS: dict[str, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}  # the numbers of csrc/activation.h
@@ -80,8 +80,8 @@ def native_kernel(name: str, suffix: str = "", isa: str | None = None) -> Any:
 
 @functools.cache
 def matmul_kernel(name: str, arithmetic: str, dtype: torch.dtype) -> Any:
-    if arithmetic == "fma":
-        return native_kernel(name, f"_{STORED[dtype]}")
+    if arithmetic in ("fma", "int8"):
+        return native_kernel(name, f"_{STORED[dtype] if arithmetic == 'fma' else arithmetic}")
     return native_kernel(name, "", ISA_OF[arithmetic])
 
 

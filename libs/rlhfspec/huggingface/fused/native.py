@@ -79,7 +79,6 @@ def _is_known_layer(layer: Any, family: str) -> bool:
         and isinstance(layer.mlp, PackedGatedMLP)
         and all(isinstance(part, PackedLinear) for part in linears)
         and all(isinstance(norm, FusedRMSNorm) for norm in norms)
-        and len({part.arithmetic for part in linears}) == 1  # type: ignore[union-attr]
     )
 
 

@@ -15,6 +15,7 @@ using GatedMlpFn = void (*)(const float*, const void*, const float*, const float
                             long, long, long, int, int);
 
 struct Linear {
+    LinearFn multiply;
     const void* packed;
     const float* bias;
     long inputs, outputs;
@@ -27,6 +28,7 @@ struct Norm {
 };
 
 struct GatedMlp {
+    GatedMlpFn run;
     const void* gate_up;
     const float *gate_bias, *up_bias;
     const void* down;
@@ -43,8 +45,6 @@ struct Layer {
 
 // Mirrors _DecoderStruct of decoder.py.
 struct Decoder {
-    LinearFn linear, head_linear;
-    GatedMlpFn gated_mlp;
     const Layer* layers;
     const float* embedding;      // [V, hidden]
     const float *cosine, *sine;  // [positions, head_dim]
@@ -78,8 +78,8 @@ void rotate(float* x, long heads, long dim, const float* cosine, const float* si
     }
 }
 
-void apply(const Decoder& d, const Linear& layer, const float* x, float* out, long rows, int threads) {
-    d.linear(x, layer.packed, layer.bias, out, rows, layer.inputs, layer.outputs, threads);
+void apply(const Linear& layer, const float* x, float* out, long rows, int threads) {
+    layer.multiply(x, layer.packed, layer.bias, out, rows, layer.inputs, layer.outputs, threads);
 }
 
 void apply(const Norm& norm, const float* x, float* out, long rows, long width, int threads) {
@@ -93,9 +93,9 @@ struct Activations {
 void attend(const Decoder& d, const Layer& layer, long number, const Batch* batch, const long* positions,
             const Activations& a, long rows, int threads) {
     const long dim = d.head_dim, query_width = d.num_heads * dim, key_width = d.num_kv_heads * dim;
-    apply(d, layer.query, a.normed, a.query, rows, threads);
-    apply(d, layer.key, a.normed, a.key, rows, threads);
-    apply(d, layer.value, a.normed, a.value, rows, threads);
+    apply(layer.query, a.normed, a.query, rows, threads);
+    apply(layer.key, a.normed, a.key, rows, threads);
+    apply(layer.value, a.normed, a.value, rows, threads);
     if (layer.query_norm.weight) apply(layer.query_norm, a.query, a.query, rows * d.num_heads, dim, threads);
     if (layer.key_norm.weight) apply(layer.key_norm, a.key, a.key, rows * d.num_kv_heads, dim, threads);
     for (long r = 0; r < rows; r++) {
@@ -109,7 +109,7 @@ void attend(const Decoder& d, const Layer& layer, long number, const Batch* batc
                        d.kv_is_bf16, d.num_layers * 2 * plane, plane, d.block_size, d.num_heads, d.num_kv_heads, dim,
                        layer.sliding_window, 0, d.split, nullptr, a.attended, threads, d.scale, 0.0f};
     RS_NAME(tree_attention)(&call);
-    apply(d, layer.output, a.attended, a.update, rows, threads);
+    apply(layer.output, a.attended, a.update, rows, threads);
 }
 
 }  // namespace
@@ -136,13 +136,13 @@ RS_EXPORT void RS_NAME(decoder_forward)(const void* decoder, const Batch* batch,
         add_to(a.hidden, a.update, rows * width);
         apply(layer.mlp_norm, a.hidden, a.normed, rows, width, threads);
         const GatedMlp& m = layer.mlp;
-        d.gated_mlp(a.normed, m.gate_up, m.gate_bias, m.up_bias, m.down, m.down_bias, a.update, rows, m.hidden,
-                    m.intermediate, m.outputs, (int)m.activation, threads);
+        m.run(a.normed, m.gate_up, m.gate_bias, m.up_bias, m.down, m.down_bias, a.update, rows, m.hidden, m.intermediate,
+              m.outputs, (int)m.activation, threads);
         add_to(a.hidden, a.update, rows * width);
     }
     for (long i = 0; i < num_wanted; i++) copy_row(a.hidden + wanted[i] * width, a.update + i * width, width);
     apply(d.final_norm, a.update, a.normed, num_wanted, width, threads);
-    d.head_linear(a.normed, d.head.packed, d.head.bias, logits, num_wanted, d.head.inputs, d.head.outputs, threads);
+    apply(d.head, a.normed, logits, num_wanted, threads);
 }
 
 // What Python fills in must be as long as what is read here.

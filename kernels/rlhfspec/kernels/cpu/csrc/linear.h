@@ -8,6 +8,7 @@
 // The arithmetic is a policy P (see linear.cpp, linear_amx.cpp, linear_avx512bf16.cpp):
 //     P::Weight, P::Activation     stored types
 //     P::kPanel                    outputs per panel of packed weights
+//     P::kBytes                    bytes of a panel's weights of one k
 //     P::kRowTile                  rows come in multiples of this; buffers are padded to it
 //     P::kRowBlock                 rows per call of block()
 //     P::kPadK                     k is padded with zeros to a multiple of this
@@ -17,8 +18,8 @@
 //     P::put(acts, stride, row, k, vector)   16 activations
 //     P::block(..., carry, side)   out[rows, kPanel] = the chain over k of one panel, begun at zero or, carrying on, at
 //                                  what out holds; calls side.step() as it goes, P::steps(rows, k) times in all
-// Weights are panels of kPanel outputs: panel p, position k begins at (p * padded K + k) * kPanel. Outputs are padded
-// to a multiple of 64.
+// Weights are panels of kPanel outputs: panel p, position k begins at byte (p * padded K + k) * kBytes. Outputs are
+// padded to a multiple of 64.
 #pragma once
 
 #include "activation.h"
@@ -61,18 +62,18 @@ struct Prefetch {
 
 template <class P>
 struct Weights {
-    const typename P::Weight* data;
+    const char* data;
     long k;         // inputs
     long padded_k;  // rows of a panel
 
     Weights(const void* packed, long num_inputs)
-        : data((const typename P::Weight*)packed), k(num_inputs), padded_k(round_up(num_inputs, P::kPadK)) {}
+        : data((const char*)packed), k(num_inputs), padded_k(round_up(num_inputs, P::kPadK)) {}
     const typename P::Weight* at(long panel, long start) const {
-        return data + (panel * padded_k + start) * P::kPanel;
+        return (const typename P::Weight*)(data + (panel * padded_k + start) * P::kBytes);
     }
     Prefetch ahead(long panel, long start, long length) const {
         const char* from = (const char*)at(panel, start);
-        return {from, from + length * P::kPanel * (long)sizeof(typename P::Weight), 0};
+        return {from, from + length * P::kBytes, 0};
     }
 };
 

@@ -13,7 +13,7 @@ constexpr long kTile = 512;  // elements
 struct Bf16Activations {
     using Weight = uint16_t;
     using Activation = uint16_t;
-    static constexpr long kPanel = 32, kRowTile = 16, kPadK = 32;
+    static constexpr long kPanel = 32, kBytes = 64, kRowTile = 16, kPadK = 32;
 
     static long stride(long k) { return round_up(k, 32) * 16; }  // from one row tile to the next
     static uint16_t* at(uint16_t* acts, long stride, long row, long k) {

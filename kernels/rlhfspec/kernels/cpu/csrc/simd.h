@@ -103,6 +103,10 @@ RS_INLINE f32x16 rs_scale_by_shifted(f32x16 a, f32x16 shifted) {
 }
 RS_INLINE i32x16 rs_sub_int(i32x16 a, i32x16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 
+// 16 values of 8 bits.
+RS_INLINE f32x16 rs_load_int8(const int8_t* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+}
 // 16 bf16 values.
 RS_INLINE f32x16 rs_load_bf16(const uint16_t* p) {
     __m256i raw = _mm256_loadu_si256((const __m256i*)p);
@@ -207,6 +211,11 @@ RS_INLINE f32x16 rs_scale_by_shifted(f32x16 a, f32x16 shifted) {
 }
 RS_INLINE i32x16 rs_sub_int(i32x16 a, i32x16 b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
 
+// 16 values of 8 bits.
+RS_INLINE f32x16 rs_load_int8(const int8_t* p) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
+}
 // 16 bf16 values.
 RS_INLINE f32x16 rs_load_bf16(const uint16_t* p) {
     __m256i lo = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
