@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from asyncio import sslproto
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,6 +18,7 @@ from rlhfspec.messages.servers.credentials.derived import new_nkey
 from rlhfspec.messages.servers.nats import User, nats_config
 from rlhfspec.messages.transport import dead_letters
 from rlhfspec.messages.transport.base import Consumer, Message, Subscription
+from rlhfspec.messages.transport.jetstream import connection
 from rlhfspec.messages.transport.jetstream.proof import NatsProof
 from rlhfspec.messages.transport.nats import NatsTransport
 
@@ -387,3 +389,9 @@ async def test_chaos_loses_nothing(tmp_path: Path) -> None:
         is_over.set()  # cancelled while it connects, nats-py may go on, or leave its socket open
         await asyncio.gather(*workers)
         await control.close()
+
+
+async def test_a_tls_socket_that_is_closed_already_is_given_up_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: Any = sslproto._SSLProtocolTransport(asyncio.get_running_loop(), None)  # type: ignore[arg-type]
+    monkeypatch.setattr(connection, "_socket_of", lambda client: closed)
+    connection._Client()._give_up(closed)

@@ -293,7 +293,8 @@ class _Client(Client):
 
     def _give_up(self, socket: asyncio.WriteTransport) -> None:
         if _socket_of(self) is socket:  # otherwise it has reconnected
-            socket.abort()
+            with suppress(AttributeError):  # of a TLS socket that is closed already, in Python 3.11
+                socket.abort()
 
     async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
         """Send a ping behind all unsent data: `drain` would take the pong of an overtaking one as confirmation."""
