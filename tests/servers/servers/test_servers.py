@@ -111,9 +111,14 @@ async def test_what_stops_a_server_is_said_in_its_words(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         server = NatsServer(tmp_path / "nats", run="r1")
         server._port = other.getsockname()[1]
-        with pytest.raises(ServerFailed, match=r"nats-server: not ready within 3 s: .*address already in use"):
-            await server.start(3.0)
-        assert server.pid is None
+        for seconds in (1, 4, 16):  # until it has tried the port, which takes longer on a busy machine
+            with pytest.raises(ServerFailed, match=f"nats-server: not ready within {seconds} s: ") as raised:
+                await server.start(seconds)
+            assert server.pid is None
+            if "address already in use" in str(raised.value):
+                break
+        else:
+            raise AssertionError(raised.value)
     server = NatsServer(tmp_path / "bad", run="r1")
     (server.folder / "store").mkdir(parents=True)
     (server.folder / "store" / "jetstream").write_text("no folder")
