@@ -1,4 +1,4 @@
-"""What a drafter learns while a run goes on: python bench/drafter.py [--tokens 208896] [--drafters auto].
+"""What a drafter learns while a run goes on: python bench/drafter.py [--tokens 208896] [--drafters given].
 
 The synthetic pair `library` (byte-level models trained on the standard library's text, 3.3M and .3M parameters): tokens
 a verification of a drafted chain of six at temperature 1, on prompts and seeds that nothing is learnt from. First as
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from rlhfspec.bench.generating.learnt import learn_from, sample
-from rlhfspec.engine import Engine
+from rlhfspec.engine import Completion, Engine, SamplingParams
 from rlhfspec.engine.distilling import learning as distilling
 from rlhfspec.engine.drafting.base import DraftPlan
+from rlhfspec.tiny import library
 from rlhfspec.tiny.models import ensure
 
-SEQUENCES, MEASURED = 16, 128
+SEQUENCES, LEARNT_FROM, MEASURED = 16, 256, 128
 CHAIN = {name: DraftPlan(drafter=name, depth=6) for name in ("suffix", "model")}
 
 
@@ -42,6 +42,19 @@ def measure(engine: Engine) -> tuple[float, str]:
     tokens = [each.token_ids for each in done]
     rate = sum(map(len, tokens)) / sum(each.stats.num_verifications for each in done)
     return rate, hashlib.sha256(repr(tokens).encode()).hexdigest()[:8]
+
+
+def learn_from(engine: Engine, num_tokens: int) -> None:
+    """Generate so many tokens, and learn after every few thousand until nothing is left."""
+    for number in range(-(-num_tokens // (SEQUENCES * LEARNT_FROM))):
+        sample(engine, prompts=3000 + number, seed=100_000 * (number + 1), num_tokens=LEARNT_FROM)
+        while engine.learning.learn_while_idle():
+            pass
+
+
+def sample(engine: Engine, *, prompts: int, seed: int, num_tokens: int) -> list[Completion]:
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    return engine.generate(library.prompts(SEQUENCES, seed=prompts), params, seeds=range(seed, seed + SEQUENCES))
 
 
 def row(name: str, drafter: str | Path | None, *, num_tokens: int) -> DrafterRow:
@@ -67,12 +80,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=208_896)
     parser.add_argument("--passes", type=int, default=1)
-    parser.add_argument("--drafters", default="suffix,given,auto", help="of these")
+    parser.add_argument("--drafters", default="suffix,given", help="of these")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     distilling.PASSES = given.passes
-    drafters = {"suffix": None, "given": ensure("library-draft").library_draft, "auto": "auto"}
+    drafters = {"suffix": None, "given": ensure("library-draft").library_draft}
     rows = [
         row(name, drafters[name], num_tokens=given.tokens if drafters[name] else 0)
         for name in given.drafters.split(",")

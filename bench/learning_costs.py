@@ -35,7 +35,7 @@ JOBS: dict[str, tuple[float | None, DraftPlan, int]] = {
     "64 sequences": (0.5, CHAIN, 64),
     "a draft that can learn": (0.5, CHAIN, 8),
 }
-CALLS = ("start", "forget", "record", "stepped", "follow")
+CALLS = ("start", "forget", "record", "stepped")
 
 
 def engine_of(noise: float | None, plan: DraftPlan, learning: str) -> Engine:

@@ -151,6 +151,15 @@ BY_HAND = [
         "checks",
     ),
     Wrong({"generation.speculation": {"mode": "model"}}, "spec.generation.speculation.mode"),
+    Wrong({"model.drafter": "self", "generation.engine": {"name": "vllm"}}, "spec.model.drafter"),
+    Wrong({"model.drafter": "self", "roles.generator": {"tensorParallel": 2}}, "spec.model.drafter"),
+    *(
+        Wrong(
+            {"generation.speculation": {"learning": "auto"}, "model.drafter": drafter},
+            "spec.generation.speculation.learning",
+        )
+        for drafter in ("auto", "self")
+    ),
     Wrong({"generation.kvCacheTokens": 100}, "spec.generation.kvCacheTokens"),
     Wrong({"generation.stop": ["\n", ""]}, "spec.generation.stop[1]"),
     Wrong({"rewards.sources": [FUNCTION] * 33}, "spec.rewards.sources"),

@@ -111,8 +111,7 @@ class Engine(Moves):
 
     @property
     def abilities(self) -> Abilities:
-        learns = self.learning is not None and self.learning.is_on
-        return Abilities(moves_tokens=self, moves_kv=self, learning=self.learning if learns else None)
+        return Abilities(moves_tokens=self, moves_kv=self, learning=self.learning)
 
     def submit(self, request: Request) -> None:
         self.validate(request)
@@ -182,8 +181,8 @@ class Engine(Moves):
         if version <= state.weights_version:
             raise WeightsVersionError(version, state.weights_version, "must grow with every swap")
         state.target.runner.load_weights(dict(state_dict))
-        if self.learning is not None:
-            self.learning.follow(state_dict)
+        if state.few_bits is not None:
+            state.few_bits.requantise()
         self.scheduler.drop_kv()
         state.weights_version = version
         self.speculation.reset()

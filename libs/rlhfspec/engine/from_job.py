@@ -14,7 +14,7 @@ from rlhfspec.huggingface.devices import device_of, settled
 from rlhfspec.huggingface.loading import load_stored
 from rlhfspec.huggingface.structure.positions import max_context
 from rlhfspec.job import RLHFJob
-from rlhfspec.job.choices.drafters import AUTO, may_run_draft_model
+from rlhfspec.job.choices.drafters import MADE_OF_THE_POLICY, may_run_draft_model
 
 _FIELD = "spec.model.path"
 
@@ -23,9 +23,9 @@ def make(job: RLHFJob, load_tokenizer: Callable[[], Any], group: Ranks | None = 
     """Build the engine of a job. `group`: the processes of this generator, if several; this is rank 0."""
     model = job.spec.model
     target = _target(job, group)
-    draft = None
-    if may_run_draft_model(job.spec.generation.speculation.mode) and model.drafter is not None:
-        draft = model.drafter if model.drafter == AUTO else load_stored(model.drafter, field="spec.model.drafter")
+    draft: Any = model.drafter if may_run_draft_model(job.spec.generation.speculation.mode) else None
+    if draft not in (None, *MADE_OF_THE_POLICY):
+        draft = load_stored(draft, field="spec.model.drafter")
     return make_engine(target, _config(job), draft=draft, tokenizer=load_tokenizer(), group=group)
 
 

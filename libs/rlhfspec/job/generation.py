@@ -27,8 +27,8 @@ class Speculation(Block):
     )
     learning: Literal["off", "auto", "share"] = Field(
         "off",
-        description="The drafter learns from what is verified: off, auto (while it saves more time than it takes), or "
-        "share (of generating time, and while the generator has nothing to do).",
+        description="A drafter that is a model of its own learns from what is verified: off, auto (while it saves more "
+        "time than it takes), or share (of generating time, and while the generator has nothing to do).",
     )
     learning_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.05, description="Share of generating time that learning may take, with learning: share."

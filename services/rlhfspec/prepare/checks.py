@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 from rlhfspec.errors import InvalidRequest, JobError, Problem
 from rlhfspec.job import RLHFJob
 from rlhfspec.job.choices.engines import ENGINES
-from rlhfspec.job.file.paths import MODEL_FIELDS, is_made_here
+from rlhfspec.job.file.paths import is_made_here, named_models
 
 if TYPE_CHECKING:
     from rlhfspec.training.data.rows import Rows
 
 
 def check_made_here(job: RLHFJob, source: Path) -> None:
-    fields = {f"spec.model.{name}": getattr(job.spec.model, name) for name in MODEL_FIELDS}
+    fields = {f"spec.model.{name}": path for name, path in named_models(job.spec.model).items()}
     fields["spec.dataset.path"] = job.spec.dataset.path
     problems = []
     for field, path in fields.items():
-        if path is not None and is_made_here(path):
+        if is_made_here(path):
             from rlhfspec.tiny import check
 
             try:

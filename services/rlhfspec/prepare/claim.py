@@ -9,7 +9,7 @@ from pathlib import Path
 from rlhfspec.common.folder_lock import locked
 from rlhfspec.errors import InvalidRequest, StorageError
 from rlhfspec.job import RLHFJob
-from rlhfspec.job.file.paths import MODEL_FIELDS
+from rlhfspec.job.file.paths import named_models
 from rlhfspec.job.rewards import ModelSource
 from rlhfspec.messages.servers.program import write_secret
 from rlhfspec.tiny.recipe import cache_folder
@@ -36,9 +36,9 @@ def refuse_shared(folder: Path, base: Path) -> None:
 
 def check_digests(job: RLHFJob) -> None:
     """Compare the job's cached models with the digests of their first use, or write those."""
-    models = [getattr(job.spec.model, name) for name in MODEL_FIELDS]
+    models = list(named_models(job.spec.model).values())
     models += [source.path for source in job.spec.rewards.sources if isinstance(source, ModelSource)]
-    for folder in {Path(path) for path in models if path is not None}:
+    for folder in set(map(Path, models)):
         if folder.is_relative_to(cache_folder().parent) and folder.is_dir():
             _check_digests(folder)
 

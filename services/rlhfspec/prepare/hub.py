@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhfspec.errors import InvalidRequest, StorageError, first_line
 from rlhfspec.job import RLHFJob
-from rlhfspec.job.file.paths import MADE_OF_THE_POLICY, MODEL_FIELDS, is_made_here
+from rlhfspec.job.file.paths import is_made_here, named_models
 from rlhfspec.job.rewards import ModelSource
 
 # Weights in formats that are not read, and what is no part of the model.
@@ -19,11 +19,10 @@ def with_hub_models(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
     """Return the job with local folders in place of hub ids. Raise InvalidRequest if the hub refuses a model,
     StorageError if it cannot be reached."""
     model, rewards = job.spec.model, job.spec.rewards
-    ids = [(name, value) for name in MODEL_FIELDS if _is_hub_id(value := getattr(model, name))]
     folders = {
-        name: _fetched(value, f"spec.model.{name}", report)
-        for name, value in ids
-        if (name, value) != MADE_OF_THE_POLICY
+        name: _fetched(path, f"spec.model.{name}", report)
+        for name, path in named_models(model).items()
+        if _is_hub_id(path)
     }
     sources = list(rewards.sources)
     for number, source in _reward_models(job):
@@ -36,12 +35,12 @@ def with_hub_models(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
     return job.model_copy(update={"spec": job.spec.model_copy(update=changes)})
 
 
-def _is_hub_id(path: str | None) -> bool:
+def _is_hub_id(path: str) -> bool:
     """
-    >>> _is_hub_id("owner/name"), _is_hub_id("/storage/models/mine"), _is_hub_id("tiny:sums"), _is_hub_id(None)
-    (True, False, False, False)
+    >>> _is_hub_id("owner/name"), _is_hub_id("/storage/models/mine"), _is_hub_id("tiny:sums")
+    (True, False, False)
     """
-    return path is not None and not is_made_here(path) and not Path(path).is_absolute()
+    return not is_made_here(path) and not Path(path).is_absolute()
 
 
 def _reward_models(job: RLHFJob) -> Iterator[tuple[int, ModelSource]]:

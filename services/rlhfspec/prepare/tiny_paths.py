@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rlhfspec.common.object_store import ObjectStore
 from rlhfspec.job import RLHFJob
-from rlhfspec.job.file.paths import MODEL_FIELDS, is_made_here
+from rlhfspec.job.file.paths import is_made_here, named_models
 
 LAST_SENT = "tokenizer_config.json"  # of a model that was made; a store that has it has the others
 
@@ -15,7 +15,7 @@ def fetch_made(job: RLHFJob, store: ObjectStore) -> None:
     """Fetch the models that an earlier job made, so that they are not made again."""
     from rlhfspec.tiny.paths import model_folder
 
-    for path in filter(None, (getattr(job.spec.model, name) for name in MODEL_FIELDS)):
+    for path in named_models(job.spec.model).values():
         folder = model_folder(path)
         if folder is not None and folder.is_relative_to(store.base):
             sizes = store.sizes(store.path_of(folder))
@@ -28,7 +28,7 @@ def with_tiny_paths(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
     evaluation = job.spec.evaluation
     if evaluation is not None and evaluation.path is not None:
         evaluation = evaluation.model_copy(update={"path": _made(evaluation.path, report)})
-    paths = {name: _made(path, report) for name in MODEL_FIELDS if (path := getattr(model, name)) is not None}
+    paths = {name: _made(path, report) for name, path in named_models(model).items()}
     spec = job.spec.model_copy(
         update={
             "model": model.model_copy(update=paths),

@@ -21,14 +21,13 @@ SUFFIX_TREE = DraftPlan(drafter="suffix", depth=4, width=2, branch=2)
 
 
 def make(model: Any, mode: str | DraftPlan, **options: Any) -> Engine:
-    draft = options.pop("draft", None) or perturbed(model, 0.15)
     config = EngineConfig(max_sequences=8, max_context=96, profile=False, num_threads=1, speculation=mode, **options)
-    return make_engine(model, config, draft=draft, tokenizer=hugging_face_tokenizer())
+    return make_engine(model, config, draft=perturbed(model, 0.15), tokenizer=hugging_face_tokenizer())
 
 
-def made(model: Any, mode: str | DraftPlan) -> Engine:
-    """Return an engine with a drafter of the model that learns between steps and turns to noise."""
-    engine = noisy(make(model, mode, draft="auto", learning=1.0), np.random.default_rng(5))
+def learning(model: Any, mode: str | DraftPlan) -> Engine:
+    """Return an engine with a drafter that learns between steps and turns to noise."""
+    engine = noisy(make(model, mode, learning=1.0), np.random.default_rng(5))
     step = engine.step
 
     def step_and_learn() -> Any:
@@ -64,19 +63,19 @@ class TestMovable(MovableWithKVContract):
 
 
 @pytest.mark.sweep(parts=3)
-@pytest.mark.on_the_cpu("a drafter that learns takes minutes more there; a given one drafts in its place")
+@pytest.mark.on_the_cpu("a drafter that learns takes minutes more there; one that stays drafts in its place")
 @pytest.mark.usefixtures("little_is_learnt_from")
-class MadeDrafter:
+class LearningDrafter:
     log_prob_tolerance = LOG_PROB_TOLERANCE
     modes = ("off", TREE)
 
     def make(self, model: Any, mode: Any) -> Engine:
-        return made(model, mode)
+        return learning(model, mode)
 
 
-class TestMadeDrafter(MadeDrafter, EngineContract):
+class TestLearningDrafter(LearningDrafter, EngineContract):
     pass
 
 
-class TestMovableMadeDrafter(MadeDrafter, MovableWithKVContract):
+class TestMovableLearningDrafter(LearningDrafter, MovableWithKVContract):
     pass

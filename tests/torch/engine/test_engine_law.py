@@ -37,13 +37,13 @@ def model() -> Any:
     return random_model("llama", seed=3, vocab_size=VOCAB)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "made of the policy, and learns"])
+ARMS = {"float32": {}, "bfloat16, and learns": {"dtype": "bfloat16", "learning": 1.0}, "self": {"draft": "self"}}
+
+
+@pytest.fixture(scope="module", params=ARMS)
 def pair(request: pytest.FixtureRequest, model: Any) -> Iterator[tuple[Engine, Engine]]:
     """Yield a roomy engine without speculation, and a cramped one for all disturbances."""
-    options: dict[str, Any] = {"dtype": request.param}
-    if "made" in request.param:
-        options = {"draft": "auto", "learning": 1.0}
-        model = random_model("llama", seed=3, vocab_size=VOCAB, num_layers=3)
+    options: dict[str, Any] = ARMS[request.param]
     plain = engine_for(model, dtype=options.get("dtype", "float32"), speculation="off")
     driven = engine_for(model, speculation="adaptive", kv_cache_tokens=352, **options)
     with pytest.MonkeyPatch.context() as patch:

@@ -98,6 +98,10 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"algorithm.gaeLambda": 0.5}, "spec.algorithm.gaeLambda", "grpo has no critic"),
     ({"algorithm.overlongBuffer": 256}, "spec.algorithm.overlongBuffer", "generation.maxTokens (256)"),
     ({"generation.speculation": {"mode": "modle"}}, "spec.generation.speculation.mode", "did you mean model?"),
+    (
+        {"model": {"path": "./model", "drafter": "self"}, "generation.speculation": {"learning": "auto"}},
+        "spec.generation.speculation.learning", "model.drafter (self) is made of the policy, and nothing of it learns",
+    ),
     ({"generation.temperature": 0}, "spec.generation.temperature", "must be >= 0.01"),
     ({"generation.temperature": 1e-30}, "spec.generation.temperature", "must be >= 0.01 and <= 100"),
     ({"generation.temperature": -1.0}, "spec.generation.temperature", "must be >= 0.01"),

@@ -252,16 +252,17 @@ def test_the_job_is_frozen(file: Path) -> None:
         job.spec.training.steps = 3  # type: ignore[misc]
 
 
-def test_a_drafter_called_auto_is_looked_for_nowhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("drafter", ["auto", "self"])
+def test_a_drafter_that_is_the_policy_is_looked_for_nowhere(tmp_path: Path, drafter: str) -> None:
     """The drafter is made of the policy, so neither folder nor hub is searched."""
-    (tmp_path / "auto").mkdir()  # a folder of that name is another thing: it is written ./auto
+    (tmp_path / drafter).mkdir()  # a folder of that name is another thing: it is written ./auto
     job = a_job()
-    model = job.spec.model.model_copy(update={"path": str(tmp_path / "auto"), "drafter": "auto"})
+    model = job.spec.model.model_copy(update={"path": str(tmp_path / drafter), "drafter": drafter})
     job = job.model_copy(update={"spec": job.spec.model_copy(update={"model": model})})
     for prepared in (with_resolved_paths(job, tmp_path), with_hub_models(job, print)):
-        assert prepared.spec.model.drafter == "auto"
+        assert prepared.spec.model.drafter == drafter
     assert not [each for each in check_files(job, tmp_path) if each.field == "spec.model.drafter"]
-    assert input_paths({"model": {"path": "./policy", "drafter": "auto"}}, tmp_path) == ["policy"]
+    assert input_paths({"model": {"path": "./policy", "drafter": drafter}}, tmp_path) == ["policy"]
 
 
 ROLES = ("prompts", "generator", "reward", "reference", "critic", "trainer", "rebalancer", "prepare", "control")

@@ -57,16 +57,18 @@ ON_FAST_BFLOAT16 = {
     "batch-64": 1.05,
     "long-tail": 1.45,
 }
-ON_LEARNT = {"batch-1": 2.8, "batch-4": 1.4, "batch-8": 1.05}  # with a drafter that was made of the target, and learnt
-ELSEWHERE_ON_LEARNT = 0.98
-LEARNT_OVER_GIVEN = 1.2  # adaptive with it over adaptive with the small draft of the pair `library`, at these:
-_LEARNT_SCENARIOS = ("batch-1", "batch-4")
 ON_SLOW_BFLOAT16 = {"batch-1": 2.5, "batch-4": 1.25, "batch-16": 1.0, "long-tail": 1.3}
 
 PLAIN_OVER_VLLM_PLAIN = {"batch-1", "batch-8", "batch-32"}
 ADAPTIVE_OVER_VLLM_BEST = {"batch-1": 1.5, "batch-8": 1.3, "batch-32": 1.1}
 
 PRETRAINED_OVER_VLLM_BEST = 2.0  # plain decoding of smollm2 at 1, 8 and 32 sequences
+# adaptive / plain of smollm2, which drafts for itself
+ON_PRETRAINED = {
+    "float32": {"batch-1": 1.8, "batch-4": 1.3, "long-tail": 1.25},
+    "bfloat16": {"batch-1": 1.2, "batch-4": 1.05, "long-tail": 1.25},
+}
+ELSEWHERE_ON_PRETRAINED = 0.98
 
 TIMES_TRL = 2.0  # a whole step's speed over TRL's
 LEAST_GAIN, LEAST_CLOSED, MOST_HARM = 1.25, 0.65, 1.03  # of moves, where they must pay and elsewhere
@@ -101,28 +103,10 @@ def _against_plain(results: Results, num_threads: int, scenario: str) -> Iterato
         is_fast = results.machine is not None and results.machine.has_fast_bfloat16
         by_scenario = ON_FAST_BFLOAT16 if is_fast else ON_SLOW_BFLOAT16
         pair = results.settings.get("pair", "english")
-        if pair == "learnt":
-            wanted = ON_LEARNT.get(scenario, ELSEWHERE_ON_LEARNT)
-        else:
-            wanted = by_scenario.get(scenario, ADAPTIVE_OVER_PLAIN) if pair == "english" else ADAPTIVE_OVER_PLAIN
+        wanted = by_scenario.get(scenario, ADAPTIVE_OVER_PLAIN) if pair == "english" else ADAPTIVE_OVER_PLAIN
+        if _is_pretrained(results):
+            wanted = ON_PRETRAINED.get(str(results.settings.get("dtype")), {}).get(scenario, ELSEWHERE_ON_PRETRAINED)
         yield _ratio(adaptive, plain, "adaptive / plain", wanted)
-
-
-def bars_of_learnt(learnt: Results, given: Results) -> tuple[Bar, ...]:
-    """Adaptive with the drafter that learnt against adaptive with the one given, each over plain in its own process:
-    what slows the machine meanwhile slows both."""
-    return tuple(
-        _at_least(num_threads, scenario, "adaptive / plain, learnt / given", paired(ours, theirs), LEARNT_OVER_GIVEN)
-        for num_threads, scenario in learnt.scenes()
-        if scenario in _LEARNT_SCENARIOS
-        and (ours := _over_plain(learnt, num_threads, scenario))
-        and (theirs := _over_plain(given, num_threads, scenario))
-    )
-
-
-def _over_plain(results: Results, num_threads: int, scenario: str) -> tuple[float, ...]:
-    adaptive, plain = (results.row(num_threads, scenario, mode) for mode in ("adaptive", "plain"))
-    return tuple(a / b for a, b in zip(adaptive.repeats, plain.repeats, strict=False)) if adaptive and plain else ()
 
 
 def _against_vllm(results: Results, num_threads: int, scenario: str) -> Iterator[Bar]:
@@ -131,12 +115,16 @@ def _against_vllm(results: Results, num_threads: int, scenario: str) -> Iterator
         is_fast = results.machine is not None and results.machine.has_fast_bfloat16
         yield _ratio(plain, theirs, "plain / vllm-plain", 1.0 if is_fast else 1.2)
     adaptive, best = results.row(num_threads, scenario, "adaptive"), results.best_vllm(num_threads, scenario)
-    if str(results.settings.get("pair")).startswith("smollm2"):  # nothing drafts for it yet
+    if _is_pretrained(results):
         if plain and best and scenario in PLAIN_OVER_VLLM_PLAIN:
             yield _ratio(plain, best, f"plain / best vLLM ({best.mode})", PRETRAINED_OVER_VLLM_BEST)
         return
     if adaptive and best and scenario in ADAPTIVE_OVER_VLLM_BEST:
         yield _ratio(adaptive, best, f"adaptive / best vLLM ({best.mode})", ADAPTIVE_OVER_VLLM_BEST[scenario])
+
+
+def _is_pretrained(results: Results) -> bool:
+    return str(results.settings.get("pair")).startswith("smollm2")
 
 
 def _selector_share(results: Results, num_threads: int, scenario: str) -> Iterator[Bar]:

@@ -4,7 +4,6 @@ late, lossy and different on every generator."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +19,7 @@ from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.engine.kv.state import EngineState
 from rlhfspec.engine.scheduling.sequences import RowTable, Sequence
 from rlhfspec.engine.scheduling.verify import Committed
-from rlhfspec.job.choices.drafters import DRAFTERS, OFF
+from rlhfspec.job.choices.drafters import DRAFTERS
 
 Indices = npt.NDArray[np.int64]
 _NONE = np.empty(0, np.int32)
@@ -46,16 +45,14 @@ def drafter_learning(state: EngineState) -> DraftLearning | None:
         return None
     learning = state.config.learning
     budget = LearningBudget(share=float(learning) if isinstance(learning, float | int) else None)
-    return DraftLearning(state.student, state.draft.runner, state.rows, budget, is_on=learning != OFF)
+    return DraftLearning(state.student, state.draft.runner, state.rows, budget)
 
 
 class DraftLearning:
     """Recorder of verified tokens that learns from them and hands new weights to the drafter. `student` is a copy of
-    the model that `runner` drafts with. With `is_on` False the drafter only follows the policy."""
+    the model that `runner` drafts with."""
 
-    def __init__(
-        self, student: Student, runner: ModelRunner, rows: RowTable, budget: LearningBudget, *, is_on: bool
-    ) -> None:
+    def __init__(self, student: Student, runner: ModelRunner, rows: RowTable, budget: LearningBudget) -> None:
         self._student = student
         self._runner = runner
         self._rows = rows
@@ -66,17 +63,15 @@ class DraftLearning:
         self._is_better = True  # than at the start, as far as is known; otherwise the drafter uses its first weights
         self._num_unseen = 0  # optimizer steps not yet in the drafting copy
         self._idle_since = time.perf_counter()
-        self.is_on = is_on
         self._noted: list[tuple[float, IntArray, str | None]] = []  # steps not yet evaluated
         self._noted_seconds = 0.0
         self.version = 0  # tokens that these weights have learnt from, here or elsewhere
         self.budget = budget
 
     def start(self, sequence: Sequence) -> None:
-        if self.is_on:
-            began = time.perf_counter()
-            self._recorder.start(sequence.row, self._temperature(sequence.row))
-            self.budget.watched(seconds=time.perf_counter() - began)
+        began = time.perf_counter()
+        self._recorder.start(sequence.row, self._temperature(sequence.row))
+        self.budget.watched(seconds=time.perf_counter() - began)
 
     def forget(self, sequence: Sequence) -> None:
         row = sequence.row
@@ -120,8 +115,6 @@ class DraftLearning:
 
     def stepped(self, seconds: float, num_tokens: IntArray, drafter: str | None, *, has_finished: bool) -> None:
         """Note a step that gave each decoding sequence `num_tokens`. Learn if due, unless a finished sequence waits."""
-        if not self.is_on:
-            return
         self._noted.append((seconds, num_tokens, drafter))
         self._noted_seconds += seconds
         if self._noted_seconds >= _WATCH_SECONDS:
@@ -175,10 +168,6 @@ class DraftLearning:
         self._noted, self._noted_seconds = [], 0.0
         self._idle_since = time.perf_counter()
         self.budget.watched(seconds=noting + self._idle_since - began)
-
-    def follow(self, policy: Mapping[str, torch.Tensor]) -> None:
-        if self._student.follow(policy):
-            self._hand_over()
 
     def learnt(self) -> Learnt:
         """Return the weights that the drafter drafts with; until it has improved, those of its start."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,22 +23,15 @@ _KEPT = 0.99  # weight of the old average per optimizer step; less in the first 
 
 class Student:
     """Copy of a drafter that learns the target's distribution (soft labels, KL). The drafter uses an average of recent
-    weights, because the learning rate is large and never decays. `names`: the parameters that learn; None: all."""
+    weights, because the learning rate is large and never decays."""
 
-    def __init__(self, model: Any, names: Collection[str] | None, *, max_context: int) -> None:
+    def __init__(self, model: Any, *, max_context: int) -> None:
         self.model = model
         examine(model, name="drafter", max_context=max_context)
         self._parts = CausalLM(model)
-        named = dict(model.named_parameters())
-        self._learning = {name: p for name, p in named.items() if names is None or name in names}
-        for name, parameter in named.items():
-            parameter.requires_grad_(name in self._learning)
-        self._followed = [name for name in model.state_dict() if names is not None and name not in names]
+        self._learning = dict(model.requires_grad_(True).named_parameters())
         self._at_first = {name: p.detach().clone() for name, p in self._learning.items()}
         self._average = {name: p.detach().clone() for name, p in self._learning.items()}
-        first_names = {id(p): name for name, p in self._learning.items()}
-        state = model.state_dict(keep_vars=True)  # tied weights have several names there
-        self._held_as = {name: first_names[id(t)] for name, t in state.items() if id(t) in first_names}
         self._num_steps = 0
         self._optimizers = list(_optimizers(model, self._learning.values()))
         self._rates = [optimizer.param_groups[0]["lr"] for optimizer in self._optimizers]
@@ -62,17 +56,13 @@ class Student:
     @torch.no_grad()
     def agreement(self, lessons: Sequence[Lesson], *, at_first: bool = False) -> float:
         """Return the mean coverage of the target's distribution, sum of min(p, q)."""
-        drafts_with = self._drafts_with(at_first)
-        self._swap(drafts_with)
-        try:
+        with self._drafting(at_first):
             log_probs, labels = self._log_probs(lessons)
-        finally:
-            self._swap(drafts_with)
         return float(torch.minimum(log_probs.exp(), labels.exp()).sum(-1).mean())
 
     def state_dict(self, *, at_first: bool = False) -> dict[str, torch.Tensor]:
-        drafts_with = self._drafts_with(at_first)
-        return dict(self.model.state_dict()) | {name: drafts_with[first] for name, first in self._held_as.items()}
+        with self._drafting(at_first):
+            return dict(self.model.state_dict())
 
     def learnt(self, *, at_first: bool = False) -> dict[str, torch.Tensor]:
         return {name: tensor.to("cpu", copy=True) for name, tensor in self._drafts_with(at_first).items()}
@@ -90,15 +80,6 @@ class Student:
         for name, parameter in self._learning.items():
             parameter.copy_(learnt[name])
             self._average[name].copy_(learnt[name])
-
-    @torch.no_grad()
-    def follow(self, policy: Mapping[str, torch.Tensor]) -> bool:
-        """Copy the policy's new weights that this model shares; return whether there were any."""
-        given = {name: policy[name] for name in self._followed if name in policy}
-        for name, tensor in self.model.state_dict().items():
-            if name in given:
-                tensor.copy_(given[name])
-        return bool(given)
 
     def _drafts_with(self, at_first: bool) -> dict[str, torch.Tensor]:
         return self._at_first if at_first else self._average
@@ -140,6 +121,16 @@ class Student:
         for optimizer in self._optimizers:
             optimizer.state.clear()
         self._num_steps = 0
+
+    @contextmanager
+    def _drafting(self, at_first: bool) -> Iterator[None]:
+        """Put the weights that draft into the model for a moment."""
+        drafts_with = self._drafts_with(at_first)
+        self._swap(drafts_with)
+        try:
+            yield
+        finally:
+            self._swap(drafts_with)
 
     def _swap(self, held: dict[str, torch.Tensor]) -> None:
         for name, parameter in self._learning.items():

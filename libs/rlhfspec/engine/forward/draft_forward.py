@@ -10,7 +10,7 @@ from rlhfspec.common.arrays import FloatArray, Floats, IntArray
 from rlhfspec.engine.drafting.base import DraftBatch, DraftPlan, Forest
 from rlhfspec.engine.drafting.levels import LevelTerms
 from rlhfspec.engine.drafting.model import DraftRows, Expanded, GrownTrees, Roots
-from rlhfspec.engine.kv.state import KVSpace
+from rlhfspec.engine.kv.state import KVSpace, SharedSpace
 from rlhfspec.engine.scheduling.sequences import Sequence
 from rlhfspec.kernels import draft, gumbel
 from rlhfspec.kernels.draft import NativeDraft
@@ -18,7 +18,7 @@ from rlhfspec.kernels.tree_attention import AttentionMeta
 
 
 class DraftForward:
-    def __init__(self, space: KVSpace, by_row: Mapping[int, Sequence]) -> None:
+    def __init__(self, space: KVSpace | SharedSpace, by_row: Mapping[int, Sequence]) -> None:
         self._space = space
         self._by_row = by_row
         self._native: NativeDraft | None = None
@@ -74,6 +74,8 @@ class DraftForward:
         return GrownTrees(forest, Expanded(grown.expanded, grown.level_rows))
 
     def keep(self, batch: DraftBatch, expanded: Expanded, new_lengths: IntArray) -> bool:
+        if isinstance(self._space, SharedSpace):
+            return True  # the verification wrote it
         sequence, _, _, held_at = expanded.nodes  # the places among which entries are swapped, by the slow twin too
         self._space.table.changes(batch.rows[sequence], held_at)
         return draft.keep(

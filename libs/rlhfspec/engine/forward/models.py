@@ -12,19 +12,19 @@ import torch
 
 from rlhfspec.common.ranks.group import Ranks
 from rlhfspec.engine.config import EngineConfig
-from rlhfspec.engine.distilling.early_exit import early_exit, learning_names
 from rlhfspec.engine.distilling.student import Student
 from rlhfspec.engine.forward import constant_shape
+from rlhfspec.engine.forward.few_bits import FewBits
 from rlhfspec.engine.forward.led import Others, follow
 from rlhfspec.engine.forward.memory import least, sized
 from rlhfspec.engine.forward.runner import ModelRunner, RunnerConfig
-from rlhfspec.engine.kv.state import EngineState, KVSpace
+from rlhfspec.engine.kv.state import EngineState, KVSpace, SharedSpace
 from rlhfspec.errors import InvalidRequest, did_you_mean
 from rlhfspec.huggingface.cutting import cut_of
 from rlhfspec.huggingface.fused.widened import widen
 from rlhfspec.huggingface.loading import load_stored
 from rlhfspec.huggingface.structure.causal_lm import max_positions
-from rlhfspec.job.choices.drafters import AUTO, OFF
+from rlhfspec.job.choices.drafters import AUTO, MADE_OF_THE_POLICY, OFF, SELF
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.linear import arithmetic_for
 from rlhfspec.kernels.malloc import tune_malloc
@@ -35,44 +35,55 @@ log = logging.getLogger(__name__)
 def load_state(path: str | Path, *, drafter: str | Path | None, options: dict[str, Any]) -> EngineState:
     config = _config(options)
     model = load_stored(path)
-    draft = drafter if drafter is None or drafter == AUTO else load_stored(drafter, field="drafter")
+    draft = drafter if drafter in (None, *MADE_OF_THE_POLICY) else load_stored(drafter, field="drafter")
     return make_state(model, config, draft=draft, tokenizer=_tokenizer(path))
 
 
 def make_state(
     model: Any, config: EngineConfig, *, draft: Any = None, tokenizer: Any = None, group: Ranks | None = None
 ) -> EngineState:
-    """Build the engine state of Hugging Face models in memory, which are modified in place. Draft "auto" derives one.
-    `group`: the processes that share the target, of which this is rank 0; the draft model is rank 0's alone."""
+    """Build the engine state of Hugging Face models in memory, which are modified in place. `draft` may be "self" or
+    "auto". `group`: the processes that share the target, of which this is rank 0; the draft is rank 0's alone."""
     eos = eos_token_ids(model)
-    draft, student = _draft_and_student(model, config, draft, group)
+    own = draft if draft in MADE_OF_THE_POLICY else None
+    draft = draft if own is None else None
+    if own is not None and (problem := _why_not_of_the_policy(config, group)):
+        if own == SELF:
+            raise InvalidRequest("drafter", own, problem)
+        own = None
+    student = _student(draft, config)
     config, (target, *others) = make_runners(model, config, draft, group)
     cut = cut_of(model)
     if group is not None and cut is not None:
         target.others = Others(group, cut)
+    space = KVSpace(target, config)
+    few_bits = FewBits(target, is_optional=own == AUTO) if own is not None else None
+    shared = SharedSpace(space, few_bits.runner) if few_bits is not None else None
     return EngineState(
         config=config,
-        target=KVSpace(target, config),
-        draft=KVSpace(others[0], config) if others else None,
+        target=space,
+        draft=KVSpace(others[0], config) if others else shared,
+        few_bits=few_bits,
         student=student,
         tokenizer=tokenizer,
         eos_token_ids=eos,
     )
 
 
-def _draft_and_student(model: Any, config: EngineConfig, draft: Any, group: Ranks | None) -> tuple[Any, Student | None]:
-    learning_part: set[str] | None = None
-    if isinstance(draft, str) and draft == AUTO:
-        if group is not None:
-            raise InvalidRequest("drafter", AUTO, "is not made of a model that several processes hold together")
-        draft = early_exit(model)
-        learning_part = learning_names(draft)
-    student = None
-    if draft is not None and (config.learning != OFF or learning_part is not None):
-        learning = copy.deepcopy(draft).to(config.device)
-        widen(learning.parameters())
-        student = Student(learning, learning_part, max_context=config.max_context)
-    return draft, student
+def _why_not_of_the_policy(config: EngineConfig, group: Ranks | None) -> str:
+    if group is not None:
+        return "is not made of a model that several processes hold together"
+    if _runner_config(config, "model").arithmetic == "torch":
+        return "is made for the kernels of a CPU"
+    return ""
+
+
+def _student(draft: Any, config: EngineConfig) -> Student | None:
+    if draft is None or config.learning == OFF:
+        return None
+    learning = copy.deepcopy(draft).to(config.device)
+    widen(learning.parameters())
+    return Student(learning, max_context=config.max_context)
 
 
 def follow_engine(model: Any, config: EngineConfig, group: Ranks) -> None:

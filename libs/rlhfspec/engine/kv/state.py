@@ -13,6 +13,7 @@ from rlhfspec.engine.base import Bytes, Request
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.distilling.student import Student
 from rlhfspec.engine.forward.chunks import ChunkedMeta
+from rlhfspec.engine.forward.few_bits import FewBits
 from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.engine.forward.staging import Staging
 from rlhfspec.engine.kv.cache import BlockPool, Prefix, RestingKV, SlotTable, check_slots
@@ -122,11 +123,29 @@ class KVSpace:
             self.filled[sequence.blocks[len(prefix.hashes)]] = True
 
 
+class SharedSpace:
+    """The target's part of the cache as a drafter uses it that shares it: every sequence up to its last token. A draft
+    writes only behind the verified tokens, and the next verification writes there again."""
+
+    def __init__(self, target: KVSpace, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.table, self.staging, self.stage, self.mark_prefix = (
+            target.table, target.staging, target.stage, target.mark_prefix,
+        )  # fmt: skip
+        self._target = target
+
+    @property
+    def cached(self) -> IntArray:
+        """Return a copy, as what a draft computes is not the target's."""
+        return self._target.cached.copy()
+
+
 @dataclass(slots=True, kw_only=True)
 class EngineState:
     config: EngineConfig
     target: KVSpace
-    draft: KVSpace | None = None
+    draft: KVSpace | SharedSpace | None = None
+    few_bits: FewBits | None = None  # the policy as its own drafter
     student: Student | None = None  # the drafter's learning copy, if it learns
     tokenizer: Tokenizer | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -142,7 +161,7 @@ class EngineState:
 
     @property
     def spaces(self) -> tuple[KVSpace, ...]:
-        return (self.target,) if self.draft is None else (self.target, self.draft)
+        return (self.target, self.draft) if isinstance(self.draft, KVSpace) else (self.target,)
 
     def new_sequence(self, request: Request, generated: Generated) -> Sequence:
         eos = () if request.params.ignore_eos else self.eos_token_ids

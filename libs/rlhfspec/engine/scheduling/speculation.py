@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from rlhfspec.engine.drafting.base import (
     Selector,
     empty_forest,
 )
-from rlhfspec.engine.drafting.cost import CostModel, CostTable
+from rlhfspec.engine.drafting.cost import TARGET, CostModel, CostTable, draft_kind
 from rlhfspec.engine.drafting.fixed import FixedSelector, static_grid
 from rlhfspec.engine.drafting.outlook import default_plans
 from rlhfspec.engine.drafting.selector import AdaptiveSelector
@@ -37,6 +38,10 @@ from rlhfspec.engine.scheduling.sequences import Sequence
 from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.devices import name_of
 from rlhfspec.job.choices.drafters import ADAPTIVE, DRAFTERS, OFF
+
+log = logging.getLogger(__name__)
+_EXPECTED_ACCEPTANCE, _DEEPEST = 0.95, 16  # of the policy's copy in 8 bits, before it drafted
+_LEAST_GAIN = 1.05  # over plain decoding, else `drafter: auto` goes without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +69,12 @@ class Speculator:
     def choose(self, speculation: str | DraftPlan) -> None:
         """Install the selector for a mode: off, a drafter's name, adaptive, a static strategy, or a Plan."""
         if not self.costs.tables and speculation != OFF:
-            self.costs = self._profile() if self._may_profile else unmeasured()
+            if self._may_profile:
+                self.costs = self._profile()
+                if speculation == ADAPTIVE:
+                    self._go_without_what_cannot_pay()
+            else:
+                self.costs = unmeasured()
         if speculation not in self._selectors:
             self._selectors[speculation] = self._selector(speculation)
         self.selector = self._selectors[speculation]
@@ -79,11 +89,18 @@ class Speculator:
     def _may_profile(self) -> bool:
         return self.state.config.profile and not self.state.by_row
 
+    def _go_without_what_cannot_pay(self) -> None:
+        few_bits = self.state.few_bits
+        if few_bits is not None and few_bits.is_optional and not _pays(self.costs):
+            log.info("the policy does not draft for itself: its copy in 8 bits is not enough faster here")
+            self.state.draft = self.state.few_bits = None
+            self.drafters = _drafters(self.state)
+
     def _profile(self) -> CostModel:
         config, runners = self.state.config, [space.runner for space in self.state.spaces]
         key = kept.key_of(
-            "costs", [runner.architecture for runner in runners], config.max_sequences, config.max_context,
-            name_of(runners[0].config.device), torch.get_num_threads(),
+            "costs", [runner.architecture for runner in runners], self.state.few_bits is not None,
+            config.max_sequences, config.max_context, name_of(runners[0].config.device), torch.get_num_threads(),
         )  # fmt: skip
         if (found := kept.read(key)) is not None:
             return CostModel({kind: CostTable(**table) for kind, table in found.items()})
@@ -213,6 +230,14 @@ class Speculator:
             return [self.drafters[speculation]]
         plan = speculation if isinstance(speculation, DraftPlan) else static_grid(self._names()).get(speculation, PLAIN)
         return [] if plan.drafter is None else [self.drafters[plan.drafter]]
+
+
+def _pays(costs: CostModel) -> bool:
+    """Return whether a draft model that is mostly right makes a single sequence faster."""
+    target, depths = costs.table(TARGET), np.arange(1, _DEEPEST + 1)
+    tokens = 1.0 + (_EXPECTED_ACCEPTANCE**depths).cumsum()
+    seconds = target.seconds_array(1 + depths) + depths * costs.table(draft_kind("model")).seconds(1)
+    return bool((tokens / seconds).max() > _LEAST_GAIN / target.seconds(1))
 
 
 def _drafters(state: EngineState) -> dict[str, Drafter]:

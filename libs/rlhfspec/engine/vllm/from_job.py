@@ -14,7 +14,7 @@ from rlhfspec.errors import EngineFailed, InvalidRequest
 from rlhfspec.huggingface.devices import device_of, settled
 from rlhfspec.huggingface.structure.positions import max_context
 from rlhfspec.job import RLHFJob
-from rlhfspec.job.choices.drafters import ADAPTIVE, OFF
+from rlhfspec.job.choices.drafters import ADAPTIVE, AUTO, OFF
 from rlhfspec.job.choices.vllm_arguments import BATCH_INVARIANT, NUM_DRAFT_TOKENS, PYTHON
 from rlhfspec.kernels.cpu.build import supports
 
@@ -68,13 +68,15 @@ def drafts_right(device: str) -> bool:
 def speculative_config(job: RLHFJob, num_draft_tokens: int) -> tuple[str, dict[str, Any] | None]:
     """Return vLLM's name and settings for the job's mode: suffix is its n-gram drafter, adaptive its draft model."""
     mode, drafter = job.spec.generation.speculation.mode, job.spec.model.drafter
-    if mode == OFF or (mode == ADAPTIVE and drafter is None):
+    if mode == OFF or (mode == ADAPTIVE and drafter in (None, AUTO)):
         return OFF, None
     if mode == "suffix":
         ngram = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
         return "ngram", {**ngram, "num_speculative_tokens": num_draft_tokens}
     if mode not in (ADAPTIVE, "model"):
         raise InvalidRequest("spec.generation.speculation.mode", mode, "the engine vllm has off, suffix and model")
+    if drafter == AUTO:
+        raise InvalidRequest("spec.model.drafter", AUTO, "the engine vllm drafts with a model of its own: name one")
     return "draft_model", {"method": "draft_model", "model": drafter, "num_speculative_tokens": num_draft_tokens}
 
 

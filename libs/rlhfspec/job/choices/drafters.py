@@ -11,7 +11,9 @@ from typing import NamedTuple
 from rlhfspec.job.choices.registry import Entry, Registry
 
 OFF, ADAPTIVE = "off", "adaptive"
-AUTO = "auto"  # as drafter: made of the policy; as its learning: while that pays
+AUTO = "auto"  # as drafter: the policy itself where that pays; as its learning: while that pays
+SELF = "self"  # as drafter: the policy with quantised weights
+MADE_OF_THE_POLICY = (AUTO, SELF)
 _DRAFT_MODEL = "model.drafter"
 
 

@@ -13,16 +13,7 @@ from typing import Any
 
 from rlhfspec.errors import InvalidRequest, did_you_mean, nearest
 from rlhfspec.job import RLHFJob
-from rlhfspec.job.choices.drafters import AUTO
-from rlhfspec.job.file.paths import (
-    MADE_OF_THE_POLICY,
-    MODEL_FIELDS,
-    NOT_ROWS,
-    ROW_SUFFIXES,
-    is_local,
-    is_made_here,
-    resolve,
-)
+from rlhfspec.job.file.paths import NOT_ROWS, ROW_SUFFIXES, is_local, is_made_here, named_models, resolve
 from rlhfspec.job.file.problems import Finding
 from rlhfspec.job.file.rules.sources import MODULE_MEMBER
 from rlhfspec.job.file.secrets import request_of
@@ -35,10 +26,8 @@ def check_files(job: RLHFJob, base: Path, *, with_environment: bool = True) -> I
     """Yield findings for paths, relative to `base`, that do not exist or have the wrong kind.
 
     `with_environment`: also check that the environment variables named by the job are set."""
-    for name in MODEL_FIELDS:
-        path = getattr(job.spec.model, name)
-        if path is not None and (name, path) != MADE_OF_THE_POLICY:
-            yield from _check_model(path, f"spec.model.{name}", base)
+    for name, path in named_models(job.spec.model).items():
+        yield from _check_model(path, f"spec.model.{name}", base)
     yield from _check_sizes(job, base)
     yield from _check_parts(job, base)
     yield from _check_lora(job, base)
@@ -104,9 +93,9 @@ def _check_reward_model(source: ModelSource, field: str, base: Path) -> Iterator
 
 
 def _check_sizes(job: RLHFJob, base: Path) -> Iterator[Finding]:
-    model, drafter = job.spec.model, job.spec.model.drafter
+    model, drafter = job.spec.model, named_models(job.spec.model).get("drafter")
     config = _text_config(model.path, base)
-    if drafter not in (None, AUTO) and job.spec.generation.speculation.mode in ("model", "adaptive"):
+    if drafter is not None and job.spec.generation.speculation.mode in ("model", "adaptive"):
         theirs, ours = _text_config(drafter, base).get("vocab_size"), config.get("vocab_size")
         if theirs is not None and ours is not None and theirs != ours:
             problem = f"its vocabulary has {theirs} entries and the model's {ours}: must be the same"

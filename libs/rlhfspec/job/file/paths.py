@@ -12,16 +12,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhfspec.job import RLHFJob
-from rlhfspec.job.choices.drafters import AUTO
+from rlhfspec.job import Model, RLHFJob
+from rlhfspec.job.choices.drafters import MADE_OF_THE_POLICY
 from rlhfspec.job.rewards import ModelSource
 
 MADE_HERE = re.compile(r"tiny:|reasoning-gym:|smollm2$")  # models and data made on this machine (`rlhfspec.tiny`)
 ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz", ".parquet")
 NOT_ROWS = "must be a .jsonl, .json or .csv file (or one of them .gz), .parquet, or a folder from save_to_disk"
 DATA_SUFFIXES = (*ROW_SUFFIXES, ".tsv", ".txt", ".gz")
-MODEL_FIELDS = ("path", "tokenizer", "drafter", "reference", "critic")
-MADE_OF_THE_POLICY = ("drafter", AUTO)  # (field of spec.model, value) that names no model
+_MODEL_FIELDS = ("path", "tokenizer", "drafter", "reference", "critic")
 
 
 def is_made_here(path: str) -> bool:
@@ -43,14 +42,21 @@ def resolve(path: str, base: Path) -> str:
     return os.path.normpath(base.absolute() / Path(path).expanduser())
 
 
+def named_models(model: Model | Mapping[str, Any]) -> dict[str, Any]:
+    """Return folders and hub ids by field of spec.model.
+
+    >>> named_models({"path": "./policy", "drafter": "self"})
+    {'path': './policy'}
+    """
+    given = dict(model)
+    if given.get("drafter") in MADE_OF_THE_POLICY:
+        del given["drafter"]
+    return {name: given[name] for name in _MODEL_FIELDS if given.get(name) is not None}
+
+
 def with_resolved_paths(job: RLHFJob, base: Path) -> RLHFJob:
     model, dataset = job.spec.model, job.spec.dataset
-    named = {name: getattr(model, name) for name in MODEL_FIELDS}
-    paths = {
-        name: resolve(path, base)
-        for name, path in named.items()
-        if path is not None and (name, path) != MADE_OF_THE_POLICY
-    }
+    paths = {name: resolve(path, base) for name, path in named_models(model).items()}
     sources = [
         source.model_copy(update={"path": resolve(source.path, base)}) if isinstance(source, ModelSource) else source
         for source in job.spec.rewards.sources
@@ -76,8 +82,7 @@ def input_paths(spec: Mapping[str, Any], base: Path) -> list[str]:
 
 
 def _named(spec: Mapping[str, Any]) -> Iterator[Any]:
-    model = _block(spec, "model")
-    yield from (model.get(name) for name in MODEL_FIELDS if (name, model.get(name)) != MADE_OF_THE_POLICY)
+    yield from named_models(_block(spec, "model")).values()
     yield _block(spec, "dataset").get("path")
     yield _block(spec, "evaluation").get("path")
     sources = _block(spec, "rewards").get("sources")

@@ -13,7 +13,7 @@ from rlhfspec.cli.problems import exit_on_problems
 from rlhfspec.cli.progress import StatusLine, wide_console
 from rlhfspec.cli.signals import on_signals
 from rlhfspec.errors import InvalidRequest
-from rlhfspec.job.choices.drafters import AUTO
+from rlhfspec.job.choices.drafters import MADE_OF_THE_POLICY
 
 if TYPE_CHECKING:
     from rlhfspec.runs.folder.learnt import LearntLine
@@ -38,9 +38,7 @@ def train(
         typer.Option("--data", metavar="FILE", help="Prompts, as in a job's dataset. Repeatable.", show_default=False),
     ],
     out: Out,
-    drafter: Annotated[
-        str, typer.Option("--drafter", help="What learns: a folder or hub id, or auto, made of the policy.")
-    ] = AUTO,
+    drafter: Annotated[str, typer.Option("--drafter", help="What learns: folder or hub id.", show_default=False)],
     column: Annotated[str, typer.Option("--column", help="Column that holds the prompts.")] = "prompt",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="End after learning from so many.")] = 500_000,
     seconds: Annotated[float, typer.Option("--seconds", min=0.0, help="End after so long.")] = 600.0,
@@ -48,7 +46,7 @@ def train(
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="Of the answers, as in the job.")] = 1.0,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, or another that torch has.")] = "cpu",
 ) -> None:
-    """Make a drafter: the policy answers the prompts, the drafter learns from it. Ctrl-C ends it early, with what is
+    """Train a drafter: the policy answers the prompts, the drafter learns from it. Ctrl-C ends it early, with what is
     learnt by then. Give the folder as model.drafter."""
     from rlhfspec.engine.core import Engine
     from rlhfspec.engine.distilling.before import AT_ONCE, Limit, distil, drafter_of
@@ -57,6 +55,8 @@ def train(
     over = threading.Event()
     with exit_on_problems(), on_signals(over.set), StatusLine() as status:
         _refuse_taken(out)
+        if drafter in MADE_OF_THE_POLICY:
+            raise InvalidRequest("--drafter", drafter, "is made of the policy, and nothing of it learns; name a model")
         status(f"reading {', '.join(data)}")
         prompts = _prompts(model, data, column)
         status(f"loading {model}")
@@ -114,21 +114,17 @@ def export(run: Run, out: Out) -> None:
         if not (run / LEARNT).is_dir() or not folder.job_file.exists():
             raise _nothing_learnt(run)
         _refuse_taken(out)
-        from rlhfspec.engine.distilling.early_exit import early_exit, learning_names
         from rlhfspec.engine.distilling.student import Student
         from rlhfspec.huggingface.loading import load_model
+        from rlhfspec.job.file.paths import named_models
         from rlhfspec.training.checkpoint.learnt import read_learnt
 
-        found = read_learnt(run / LEARNT)
-        if found is None:
+        found, named = read_learnt(run / LEARNT), named_models(folder.job().spec.model)
+        if found is None or "drafter" not in named:
             raise _nothing_learnt(run)
-        given = folder.job().spec.model
-        policy = str(folder.export) if folder.export.exists() else given.path
-        is_made = given.drafter == AUTO
-        drafter = early_exit(load_model(policy)) if is_made else load_model(given.drafter or policy)
-        student = Student(drafter, learning_names(drafter) if is_made else None, max_context=1)
+        student = Student(load_model(named["drafter"]), max_context=1)
         student.take(found[1])
-        _save(student.model, out, policy)
+        _save(student.model, out, str(folder.export) if folder.export.exists() else named["path"])
     typer.echo(f"{out}: learnt from {found[0]:,} tokens")
 
 

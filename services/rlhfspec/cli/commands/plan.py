@@ -8,9 +8,8 @@ import typer
 from rlhfspec.cli.commands.job import Job, Set
 from rlhfspec.cli.problems import exit_on_problems, refuse
 from rlhfspec.job import RLHFJob, Spec
-from rlhfspec.job.choices.drafters import AUTO
 from rlhfspec.job.file import read_job
-from rlhfspec.job.file.paths import with_resolved_paths
+from rlhfspec.job.file.paths import named_models, with_resolved_paths
 from rlhfspec.supervisor.gpus import deal
 
 if TYPE_CHECKING:
@@ -57,9 +56,10 @@ def _shapes(spec: Spec) -> dict[str, ModelShape]:
     """Return model shapes by field of spec.model, for those that are not made of the policy."""
     from rlhfspec.training.planning.shape import shape_at
 
-    named = {name: getattr(spec.model, name) for name in ("path", "drafter", "reference", "critic")}
     return {
-        name: shape_at(path, field=f"spec.model.{name}") for name, path in named.items() if path not in (None, AUTO)
+        name: shape_at(path, field=f"spec.model.{name}")
+        for name, path in named_models(spec.model).items()
+        if name != "tokenizer"
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,10 +48,7 @@ def generate(
     draft: Draft = None,
     pairs: Annotated[
         str,
-        typer.Option(
-            help="Models: english, library (real text), learnt (library, a drafter that learnt), smollm2 (a pretrained "
-            "model, chats), smollm2-sums."
-        ),
+        typer.Option(help="Models: english, library (real text), smollm2 (a pretrained model, chats), smollm2-sums."),
     ] = "english,library",
     quick: Annotated[bool, typer.Option("--quick", help="Run a smaller grid, in at most three minutes.")] = False,
     threads: Annotated[str | None, typer.Option(help="Thread counts, such as 1,2 (the default).")] = None,
@@ -108,14 +104,10 @@ def _generated(pair: str, model: str | None, draft: str | None, given: dict[str,
 
 
 def _show(results: dict[str, Results], json_file: Path | None, plot_file: Path | None) -> None:
-    from rlhfspec.bench.bars import bars_of_learnt
     from rlhfspec.bench.generating.plot import plot
     from rlhfspec.bench.generating.report import show
     from rlhfspec.bench.generating.results import to_json
 
-    if results.keys() >= {"library", "learnt"}:
-        learnt = results["learnt"]
-        results["learnt"] = replace(learnt, bars=learnt.bars + bars_of_learnt(learnt, results["library"]))
     for pair, found in results.items():
         show(found, wide_console())
         if plot_file is not None:

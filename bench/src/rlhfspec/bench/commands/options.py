@@ -10,6 +10,7 @@ import typer
 
 from rlhfspec.cli.progress import StatusLine, wide_console
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.job.choices.drafters import MADE_OF_THE_POLICY, SELF
 
 Pair = Annotated[
     Literal["english", "library"],
@@ -19,7 +20,8 @@ Model = Annotated[
     str | None, typer.Option(help="Folder of the target model, or smollm2.  [default: the tiny 77M model]")
 ]
 Draft = Annotated[
-    str | None, typer.Option(help="Folder of the draft model.  [default: none with --model, else the tiny one]")
+    str | None,
+    typer.Option(help="Folder of the draft model, or self.  [default: none with --model, else the tiny one]"),
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all measurements to this JSON file.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Plot the result to this PNG.")]
@@ -81,15 +83,11 @@ def models(
         pair, model = model, None
     if model is not None:
         for option, path in (("--model", model), ("--draft", draft)):
-            if path is not None and not (Path(path) / "config.json").exists():
+            if path not in (None, *MADE_OF_THE_POLICY) and not (Path(str(path)) / "config.json").exists():
                 raise typer.BadParameter(f"{option}: no model folder with a config.json (got {path!r})")
         return model, draft
     if pair.startswith("smollm2"):
-        return str(checked(smollm2.ensure, report=status)), None
-    if pair == "learnt":
-        from rlhfspec.bench.generating.learnt import ensure_learnt
-
-        return str(ensure("library-wide", report=status).library_wide), str(ensure_learnt(status))
+        return str(checked(smollm2.ensure, report=status)), draft or SELF
     names = ("library-wide", "library-draft") if pair == "library" else (tiny_target, "draft")
     made = ensure(*names, report=status)
     target_path, draft_path = (str(getattr(made, name.replace("-", "_"))) for name in names)

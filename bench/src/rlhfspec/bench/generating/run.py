@@ -21,6 +21,7 @@ from rlhfspec.bench.generating.scenarios import MAX_CONTEXT, PAIRS, SCENARIO_NAM
 from rlhfspec.bench.processor import processor
 from rlhfspec.bench.worker import Worker, WorkerFailed, hf_command, our_command, vllm_command, vllm_engine_command
 from rlhfspec.errors import InvalidRequest
+from rlhfspec.job.choices.drafters import MADE_OF_THE_POLICY
 
 _OURS, _STATIC, HF = ("plain", "adaptive"), "static", "hf"
 VLLM_PLAIN, VLLM_DRAFT, VLLM_NGRAM = "vllm-plain", "vllm-draft", "vllm-ngram"
@@ -145,7 +146,7 @@ class Benchmark:
         for mode in self._settings.modes:
             if mode == HF:
                 rivals[mode] = hf_command()
-            elif mode == VLLM_DRAFT and self._settings.draft is None:
+            elif mode == VLLM_DRAFT and self._settings.draft in (None, *MADE_OF_THE_POLICY):
                 self._skip(mode, "the model has no draft")
             elif mode in (VLLM_PLAIN, VLLM_DRAFT, VLLM_NGRAM, VLLM_ENGINE) and python is None:
                 self._skip(mode, "no vLLM here (make setup-vllm, or --vllm-python)")

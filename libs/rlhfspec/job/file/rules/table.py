@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rlhfspec.job import Spec
 from rlhfspec.job.choices import CHOICES
 from rlhfspec.job.choices.algorithms import ALGORITHMS
+from rlhfspec.job.choices.drafters import MADE_OF_THE_POLICY, OFF, SELF
 from rlhfspec.job.choices.engines import ENGINES
 from rlhfspec.job.file.problems import Finding
 from rlhfspec.job.file.rules.condition import fields_of, info_of, value_at, value_of
@@ -180,6 +181,22 @@ _OF_EXACT_ON_POLICY = tuple(
 )
 
 _OF_GENERATORS = (
+    JobRule(
+        "generation.speculation.learning",
+        f"generation.speculation.learning == '{OFF}' or model.drafter is None or "
+        f"model.drafter not in {MADE_OF_THE_POLICY}",
+        "model.drafter ({model.drafter}) is made of the policy, and nothing of it learns: must be off",
+    ),
+    *(
+        JobRule("model.drafter", f"model.drafter is None or model.drafter != '{SELF}' or {holds}", problem)
+        for holds, problem in (
+            ("generation.engine.name == 'own'", "self is for the engine own: name a model, or take that engine"),
+            (
+                "roles.generator.tensorParallel == 1",
+                "self is not made of a model that several processes hold: roles.generator.tensorParallel must be 1",
+            ),
+        )
+    ),
     JobRule(
         "roles.trainer.tensorParallel",
         "roles.trainer.tensorParallel == 1 or model.lora is None",

@@ -1,0 +1,118 @@
+"""The policy in 8 bits as its own drafter: the same tokens, nearly always accepted, made anew with the weights."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from moving import TREE, bits, drain, fresh_forward, kv_at, make, model, request
+
+from rlhfspec.engine import Engine
+from rlhfspec.engine.config import EngineConfig
+from rlhfspec.engine.core import make_engine
+from rlhfspec.engine.drafting.base import DraftPlan
+from rlhfspec.engine.drafting.cost import TARGET, CostModel, CostTable, draft_kind
+from rlhfspec.engine.scheduling.speculation import Speculator
+from rlhfspec.errors import InvalidRequest
+from rlhfspec.kernels.cpu import build
+from rlhfspec.tiny import MODEL_KINDS, perturbed
+
+pytestmark = pytest.mark.skipif(build.load() is None, reason=f"no kernel library: {build.unavailable_reason()}")
+CHAIN = DraftPlan(drafter="model", depth=5)
+
+
+def numbers_of(engine: Engine) -> list[torch.Tensor]:
+    few_bits = engine.state.few_bits
+    assert few_bits is not None
+    layers = [copied for copied, _ in few_bits._pairs]
+    return [tensor for layer in layers for tensor in (getattr(layer, "packed", None), getattr(layer, "gate_up", None))
+            if tensor is not None]  # fmt: skip
+
+
+@pytest.mark.sweep(parts=3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", MODEL_KINDS)
+def test_every_model_drafts_for_itself(kind: str, dtype: str) -> None:
+    plain = make(model=model(kind), draft=None, dtype=dtype, speculation="off")
+    engine = make(model=model(kind), draft="self", dtype=dtype)
+    for number, plan in enumerate((CHAIN, TREE, "adaptive")):
+        engine.set_speculation(plan)
+        before = engine.stats()
+        for each in (engine, plain):
+            each.submit(request("x", seed=number, max_tokens=60))
+        assert bits(drain(engine)["x"]) == bits(drain(plain)["x"])
+        num_steps = engine.stats().num_steps - before.num_steps
+        assert num_steps < 60 * (0.35 if plan is CHAIN else 0.6), "most drafts are accepted"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_follows_the_policy(dtype: str) -> None:
+    engine, plain = make(draft="self", dtype=dtype, speculation=CHAIN), make(draft=None, dtype=dtype, speculation="off")
+    first = [numbers.clone() for numbers in numbers_of(engine)]
+    new = perturbed(model(), 0.5, seed=3)
+    for each in (engine, plain):
+        each.submit(request("x", max_tokens=60))
+        each.step()
+        each.load_weights(dict(new.state_dict()), version=1)
+    there_at_once = numbers_of(make(model=new, draft="self", dtype=dtype))
+    assert all(map(torch.equal, numbers_of(engine), there_at_once))
+    assert not any(map(torch.equal, numbers_of(engine), first))
+    assert bits(drain(engine)["x"]) == bits(drain(plain)["x"])
+
+
+def test_the_cache_holds_what_the_policy_writes() -> None:
+    """What a draft wrote behind the verified tokens never stays where the policy's KV should be."""
+    engine, fresh = make(draft="self"), make(draft=None, speculation="off")
+    space, rows = engine.state.target, engine.state.rows
+    engine.submit(request("x", max_tokens=60))
+    compared = 0
+    while engine.has_work:
+        for sequence in engine.scheduler.running:
+            length = int(space.cached[sequence.row])
+            fresh_forward(fresh.state.target.runner, rows.tokens[sequence.row, :length], np.zeros(1))
+            afresh = kv_at(fresh.state.target.runner, np.arange(length))
+            assert torch.equal(kv_at(space.runner, space.table.slots[sequence.row, :length]), afresh)
+            compared += 1
+        engine.step()
+    assert compared > 10
+
+
+def test_there_is_nothing_to_move_but_the_policys_kv() -> None:
+    engines = [make(draft="self"), make(draft=None, speculation="off")]
+    assert len(engines[0].state.spaces) == 1
+    assert engines[0].state.target.runner.fingerprint() == engines[1].state.target.runner.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [({"dtype": "float64"}, "kernels of a CPU"), ({"dtype": "float32", "arithmetic": "torch"}, "kernels of a CPU")],
+)
+def test_it_is_refused_by_name_where_it_cannot_be_made(options: dict[str, Any], problem: str) -> None:
+    config = EngineConfig(max_sequences=2, max_context=64, profile=False, num_threads=1, **options)
+    with pytest.raises(InvalidRequest, match=rf"drafter: .*{problem}.*self"):
+        make_engine(copy.deepcopy(model()), config, draft="self")
+    engine = make_engine(copy.deepcopy(model()), config, draft="auto")
+    assert engine.state.draft is None, "auto goes without"
+
+
+@pytest.mark.parametrize(("level", "pays"), [(0.3, True), (0.8, True), (1.0, False)])
+def test_auto_goes_without_where_it_would_not_pay(monkeypatch: pytest.MonkeyPatch, level: float, pays: bool) -> None:
+    tables = {TARGET: [1.0, 1.5], draft_kind("model"): [level, level], draft_kind("model", first=True): [level, level]}
+    costs = CostModel({kind: CostTable([1, 64], seconds) for kind, seconds in tables.items()})
+    monkeypatch.setattr(Speculator, "_profile", lambda self: costs)
+    engine, plain = make(draft="auto", speculation="adaptive", profile=True), make(draft=None, speculation="off")
+    assert (engine.state.few_bits is not None) == ("model" in engine.speculation.drafters) == pays
+    for each in (engine, plain):
+        each.submit(request("x", max_tokens=60))
+    assert bits(drain(engine)["x"]) == bits(drain(plain)["x"])
+
+
+def test_all_but_the_matrices_is_held_once() -> None:
+    engine = make(draft="self")
+    few_bits = engine.state.few_bits
+    assert few_bits is not None
+    held = {tensor.data_ptr() for tensor in engine.state.target.runner.fused.held()}
+    mine = [tensor for name, tensor in few_bits.runner.parts.model.state_dict().items() if "embed" in name]
+    assert mine
+    assert all(tensor.data_ptr() in held for tensor in mine)
