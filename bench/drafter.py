@@ -1,4 +1,4 @@
-"""What a drafter learns while a run goes on: python bench/drafter.py [--tokens 208896] [--drafters given].
+"""Measure what a drafter learns while a run goes on: python bench/drafter.py [--tokens 208896] [--drafters given].
 
 The synthetic pair `library` (byte-level models trained on the standard library's text, 3.3M and .3M parameters): tokens
 a verification of a drafted chain of six at temperature 1, on prompts and seeds that nothing is learnt from. First as

@@ -8,8 +8,7 @@ from typing import Any
 
 import moving
 import numpy as np
-from moving import PROMPT, SUFFIX, TREE, Bits, bits, check, make, model
-from on_device import DEVICE
+from moving import DRAFTS_FOR_ITSELF, PROMPT, SUFFIX, TREE, Bits, bits, check, make, model
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams
 from rlhfspec.engine.base import Watermark
@@ -196,7 +195,7 @@ def play(
     """Play random moves and return event counts. Raise AssertionError if any bit changed."""
     rng = np.random.default_rng(seed)
     options = {"tokenizer": tokenizer(), "prefill_chunk": int(rng.choice([24, 512])), "max_sequences": 5}
-    if seed % 2 and make is moving.make and DEVICE == "cpu":
+    if seed % 2 and make is moving.make and DRAFTS_FOR_ITSELF:
         options["draft"] = "self"
     tight = {"kv_cache_tokens": int(rng.choice([240, 400, 1024]))}
     engines = [make(speculation="off", **options, **tight) for _ in range(2 + seed % 2)]

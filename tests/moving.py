@@ -13,11 +13,13 @@ from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.drafting.base import DraftPlan
 from rlhfspec.engine.forward.runner import ModelRunner
+from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.kv_pack import pack_slots
 from rlhfspec.kernels.tree_attention import AttentionMeta
 from rlhfspec.tiny import perturbed, random_model
 
 VOCAB = 260  # the byte tokenizer's
+DRAFTS_FOR_ITSELF = DEVICE == "cpu" and build.load() is not None  # drafter "self" can be made here
 TREE = DraftPlan(drafter="model", depth=4, width=2, branch=2)
 SUFFIX = DraftPlan(drafter="suffix", depth=4, width=2, branch=2)
 PROMPT = tuple(range(40))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from moving import DRAFTS_FOR_ITSELF
 from sweeps import examples
 
 from rlhfspec.engine import Completion, Engine, Request, SamplingParams, oracle
@@ -38,6 +39,8 @@ def model() -> Any:
 
 
 ARMS = {"float32": {}, "bfloat16, and learns": {"dtype": "bfloat16", "learning": 1.0}, "self": {"draft": "self"}}
+if not DRAFTS_FOR_ITSELF:
+    del ARMS["self"]
 
 
 @pytest.fixture(scope="module", params=ARMS)

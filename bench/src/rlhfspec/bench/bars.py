@@ -103,9 +103,10 @@ def _against_plain(results: Results, num_threads: int, scenario: str) -> Iterato
         is_fast = results.machine is not None and results.machine.has_fast_bfloat16
         by_scenario = ON_FAST_BFLOAT16 if is_fast else ON_SLOW_BFLOAT16
         pair = results.settings.get("pair", "english")
-        wanted = by_scenario.get(scenario, ADAPTIVE_OVER_PLAIN) if pair == "english" else ADAPTIVE_OVER_PLAIN
         if _is_pretrained(results):
             wanted = ON_PRETRAINED.get(str(results.settings.get("dtype")), {}).get(scenario, ELSEWHERE_ON_PRETRAINED)
+        else:
+            wanted = by_scenario.get(scenario, ADAPTIVE_OVER_PLAIN) if pair == "english" else ADAPTIVE_OVER_PLAIN
         yield _ratio(adaptive, plain, "adaptive / plain", wanted)
 
 

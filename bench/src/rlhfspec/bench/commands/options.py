@@ -82,8 +82,9 @@ def models(
     if model is not None and model.startswith(smollm2.SMOLLM2):
         pair, model = model, None
     if model is not None:
-        for option, path in (("--model", model), ("--draft", draft)):
-            if path not in (None, *MADE_OF_THE_POLICY) and not (Path(str(path)) / "config.json").exists():
+        folder = None if draft in MADE_OF_THE_POLICY else draft
+        for option, path in (("--model", model), ("--draft", folder)):
+            if path is not None and not (Path(path) / "config.json").exists():
                 raise typer.BadParameter(f"{option}: no model folder with a config.json (got {path!r})")
         return model, draft
     if pair.startswith("smollm2"):

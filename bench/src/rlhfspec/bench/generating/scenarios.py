@@ -23,7 +23,7 @@ BATCHES = (1, 4, 8, 16, 32, 64)
 SCENARIO_NAMES = (*(f"batch-{size}" for size in BATCHES), "long-tail")
 MAX_CONTEXT = 640  # prompts are shorter than 128 tokens, responses at most 512
 
-# Tiny models with a draft; and a pretrained one without, chats or sums.
+# Tiny models with a draft; and a pretrained one that drafts for itself, chats or sums.
 PAIRS = ("english", "library", "smollm2", "smollm2-sums")
 _TAIL_SEQUENCES, _TAIL_LIMIT = 64, 512
 _TAIL_MEDIAN_OF_BATCH, _TAIL_SIGMA = 0.75, 0.9  # a few sequences run several times longer than the median
