@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 
@@ -8,8 +9,8 @@ from places import TESTS
 from transformers import LlamaConfig, LlamaForCausalLM
 
 # How often the file's size: the file as it is mapped, one layer in float32, and what the engine packs for its kernels;
-# found were 2.5 and 1.6 to 1.9, as the allocator has it. The whole model in float32 would be 2 more.
-MOST = {"engine": 3.2, "policy": 2.5, "policy of a GPU": 2.5, "reference of a GPU": 2.5}
+# found were 2.5 and 1.5. The whole model in float32 would be 2 more.
+MOST = {"engine": 3.2, "engine proved before": 3.2, "policy": 2, "policy of a GPU": 2, "reference of a GPU": 2}
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +29,11 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells a process its peak")
 @pytest.mark.parametrize("role", MOST)
 def test_no_more_than_one_layer_is_in_float32(role: str, large: Path) -> None:
-    command = [sys.executable, "-m", "host_peak", role, str(large)]
-    done = warmed.run(command, capture_output=True, text=True, timeout=240, cwd=TESTS)
-    assert done.returncode == 0, done.stderr[-3000:]
+    environment = os.environ | {"RLHFSPEC_KEPT": str(large / "kept") if role == "engine proved before" else ""}
+    command = [sys.executable, "-m", "host_peak", role.removesuffix(" proved before"), str(large)]
+    for _ in range(2 if environment["RLHFSPEC_KEPT"] else 1):
+        done = warmed.run(command, capture_output=True, text=True, timeout=240, cwd=TESTS, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
     size = (large / "model.safetensors").stat().st_size
     found = int(done.stdout) / size
     print(f"{role}: {found:.2f} times the file")

@@ -1,6 +1,5 @@
 """Sequences that move between engines keep tokens and log-probs."""
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -27,13 +26,16 @@ def test_forced_to_move_at_random_the_bits_are_those_of_the_unmoved(seed: int) -
 
 
 def test_forced_moves_meet_everything_that_can_happen_to_them() -> None:
-    seen = sum((play(seed) for seed in range(6)), Counter[str]())
     missing = {
         "moved", "moved twice or more", "tokens", "tokens to newer weights", "taken back", "given up", "drafted",
         "preempted", "new weights", "shares a prompt there", "finished in mid-copy", "stopped at a string",
         "refused: room", "refused: epoch", "refused: weights_version",
-    } - {what for what, times in seen.items() if times}  # fmt: skip
-    assert not missing, seen
+    }  # fmt: skip
+    for seed in (0, 3, 1, 2, 4, 5):
+        missing -= {what for what, times in play(seed).items() if times}
+        if not missing:
+            return
+    raise AssertionError(f"never seen: {missing}")
 
 
 def test_bf16_moves_bit_for_bit_too() -> None:

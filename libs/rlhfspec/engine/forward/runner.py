@@ -94,7 +94,7 @@ class ModelRunner:
         probes = choose(anatomy, model.config, room, self.num_token_ids)
         precision = precision_of(model, config.dtype)
         narrow(model, precision)
-        rounding = Rounding(model, precision, arithmetic=config.arithmetic, activations=self.activation_dtype)
+        rounding = Rounding(precision, arithmetic=config.arithmetic, activations=self.activation_dtype)
         key = kept.key_of(
             model, probes, config.device, config.dtype, config.arithmetic, config.attention_split, config.block_size,
             bool(config.exact_rows), config.must_be_exact,

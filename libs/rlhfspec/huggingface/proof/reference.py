@@ -40,15 +40,12 @@ _FACTOR = 4
 class Rounding(WeightProducts):
     """Rounding of weights, cached KV and activations where the proved model rounds them."""
 
-    def __init__(
-        self, model: Any, precision: Precision, *, arithmetic: str, activations: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, precision: Precision, *, arithmetic: str, activations: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.activations = activations  # rounded in the second run only, to measure the tolerance
-        self.dtype = precision.usual
+        self.precision = precision
         self.noise: torch.Generator | None = None  # if set, every product is perturbed by rounding noise
         self._rounds_rows = arithmetic in ("amx", "dpbf16")
-        self.know(model.named_parameters(), precision)
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
         rounds = self._rounds_rows and self.kept_as(weight) == torch.bfloat16
@@ -60,14 +57,14 @@ class Rounding(WeightProducts):
 
     @property
     def is_needed(self) -> bool:
-        return self.dtype == torch.bfloat16 or self.noise is not None
+        return self.precision.usual == torch.bfloat16 or self.noise is not None
 
     @property
     def rounds_activations(self) -> bool:
         return self.activations == torch.bfloat16 and self.noise is not None
 
     def kept(self, states: Tensor) -> Tensor:
-        return rounded(states, torch.bfloat16) if self.dtype == torch.bfloat16 else states
+        return rounded(states, torch.bfloat16) if self.precision.usual == torch.bfloat16 else states
 
 
 _CHOOSING = (torch.topk, Tensor.topk, torch.max, Tensor.max)
@@ -159,6 +156,7 @@ class Reference:
 
 @torch.inference_mode()
 def ask(model: Any, anatomy: Anatomy, probes: Sequence[Probe], *, name: str, rounding: Rounding) -> Reference:
+    rounding.know(model.named_parameters(), rounding.precision)
     with one_layer_wide(model, rounding):
         answers = tuple(_answer(model, anatomy, probe, name, rounding, nullcontext()) for probe in probes)
         rounding.noise = torch.Generator().manual_seed(0)

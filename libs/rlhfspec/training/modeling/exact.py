@@ -185,7 +185,7 @@ class ExactForward(TorchForward):
 def _rounded_reference(model: Any, probes: Sequence[Probe], precision: Precision, arithmetic: str) -> Reference:
     before = round_parameters(model, precision)
     try:
-        rounding = Rounding(model, precision, arithmetic=arithmetic)
+        rounding = Rounding(precision, arithmetic=arithmetic)
         return ask(model, anatomy_of(model), probes, name="model", rounding=rounding)
     finally:
         for name, values in before.items():

@@ -100,7 +100,7 @@ def prepared(
         widen(model.parameters())
     anatomy = examine(model.eval(), name=name, max_context=max_context)
     narrow(model, precision_of(model, kept_as))
-    rounding = Rounding(model, Precision(torch.float32), arithmetic="fma", activations=kept_as)
+    rounding = Rounding(Precision(torch.float32), arithmetic="fma", activations=kept_as)
     probes = probes_of(model, max_context)
     key = kept.key_of(model, probes, torch.device("cpu"), "trainer", kept_as, stored)
     verdict = kept.find(key)
