@@ -6,13 +6,14 @@
     python tools/suites.py whole [SUITE ...]       # all tests of all suites, or of these; writes tests/whole.json
 
 A suite is due where its last pass is not known, or where a file differs from that commit that it can reach: by the
-graph of imports (tools/choose_tests.py), and for tests that start processes by what those run. So what is due follows
-from the commit alone, on any day and in any clone.
+graph of imports (tools/choose_tests.py), and for tests that start processes by what those run. Layout, comments and
+docstrings are no difference. So what is due follows from the commit alone, on any day and in any clone.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import subprocess
@@ -110,11 +111,35 @@ def due(name: str, repository: Repository, passed: str) -> tuple[list[Path], str
     done = subprocess.run(command, cwd=repository.root, capture_output=True, text=True, check=False)
     if not passed or done.returncode:
         return suite.files(repository.root), f"no commit is known at which it passed ({passed or 'never'})"
-    files = due_files(suite, repository, [Path(each) for each in done.stdout.split("\0") if each])
+    changed = [Path(each) for each in done.stdout.split("\0") if each]
+    files = due_files(suite, repository, [each for each in changed if not is_same_program(repository, passed, each)])
     if not files:
         return [], f"nothing that it reaches has changed since {passed[:12]}"
     causes = sorted(map(str, set(files.values())))
     return sorted(files), f"{len(files)} files since {passed[:12]}, for {', '.join(causes[:3])} ({len(causes)} in all)"
+
+
+def is_same_program(repository: Repository, commit: str, path: Path) -> bool:
+    now = repository.root / path
+    if path.suffix != ".py" or not now.exists():
+        return False
+    command = ["git", "show", f"{commit}:{path}"]
+    before = subprocess.run(command, cwd=repository.root, capture_output=True, text=True, check=False)
+    return before.returncode == 0 and program_of(before.stdout) == program_of(now.read_text())
+
+
+def program_of(text: str) -> str:
+    """Return what Python runs of a module, without its docstrings.
+
+    >>> program_of("'A docstring.'\\nx = 1  # a comment") == program_of("x = (\\n    1\\n)")
+    True
+    """
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        can_have = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if can_have and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+    return ast.dump(tree)
 
 
 def last_results(root: Path) -> dict[str, Any]:

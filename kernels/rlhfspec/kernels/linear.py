@@ -123,10 +123,8 @@ class PackedLinear(nn.Module):
             self.packed = empty_packed(out_features, in_features, self.arithmetic, dtype)
 
     @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, *, dtype: torch.dtype = torch.bfloat16, arithmetic: str = "auto"
-    ) -> PackedLinear:
-        packed = cls(linear.in_features, linear.out_features, dtype=dtype, arithmetic=arithmetic)
+    def from_linear(cls, linear: nn.Linear, **packing: Any) -> PackedLinear:
+        packed = cls(linear.in_features, linear.out_features, **packing)
         packed.load_weight(linear.weight, linear.bias)
         return packed
 
@@ -162,9 +160,6 @@ class PackedLinear(nn.Module):
             build.num_threads(),
         )
         return out
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, dtype={self.dtype}, arithmetic={self.arithmetic}"
 
 
 def activation_twin(x: Tensor, name: str) -> Tensor:
@@ -233,24 +228,8 @@ class PackedGatedMLP(nn.Module):
             self.gate_up = empty_packed(num_outputs, hidden_features, self.arithmetic, dtype)
 
     @classmethod
-    def from_linears(
-        cls,
-        gate: nn.Linear,
-        up: nn.Linear,
-        down: nn.Linear,
-        *,
-        activation: str,
-        dtype: torch.dtype = torch.bfloat16,
-        arithmetic: str = "auto",
-    ) -> PackedGatedMLP:
-        mlp = cls(
-            gate.in_features,
-            gate.out_features,
-            down.out_features,
-            activation=activation,
-            dtype=dtype,
-            arithmetic=arithmetic,
-        )
+    def from_linears(cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear, **packing: Any) -> PackedGatedMLP:
+        mlp = cls(gate.in_features, gate.out_features, down.out_features, **packing)
         mlp.load_weights(gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias)
         return mlp
 
@@ -302,7 +281,3 @@ class PackedGatedMLP(nn.Module):
             build.num_threads(),
         )
         return out
-
-    def extra_repr(self) -> str:
-        sizes = f"{self.hidden_features} -> {self.intermediate_features} -> {self.out_features}"
-        return f"{sizes}, {self.activation}, dtype={self.dtype}, arithmetic={self.arithmetic}"

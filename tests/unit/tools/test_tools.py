@@ -264,6 +264,12 @@ def test_a_suite_not_known_to_have_passed_is_due(repository: Repository, monkeyp
         assert len(suites.due("it", repository, passed)[0]) == len(ALL) + 1
     monkeypatch.setattr(subprocess, "run", lambda *_, **how: subprocess.CompletedProcess([], 0, "README.md\0"))
     assert suites.due("it", repository, "0123abcd") == ([], "nothing that it reaches has changed since 0123abcd")
+    changed = "libs/rlhfspec/other/d.py"
+    said = {"diff": f"README.md\0{changed}\0", "show": ""}
+    monkeypatch.setattr(subprocess, "run", lambda to, **how: subprocess.CompletedProcess([], 0, said[to[1]]))
+    for text, is_due in (('"""What it is."""\n\n# nothing\n', False), ("x = 1\n", True)):
+        (repository.root / changed).write_text(text)
+        assert bool(suites.due("it", repository, "0123abcd")[0]) == is_due
 
 
 def test_what_came_of_a_suite_is_counted(tmp_path: Path) -> None:
