@@ -117,9 +117,7 @@ def _of_role(role: str) -> Any:
 
 
 RoleResources = create_model(  # type: ignore[call-overload]
-    "RoleResources",
-    __base__=Part,
-    **{role: (Resources, _of_role(role)) for role in ROLES},
+    "RoleResources", __base__=Part, **{role: (Resources, _of_role(role)) for role in ROLES}
 )
 
 
@@ -197,8 +195,7 @@ class ExternalNats(Part):
         "", description="of your own NATS, when `nats.enabled` is false: `tls://host:4222`"
     )
     existing_secret: NameOrNone = Field(
-        "",
-        description="in the release's namespace: `account.seed` (of an account with JetStream), `ca.pem`",
+        "", description="in the release's namespace: `account.seed` (of an account with JetStream), `ca.pem`"
     )
     cidrs: list[Cidr] = Field(["0.0.0.0/0"], description="where it is, for the NetworkPolicies")
 

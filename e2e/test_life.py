@@ -131,12 +131,7 @@ def the_release_then_the_definition_then_the_namespace(installed: Installed, job
     wait_until_gone(cluster, things | {"jobs": jobs_left(cluster), "objects": lambda: left_of(cluster)})
 
 
-ORDERS = (
-    the_namespace,
-    the_release_then_the_jobs,
-    the_definition,
-    the_release_then_the_definition_then_the_namespace,
-)
+ORDERS = (the_namespace, the_release_then_the_jobs, the_definition, the_release_then_the_definition_then_the_namespace)
 SEED = int(os.environ.get("E2E_SEED", "0"))
 TAKEN = ORDERS if os.environ.get("E2E_WHOLE") else (ORDERS[SEED % 4], ORDERS[(SEED + 1) % 4])
 

@@ -22,14 +22,7 @@ def fused_rms_norm(x: Tensor, weight: Tensor, eps: float, *, add_one: bool = Fal
     x, weight = checked(x, width), checked(weight, width)
     out = torch.empty_like(x)
     native_kernel("rms_norm")(
-        x.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        x.numel() // width,
-        width,
-        eps,
-        add_one,
-        build.num_threads(),
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, eps, add_one, build.num_threads()
     )
     return out
 

@@ -36,13 +36,7 @@ def _one_manager() -> dict[str, Any]:
 
 def source_rules() -> list[dict[str, Any]]:
     function = f"self.{in_cel('function')}"
-    return [
-        _rule(
-            f"!has({function}) || {function}.matches({_text(MODULE_MEMBER.pattern)})",
-            NOT_A_MEMBER,
-            ".function",
-        )
-    ]
+    return [_rule(f"!has({function}) || {function}.matches({_text(MODULE_MEMBER.pattern)})", NOT_A_MEMBER, ".function")]
 
 
 def template_rules() -> list[dict[str, Any]]:

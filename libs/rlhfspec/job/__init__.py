@@ -265,8 +265,7 @@ class Training(Block):
         description="Run the trainer's forward pass on the engine's kernels: log-probs agree bit for bit (CPU only).",
     )
     stop_on_collapse: Annotated[bool, Mark.RESUMABLE] = Field(
-        False,
-        description="End the run, with a checkpoint, once an evaluation warns of a collapsed policy.",
+        False, description="End the run, with a checkpoint, once an evaluation warns of a collapsed policy."
     )
     max_staleness: Natural = Field(
         0, description="Weights versions that a sample may be behind the policy; 0: synchronous and reproducible."
@@ -349,8 +348,7 @@ class Spec(Block):
         description="Time limit of the job in seconds, without suspended time; it fails afterwards. null: no limit.",
     )
     pre_running_deadline_seconds: Annotated[WholeSeconds | None, Mark.MUTABLE, Mark.CLUSTER_ONLY] = Field(
-        None,
-        description="Seconds after which the job fails if not every pod is ready; null: no limit.",
+        None, description="Seconds after which the job fails if not every pod is ready; null: no limit."
     )
     deletion_policy: Annotated[DeletionPolicy, Mark.MUTABLE, Mark.CLUSTER_ONLY] = DeletionPolicy()
     ttl_seconds_after_finished: Annotated[

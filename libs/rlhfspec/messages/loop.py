@@ -173,11 +173,7 @@ class Declaration(NamedTuple):
 def declarations(job: str, uid: str, running: Collection[str]) -> list[Declaration]:
     """Return the declarations that open a run, in order; only running stages get consumers."""
     made = [_declaration(job, uid, record, running) for record in KINDS if record is not LAST_DECLARED]
-    return [
-        *made,
-        Declaration(dead_letters(job, uid), "state"),
-        _declaration(job, uid, LAST_DECLARED, running),
-    ]
+    return [*made, Declaration(dead_letters(job, uid), "state"), _declaration(job, uid, LAST_DECLARED, running)]
 
 
 def _declaration(job: str, uid: str, record: type, running: Collection[str]) -> Declaration:

@@ -237,13 +237,7 @@ class Bus:
 
     @classmethod
     async def open(
-        cls,
-        transport: Transport,
-        job: str,
-        *,
-        workers: Mapping[str, int],
-        uid: str = "run",
-        clock: Clock | None = None,
+        cls, transport: Transport, job: str, *, workers: Mapping[str, int], uid: str = "run", clock: Clock | None = None
     ) -> Bus:
         bus = cls(transport, job, uid=uid, workers=workers, clock=clock)
         await bus.declare()

@@ -27,12 +27,7 @@ class DraftTable:
         self.temperatures = np.full(num_rows, temperature, np.float32)
 
     def begin(
-        self,
-        drafter: Drafter,
-        row: int,
-        prompt: list[int],
-        group: str = "",
-        history: tuple[tuple[int, ...], ...] = (),
+        self, drafter: Drafter, row: int, prompt: list[int], group: str = "", history: tuple[tuple[int, ...], ...] = ()
     ) -> None:
         self.tokens[row, : len(prompt)] = prompt
         self.lengths[row] = self.prompt_lengths[row] = len(prompt)

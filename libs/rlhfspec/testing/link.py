@@ -98,10 +98,7 @@ class LinkContract:
         landing.close()
 
     def test_what_does_not_come_is_told_at_the_deadline(self) -> None:
-        with (
-            self.pair() as (landing, _),
-            pytest.raises(LinkError, match=r"m/0: did not come within 0\.05 s"),
-        ):
+        with self.pair() as (landing, _), pytest.raises(LinkError, match=r"m/0: did not come within 0\.05 s"):
             landing.take("m/0", 4, timeout=0.05)
 
     def test_another_length_is_refused(self) -> None:

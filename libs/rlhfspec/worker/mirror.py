@@ -38,11 +38,7 @@ FETCH_PATIENCE_SECONDS = 5.0  # the pod then fails with the reason and restarts
 CHECKPOINTS, MANIFEST, MOVES = "checkpoints", "manifest.json", "moves.jsonl"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _JOB_FILE = "processes/job.json"
-_READ_BY = {
-    PREPARE: ("job.yaml", "manifest.json", "steps.jsonl"),
-    CONTROL: ("steps.jsonl",),
-    "rebalancer": (MOVES,),
-}
+_READ_BY = {PREPARE: ("job.yaml", "manifest.json", "steps.jsonl"), CONTROL: ("steps.jsonl",), "rebalancer": (MOVES,)}
 Fingerprint = tuple[int, int, int]
 log = logging.getLogger("rlhfspec.stage")
 

@@ -35,13 +35,7 @@ def seconds_awake_or_asleep() -> float:
 
 class Lease:
     def __init__(
-        self,
-        api: Api,
-        namespace: str,
-        name: str,
-        identity: str,
-        *,
-        now: Callable[[], float] = seconds_awake_or_asleep,
+        self, api: Api, namespace: str, name: str, identity: str, *, now: Callable[[], float] = seconds_awake_or_asleep
     ) -> None:
         self._api = api
         self._namespace = namespace

@@ -56,10 +56,7 @@ class Metrics:
         for server in ("NATS", "Redis"):
             self._unfinished.labels(server)
         self._writes = Counter(
-            "rlhfspec_operator_api_writes",
-            "Writes that the API server took.",
-            ["verb", "kind"],
-            registry=self.registry,
+            "rlhfspec_operator_api_writes", "Writes that the API server took.", ["verb", "kind"], registry=self.registry
         )
         self._queue = Gauge("rlhfspec_operator_queue_length", "Jobs that are due for a look.", registry=self.registry)
         self._jobs = Gauge("rlhfspec_operator_jobs", "Jobs that the operator knows.", registry=self.registry)

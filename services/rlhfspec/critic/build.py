@@ -21,10 +21,7 @@ def build(job: RLHFJob, context: Context) -> CriticService:
     most = max_context(job)
     critic = load_critic(job.spec.model, max_context=most)
     scorer = ValueScorer(
-        critic,
-        max_context=most,
-        device=device_of(job.spec),
-        keep_prompts=job.spec.algorithm.shares_prompts,
+        critic, max_context=most, device=device_of(job.spec), keep_prompts=job.spec.algorithm.shares_prompts
     )
     service = CriticService(
         context.worker, context.vitals, context.bus, job=job, scorer=scorer, weights=context.weights

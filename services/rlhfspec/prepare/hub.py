@@ -28,10 +28,7 @@ def with_hub_models(job: RLHFJob, report: Callable[[str], None]) -> RLHFJob:
     for number, source in _reward_models(job):
         folder = _fetched(source.path, f"spec.rewards.sources[{number}].path", report)
         sources[number] = source.model_copy(update={"path": folder})
-    changes = {
-        "model": model.model_copy(update=folders),
-        "rewards": rewards.model_copy(update={"sources": sources}),
-    }
+    changes = {"model": model.model_copy(update=folders), "rewards": rewards.model_copy(update={"sources": sources})}
     return job.model_copy(update={"spec": job.spec.model_copy(update=changes)})
 
 

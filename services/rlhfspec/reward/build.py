@@ -15,10 +15,7 @@ def build(job: RLHFJob, context: Context) -> RewardService:
     from rlhfspec.training.scoring.rewards.sources import RewardSources
 
     sources = RewardSources(
-        job.spec.rewards,
-        context.run.base_folder,
-        device=_device(job),
-        keep_prompts=job.spec.algorithm.shares_prompts,
+        job.spec.rewards, context.run.base_folder, device=_device(job), keep_prompts=job.spec.algorithm.shares_prompts
     )
     return RewardService(context.worker, context.vitals, context.bus, job=job, sources=sources)
 

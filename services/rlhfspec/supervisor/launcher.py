@@ -79,11 +79,7 @@ class Launcher:
     """Fork server for processes that share an environment but for their name."""
 
     def __init__(
-        self,
-        environment: Mapping[str, str],
-        log: Path,
-        lock: int | None = None,
-        modules: Sequence[str] = STAGES_NEED,
+        self, environment: Mapping[str, str], log: Path, lock: int | None = None, modules: Sequence[str] = STAGES_NEED
     ) -> None:
         self.environment = environment
         self._modules = modules

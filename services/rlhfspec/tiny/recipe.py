@@ -46,22 +46,9 @@ class Recipe:
         return f"{self.name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 
-TARGET_RECIPE = Recipe(
-    name="target",
-    num_layers=4,
-    hidden_size=256,
-    intermediate_size=704,
-    num_heads=4,
-    num_steps=280,
-)
+TARGET_RECIPE = Recipe(name="target", num_layers=4, hidden_size=256, intermediate_size=704, num_heads=4, num_steps=280)
 DRAFT = Recipe(
-    name="draft",
-    num_layers=1,
-    hidden_size=128,
-    intermediate_size=384,
-    num_heads=2,
-    num_steps=260,
-    learning_rate=1e-2,
+    name="draft", num_layers=1, hidden_size=128, intermediate_size=384, num_heads=2, num_steps=260, learning_rate=1e-2
 )
 WIDE = Recipe(
     name="wide",

@@ -63,9 +63,7 @@ def test_an_engine_is_proved_once_and_gives_the_same_tokens(proofs: list[str], k
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [{"seed": 2}, {"kind": "qwen2"}, {"dtype": "bfloat16"}, {"attention_split": 64}],
-    ids=str,
+    "changed", [{"seed": 2}, {"kind": "qwen2"}, {"dtype": "bfloat16"}, {"attention_split": 64}], ids=str
 )
 def test_whatever_a_proof_depends_on_is_proved_anew(proofs: list[str], changed: dict[str, Any]) -> None:
     engine()

@@ -45,10 +45,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "host-users": ({"hostUsers": True}, "spec.hostUsers"),
     "port": (worker(ports=[{"containerPort": 80, "hostPort": 80}]), "ports[0].hostPort"),
     "port-of-a-sidecar": ({"initContainers": [{**SIDECAR, "ports": [{"hostIP": "0.0.0.0"}]}]}, "ports[0].hostIP"),
-    "probe-of-the-node": (
-        worker(livenessProbe={"httpGet": {"host": "10.0.0.1", "port": 80}}),
-        "livenessProbe",
-    ),
+    "probe-of-the-node": (worker(livenessProbe={"httpGet": {"host": "10.0.0.1", "port": 80}}), "livenessProbe"),
     "privileged": (worker(securityContext={"privileged": True}), "securityContext.privileged"),
     "escalation": (worker(securityContext={"allowPrivilegeEscalation": True}), "allowPrivilegeEscalation"),
     "added": (worker(securityContext={"capabilities": {"add": ["SYS_ADMIN"]}}), "securityContext.capabilities.add"),
@@ -62,10 +59,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "context-removed": ({"securityContext": None}, "spec.securityContext"),
     "volumes-removed": ({"volumes": None}, "spec.volumes"),
-    "sysctls": (
-        {"securityContext": {"sysctls": [{"name": "a", "value": "1"}]}},
-        "spec.securityContext",
-    ),
+    "sysctls": ({"securityContext": {"sysctls": [{"name": "a", "value": "1"}]}}, "spec.securityContext"),
     "ephemeral-containers": ({"ephemeralContainers": [SIDECAR]}, "spec.ephemeralContainers"),
     "node": ({"nodeName": "node1"}, "spec.nodeName"),
     "runtime": ({"runtimeClassName": "unconfined"}, "spec.runtimeClassName"),

@@ -205,11 +205,7 @@ def ends(code: int, message: str = "", reason: str = "", times: int = 1) -> Call
             "reward-0: ended with exit code 1; its words: kubectl rlhf why; it is started again",
         ),
         (ends(139), "PodsNotReady", "reward-0: killed by SIGSEGV; it is started again"),
-        (
-            ends(0),
-            "PodsNotReady",
-            "reward-0: ended with exit code 0, and it was not asked to; it is started again",
-        ),
+        (ends(0), "PodsNotReady", "reward-0: ended with exit code 0, and it was not asked to; it is started again"),
         (
             ends(1, "boom", times=2),
             "CrashLoop",
@@ -275,10 +271,7 @@ def test_the_cause_that_explains_others_is_shown() -> None:
     world = running()
     world.end_pod(POD, 75, "NATS is away")
     world.end_pod("sums-prompts-0", 75, "NATS is away").settle()
-    assert world.healthy()[1:] == (
-        "BrokerUnavailable",
-        f"prompts-0: ended with exit code 75; {WHERE} (and 1 more)",
-    )
+    assert world.healthy()[1:] == ("BrokerUnavailable", f"prompts-0: ended with exit code 75; {WHERE} (and 1 more)")
 
 
 def test_refusals_of_pods_that_are_there_by_now_are_no_longer_shown() -> None:

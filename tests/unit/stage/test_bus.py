@@ -80,10 +80,7 @@ async def test_whoever_starts_late_sees_the_latest_weights() -> None:
 
 async def test_a_delivery_goes_on_with_another_worker_who_has_its_token() -> None:
     bus = await open_bus()
-    async with (
-        await bus.of("reward").subscribe(Sample) as first,
-        await bus.of("reward", 1).subscribe(Sample) as other,
-    ):
+    async with await bus.of("reward").subscribe(Sample) as first, await bus.of("reward", 1).subscribe(Sample) as other:
         await bus.of("generator").publish(SAMPLE)
         [delivery] = await first.pull(max_records=9, timeout_seconds=0)
         adopted = await other.adopt(encode(SAMPLE), SAMPLE.id, delivery.held.token, delivery.headers)

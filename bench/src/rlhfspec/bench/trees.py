@@ -22,11 +22,7 @@ NODES = (4, 8, 32)
 WANTED_GAIN = {4: 1.05, 8: 1.05, 32: 1.10}
 TREE_SLOTS = 256  # a surely predicted sequence may get several times its share
 # (depth, width, branch) drafted before the budget prunes: narrow and deep where the draft is good, wide where it is not
-_SHAPES = {
-    4: ((8, 2, 3), (10, 3, 3)),
-    8: ((12, 3, 3), (16, 2, 2)),
-    32: ((64, 2, 2), (96, 2, 2), (96, 2, 3)),
-}
+_SHAPES = {4: ((8, 2, 3), (10, 3, 3)), 8: ((12, 3, 3), (16, 2, 2)), 32: ((64, 2, 2), (96, 2, 2), (96, 2, 3))}
 LEARNING_RUNS = 1  # before anything is counted
 COUNTED_RUNS = 3  # each with its own seeds; one alone swings by two percent
 

@@ -23,7 +23,7 @@ _KINDS = {
 }  # fmt: skip
 _BOUNDS = {"greater_than_equal": ">=", "greater_than": ">", "less_than_equal": "<=", "less_than": "<"}
 _PATTERNS: dict[Path_, str] = {
-    ("metadata", "name"): "must be at most 52 small letters, digits and dashes, not at the ends, such as my-run-1",
+    ("metadata", "name"): "must be at most 52 small letters, digits and dashes, not at the ends, such as my-run-1"
 }
 _TOLD: dict[Path_, str] = {
     ("spec", "roles", "trainer", "ranks"): "it is called ranksPerNode, and there are nodes beside it",

@@ -81,10 +81,7 @@ class NatsTransport:
             role=role,
         )
         return cls(
-            connection,
-            max_pending=max_pending,
-            publish_timeout_seconds=publish_timeout_seconds,
-            keeping=keeping,
+            connection, max_pending=max_pending, publish_timeout_seconds=publish_timeout_seconds, keeping=keeping
         )
 
     def hurry(self, seconds: float) -> None:

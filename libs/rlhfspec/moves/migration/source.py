@@ -155,14 +155,7 @@ State = Literal["describing", "reserving", "packing", "copying", "detaching", "d
 
 class MoveSource:
     def __init__(
-        self,
-        move: str,
-        sample: str,
-        *,
-        source: str,
-        destination: str,
-        numbers: Iterator[int],
-        must_go: bool = False,
+        self, move: str, sample: str, *, source: str, destination: str, numbers: Iterator[int], must_go: bool = False
     ) -> None:
         """Begin a move. Attempt `numbers` are never reused. `must_go`: move without KV rather than stay."""
         self.state: State = "describing"

@@ -89,13 +89,7 @@ class RunFolder:
             if self.job_file.exists():
                 self._refuse_another(as_content(job), resume)
 
-    def begin(
-        self,
-        job: RLHFJob,
-        *,
-        resume: bool,
-        processes: Mapping[str, int] | None = None,
-    ) -> bool:
+    def begin(self, job: RLHFJob, *, resume: bool, processes: Mapping[str, int] | None = None) -> bool:
         """Create the folder, or open it to continue; return whether an unreadable manifest was replaced.
 
         `processes`: their number by stage. `resume` also accepts an empty folder, left by a run killed at its start."""

@@ -117,12 +117,7 @@ def kept_traceback(folder: RunFolder, error: BaseException) -> str:
     return f"the whole traceback is in {failure}"
 
 
-def summarize(
-    folder: RunFolder,
-    *,
-    resume_command: str,
-    num_texts: int = 0,
-) -> Summary:
+def summarize(folder: RunFolder, *, resume_command: str, num_texts: int = 0) -> Summary:
     """Return the summary of a finished run's folder, and write it there as `summary.md`.
 
     num_texts: responses shown from the start and from the end of the run, each."""

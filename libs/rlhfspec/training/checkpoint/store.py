@@ -12,13 +12,7 @@ from typing import Any
 
 from rlhfspec.common.folder_lock import take_lock
 from rlhfspec.errors import StorageError
-from rlhfspec.training.checkpoint.folders import (
-    manifest_of,
-    open_checkpoint,
-    read_checkpoint,
-    verify,
-    write_checkpoint,
-)
+from rlhfspec.training.checkpoint.folders import manifest_of, open_checkpoint, read_checkpoint, verify, write_checkpoint
 from rlhfspec.training.modeling.tensor_files import sync
 
 log = logging.getLogger(__name__)

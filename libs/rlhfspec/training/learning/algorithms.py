@@ -125,10 +125,7 @@ def shaped_rewards(algorithm: Algorithm, rollouts: Rollouts, *, max_tokens: int)
     if algorithm.overlong_buffer == 0:
         return rollouts.rewards, {}
     penalties = overlong_penalties(
-        rollouts.lengths,
-        max_tokens=max_tokens,
-        buffer=algorithm.overlong_buffer,
-        penalty=algorithm.overlong_penalty,
+        rollouts.lengths, max_tokens=max_tokens, buffer=algorithm.overlong_buffer, penalty=algorithm.overlong_penalty
     )
     return rollouts.rewards + penalties, {"overlong_penalty_mean": float(penalties.mean())}
 

@@ -27,11 +27,7 @@ def pack(lengths: Sequence[int], tokens_per_micro_batch: int, *, multiple_of: in
 
 
 def pack_groups(
-    prompts: Sequence[tuple[int, ...]],
-    answers: Sequence[int],
-    tokens_per_micro_batch: int,
-    *,
-    multiple_of: int = 1,
+    prompts: Sequence[tuple[int, ...]], answers: Sequence[int], tokens_per_micro_batch: int, *, multiple_of: int = 1
 ) -> list[list[int]]:
     """Pack as `pack` does, where neighbours with the same prompt share it. answers: tokens of each that are run.
 

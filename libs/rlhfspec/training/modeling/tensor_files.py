@@ -56,11 +56,7 @@ def _header(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> by
     for name in _in_order(tensors):
         tensor = tensors[name]
         stop = start + tensor.nbytes
-        described[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, stop],
-        }
+        described[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     return text.ljust((len(text) + 7) // 8 * 8)

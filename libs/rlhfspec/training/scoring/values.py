@@ -20,13 +20,7 @@ class ValueScorer:
     """Scorer under a copy of the critic's current weights; calls of several threads are serialised."""
 
     def __init__(
-        self,
-        critic: Critic,
-        *,
-        max_context: int,
-        version: int = 0,
-        device: str = "cpu",
-        keep_prompts: bool = True,
+        self, critic: Critic, *, max_context: int, version: int = 0, device: str = "cpu", keep_prompts: bool = True
     ) -> None:
         self.version = version
         model = ScoredCritic(critic)

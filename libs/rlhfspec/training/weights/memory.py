@@ -9,14 +9,7 @@ import torch
 from rlhfspec.messages.records import Role, Weights
 from rlhfspec.training.modeling.digest import digest
 from rlhfspec.training.modeling.tensor_files import unshared
-from rlhfspec.training.weights.base import (
-    StateDict,
-    StorePlace,
-    not_kept,
-    refuse_other,
-    retired,
-    weights_record,
-)
+from rlhfspec.training.weights.base import StateDict, StorePlace, not_kept, refuse_other, retired, weights_record
 
 
 class MemoryWeightStore:

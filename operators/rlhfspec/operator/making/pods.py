@@ -39,10 +39,7 @@ def pod(known: Situation, key: Worker, owner: dict[str, Any]) -> dict[str, Any]:
         "name": names.pod_name(known.job.name, role, worker),
         "namespace": known.job.namespace,
         "labels": names.labels_of(known.job.name, role, worker) | {names.RUN: known.run_uid},
-        "annotations": {
-            names.RESTART_ID: _restart_id(known, role),
-            names.PROOF: known.proof_of(worker_name(key)),
-        },
+        "annotations": {names.RESTART_ID: _restart_id(known, role), names.PROOF: known.proof_of(worker_name(key))},
         "ownerReferences": [owner],
     }
     whole: dict[str, Any] = {

@@ -79,8 +79,7 @@ def train(
 
 @app.command()
 def report(
-    run: Run,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the lines as they are.")] = False,
+    run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print the lines as they are.")] = False
 ) -> None:
     """Show what drafters learnt in a run: acceptance by step and depth, what it cost, what it brought."""
     from rlhfspec.runs.folder.learnt import learnt_lines

@@ -37,13 +37,7 @@ Processes = Annotated[
 ]
 
 
-def run(
-    job: Job,
-    overrides: Set = None,
-    out: Out = None,
-    resume: Resume = False,
-    processes: Processes = False,
-) -> None:
+def run(job: Job, overrides: Set = None, out: Out = None, resume: Resume = False, processes: Processes = False) -> None:
     """Run a job. Ctrl-C finishes the step, writes a checkpoint and stops.
 
     All stages run in this process; with --processes every worker is a process of its own and is restarted when it

@@ -245,11 +245,7 @@ class Feed:
         return {pod: shown(words, len(words)) for pod, words in self._detail.last_words.items()}
 
     def _whole(self) -> dict[str, Any]:
-        return {
-            "columns": list(COLUMNS),
-            "rows": thinned(self._rows),
-            "moves": list(self._moves),
-        }
+        return {"columns": list(COLUMNS), "rows": thinned(self._rows), "moves": list(self._moves)}
 
 
 @dataclass(slots=True)

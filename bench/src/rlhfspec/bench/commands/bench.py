@@ -52,10 +52,7 @@ def generate(
     ] = "english,library",
     quick: Annotated[bool, typer.Option("--quick", help="Run a smaller grid, in at most three minutes.")] = False,
     threads: Annotated[str | None, typer.Option(help="Thread counts, such as 1,2 (the default).")] = None,
-    modes: Annotated[
-        str | None,
-        typer.Option(help=_MODES_HELP),
-    ] = None,
+    modes: Annotated[str | None, typer.Option(help=_MODES_HELP)] = None,
     scenarios: Annotated[
         str | None, typer.Option(help="Workloads: batch-1, batch-4, batch-8, batch-16, batch-32, batch-64, long-tail.")
     ] = None,
@@ -64,8 +61,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="Temperature of sampling.")] = 1.0,
     dtype: Annotated[str, typer.Option(help="Data type: bfloat16 or float32.")] = "bfloat16",
     vllm_python: Annotated[
-        str | None,
-        typer.Option(help="Python interpreter of an environment with vLLM.", envvar="RLHFSPEC_VLLM_PYTHON"),
+        str | None, typer.Option(help="Python interpreter of an environment with vLLM.", envvar="RLHFSPEC_VLLM_PYTHON")
     ] = None,
     vllm_draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens drafted per step in vllm-draft.")] = 4,
     json_file: Annotated[
@@ -219,12 +215,7 @@ def trees(
         target_path, draft_path = models(model, draft, status, tiny_target="target")
         status("generating")
         engine = Engine.from_pretrained(
-            target_path,
-            drafter=draft_path,
-            dtype=dtype,
-            max_context=MAX_CONTEXT,
-            tree_slots=TREE_SLOTS,
-            profile=False,
+            target_path, drafter=draft_path, dtype=dtype, max_context=MAX_CONTEXT, tree_slots=TREE_SLOTS, profile=False
         )
         gains = tree_gains(engine, batch_scenario(batch, tokens))
     wide_console().print(render(gains))

@@ -92,9 +92,7 @@ _OF_ALGORITHMS = (
         for path in ("algorithm.gaeLambda", "algorithm.valueClip", "algorithm.valueCoefficient")
     ),
     JobRule(
-        "algorithm.valueClip",
-        f"not {_HAS_CRITIC} or algorithm.valueClip != 0.0",
-        "0 clips every value: must be > 0",
+        "algorithm.valueClip", f"not {_HAS_CRITIC} or algorithm.valueClip != 0.0", "0 clips every value: must be > 0"
     ),
     JobRule("model.critic", f"{_HAS_CRITIC} or model.critic is None", _NO_CRITIC),
     JobRule(
@@ -256,9 +254,7 @@ _OF_A_CLUSTER = (
         "must be a folder within the claim, such as runs/mine",
     ),
     JobRule(
-        "storage.uri",
-        "storage.uri is None or storage.claim is None",
-        "is in place of a claim: remove one of the two",
+        "storage.uri", "storage.uri is None or storage.claim is None", "is in place of a claim: remove one of the two"
     ),
     JobRule("storage.secret", "storage.secret is None or storage.uri is not None", "needs storage.uri; remove it"),
 )

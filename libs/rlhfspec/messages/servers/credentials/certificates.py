@@ -118,11 +118,7 @@ def _valid(begin: datetime, lifetime: timedelta) -> tuple[datetime, datetime]:
 
 
 def _builder(
-    name: x509.Name,
-    key: ec.EllipticCurvePublicKey,
-    issuer: x509.Name,
-    valid: tuple[datetime, datetime],
-    serial: bytes,
+    name: x509.Name, key: ec.EllipticCurvePublicKey, issuer: x509.Name, valid: tuple[datetime, datetime], serial: bytes
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()

@@ -11,14 +11,7 @@ from typing import TypeVar
 
 from rlhfspec.errors import InvalidRequest, LinkError, did_you_mean
 from rlhfspec.job.choices.links import AUTO, LINKS
-from rlhfspec.moves.migration.links.base import (
-    MOST_LANDED_BYTES,
-    SECONDS,
-    LandingAddress,
-    Offer,
-    QuickSending,
-    Sending,
-)
+from rlhfspec.moves.migration.links.base import MOST_LANDED_BYTES, SECONDS, LandingAddress, Offer, QuickSending, Sending
 from rlhfspec.moves.migration.links.inbox import Landing
 
 _NUM_THREADS = 8  # that block on links, so that neither event loop nor engine does

@@ -82,10 +82,7 @@ class ModelRewards:
     def _token_ids(self, sample: Sample, tokenizer: Any) -> list[int]:
         if not self._chat_template:
             return list(tokenizer(sample.prompt_text + sample.text)["input_ids"])
-        messages = [
-            {"role": "user", "content": sample.prompt_text},
-            {"role": "assistant", "content": sample.text},
-        ]
+        messages = [{"role": "user", "content": sample.prompt_text}, {"role": "assistant", "content": sample.text}]
         return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
 
     def load(self) -> tuple[Classifier, Any]:

@@ -140,11 +140,7 @@ async def _from(attempts: Attempts, samples: Sequence[Sample], during: During, t
 
 
 def _score(
-    sample: Sample,
-    *,
-    values: tuple[float, ...] = (),
-    components: tuple[tuple[str, float], ...] = (),
-    error: str = "",
+    sample: Sample, *, values: tuple[float, ...] = (), components: tuple[tuple[str, float], ...] = (), error: str = ""
 ) -> Score:
     return Score(
         id=f"{sample.id}/reward",
