@@ -77,7 +77,7 @@ def other(code: str, *arguments: str) -> Iterator[Other]:
         process.kill()
 
 
-@contextmanager
+@pytest.fixture
 def nothing_left() -> Iterator[None]:
     before = _held()
     yield
@@ -95,8 +95,9 @@ def _held() -> Counter[str]:
     return Counter(numbers) + Counter(shared_names())
 
 
-def warm(kind: str) -> None:
-    landing = make_landing(kind)
+@pytest.fixture(scope="module")
+def warm() -> None:
+    landing = make_landing("torch")
     sending = open_sending(landing.offer)
     sending.room(1)
     sending.send("m/0", 1)

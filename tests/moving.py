@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from rlhfspec.engine.forward.runner import ModelRunner
 from rlhfspec.kernels.cpu import build
 from rlhfspec.kernels.kv_pack import pack_slots
 from rlhfspec.kernels.tree_attention import AttentionMeta
+from rlhfspec.testing import movable
+from rlhfspec.testing.engine import GainStreams, drain
 from rlhfspec.tiny import perturbed, random_model
 
 VOCAB = 260  # the byte tokenizer's
@@ -57,16 +60,6 @@ def bits(done: Completion) -> Bits:
     return done.token_ids, *numbers, done.finish_reason
 
 
-def drain(engine: Engine) -> dict[str, Completion]:
-    done: dict[str, Completion] = {}
-    for _ in range(500):  # an engine that spins is a failure, not a hang
-        if not engine.has_work:
-            engine.check_integrity()
-            return done
-        done.update({each.id: each for each in engine.step().finished})
-    raise AssertionError("work was left and nothing came of it")
-
-
 @functools.cache
 def alone(seed: int = 7, max_tokens: int = 30, prompt: tuple[int, ...] = PROMPT) -> Bits:
     engine = make(speculation="off")
@@ -93,30 +86,14 @@ def check(*engines: Engine) -> None:
         engine.check_integrity()
 
 
-def at_once(here: Engine, there: Engine, name: str, rng: np.random.Generator) -> None:
-    there.import_sequence(here.export_sequence(name))
-    assert here.cancel(name)
+def unheard(way: movable.Way) -> Callable[[Engine, Engine, str, np.random.Generator], list[Completion]]:
+    """Return the way without a check of what the engines' steps report."""
+
+    @functools.wraps(way)
+    def moved(here: Engine, there: Engine, name: str, rng: np.random.Generator) -> list[Completion]:
+        return way(here, there, name, rng, GainStreams())
+
+    return moved
 
 
-def reserved(here: Engine, there: Engine, name: str, rng: np.random.Generator) -> None:
-    there.import_sequence(here.export_sequence(name, there.reserve(here.manifest(name))))
-    assert here.cancel(name)
-
-
-def in_rounds(here: Engine, there: Engine, name: str, rng: np.random.Generator) -> list[Completion]:
-    """Move in rounds: KV is sent while both engines decode."""
-    mark, done = there.reserve(here.manifest(name)), []
-    for _ in range(int(rng.integers(1, 4))):
-        for _ in range(int(rng.integers(1, 5))):
-            kv = here.export_range(name, mark, max_bytes=int(rng.choice([1, 3000, 40_000])))
-            there.import_range(kv)
-            mark = kv.end
-        for engine in (here, there):
-            done += engine.step().finished if engine.has_work else ()
-        check(here, there)
-        if name not in here.state.sequences:  # finished meanwhile
-            there.cancel(name)
-            return done
-    there.import_sequence(here.export_sequence(name, mark))
-    assert here.cancel(name)
-    return done
+at_once, reserved, in_rounds = map(unheard, (movable.at_once, movable.reserved, movable.in_rounds))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import warmed
+from checkpoints import check, state
 from learners import critic, policy, rollouts, same_states, spec
 from rank_sets import run_ranks
 
@@ -20,17 +21,6 @@ from rlhfspec.errors import StorageError
 from rlhfspec.training.checkpoint import CheckpointStore
 from rlhfspec.training.checkpoint.learnt import read_learnt, write_learnt
 from rlhfspec.training.learning.learner import Learner
-
-
-def state(step: int) -> dict[str, Any]:
-    weight = torch.full((64, 64), float(step))
-    return {"step": step, "policy": {"weight": weight}, "optimizer": {"state": {0: {"step": torch.tensor(step)}}}}
-
-
-def check(loaded: Any, step: int) -> None:
-    assert loaded["step"] == step
-    assert torch.equal(loaded["policy"]["weight"], torch.full((64, 64), float(step)))
-    assert loaded["optimizer"]["state"][0]["step"].item() == step
 
 
 @pytest.fixture

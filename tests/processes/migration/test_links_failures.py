@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from faults.proxy import Proxy
 from hypothesis import given, settings, strategies as st
-from link_checks import DESTINATION, NIXL, SOURCE, nothing_left, other, shared_names, warm
+from link_checks import DESTINATION, NIXL, SOURCE, nothing_left as nothing_left, other, shared_names, warm as warm
 from sweeps import examples
 
 from rlhfspec.errors import LinkError
@@ -30,19 +30,10 @@ from rlhfspec.moves.migration.links.opening import make_landing, open_sending
 from rlhfspec.moves.migration.links.torch_link import TorchSending
 from rlhfspec.testing.link import pattern
 
+pytestmark = pytest.mark.usefixtures("warm", "nothing_left")
+
 BETWEEN_PROCESSES = ["shm", "tcp", "torch", *NIXL]
 BY_SOCKET = ["shm", "tcp"]  # the others have their headers read as tcp has
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _warm() -> None:
-    warm("torch")
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with nothing_left():
-        yield
 
 
 class Ends(ExitStack):

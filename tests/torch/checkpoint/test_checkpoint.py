@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import check, state
 from hypothesis import given, settings, strategies as st
 from peaks import peak_above
 from safetensors.torch import load_file, save_file
@@ -24,17 +25,6 @@ from rlhfspec.training.checkpoint.states import pack, unpack
 from rlhfspec.training.modeling.tensor_files import read_noted, sync, write_tensors
 
 NUM_WRITES = 400
-
-
-def state(step: int) -> dict[str, Any]:
-    weight = torch.full((64, 64), float(step))
-    return {"step": step, "policy": {"weight": weight}, "optimizer": {"state": {0: {"step": torch.tensor(step)}}}}
-
-
-def check(loaded: Any, step: int) -> None:
-    assert loaded["step"] == step
-    assert torch.equal(loaded["policy"]["weight"], torch.full((64, 64), float(step)))
-    assert loaded["optimizer"]["state"][0]["step"].item() == step
 
 
 @pytest.fixture

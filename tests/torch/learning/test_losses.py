@@ -1,6 +1,7 @@
 """Advantages and losses equal TRL 1.16 and verl 0.9.1 in values and gradients, and obey their laws."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -144,23 +145,55 @@ def test_kl_and_its_gradient_equal_verl(case: Case) -> None:
     assert_close(log_probs.grad, output(case, "gradient"))
 
 
-@pytest.mark.parametrize("case", cases("verl.importance"))
-def test_importance_weights_equal_verl(case: Case) -> None:
-    cap = case["parameters"]["cap"]
-    weights = truncated_importance_weights(tensor(case, "old_log_probs"), tensor(case, "generator_log_probs"), cap)
-    assert_close(weights, output(case, "weights"))
+def lengths_of(case: Case) -> Tensor:
+    return tensor(case, "lengths").long()
 
 
-@pytest.mark.parametrize("case", cases("verl.aggregate"))
-def test_aggregation_equals_verl(case: Case) -> None:
-    weights = token_weights(tensor(case, "lengths").long(), OF_VERL[case["parameters"]["mode"]], MAX_TOKENS)
-    assert_close((weights * tensor(case, "values")).sum(), output(case, "loss"))
+def rewards_with_kl(case: Case) -> Tensor:
+    kl = kl_estimate(tensor(case, "old_log_probs"), tensor(case, "reference_log_probs"), "k1")
+    return token_rewards(tensor(case, "rewards"), lengths_of(case), kl, case["parameters"]["kl_coefficient"])
 
 
-@pytest.mark.parametrize("case", cases("verl.entropy"))
-def test_entropy_equals_verl(case: Case) -> None:
-    logits = torch.tensor(case["parameters"]["logits"], dtype=torch.float64)
-    assert_close(entropy_of(logits.log_softmax(-1)), output(case, "entropy"))
+def groups_of(case: Case) -> tuple[Tensor, Tensor]:
+    return tensor(case, "rewards"), tensor(case, "groups").long()
+
+
+OURS: dict[str, Callable[..., Tensor]] = {
+    "verl.importance": lambda case, cap: truncated_importance_weights(
+        tensor(case, "old_log_probs"), tensor(case, "generator_log_probs"), cap
+    ),
+    "verl.aggregate": lambda case, mode: (
+        token_weights(lengths_of(case), OF_VERL[mode], MAX_TOKENS) * tensor(case, "values")
+    ).sum(),
+    "verl.entropy": lambda case, logits: entropy_of(torch.tensor(logits, dtype=torch.float64).log_softmax(-1)),
+    "verl.reinforce_plus_plus": lambda case, gamma, **_: whiten(
+        discounted_sums(rewards_with_kl(case), lengths_of(case), gamma)
+    ),
+    "verl.grpo": (grouped := lambda case, **parameters: group_advantages(*groups_of(case), **parameters)),
+    "trl.grpo": grouped,
+    "verl.rloo": (left_out := lambda case: leave_one_out_advantages(*groups_of(case))),
+    "verl.rloo_vectorized": left_out,
+    "trl.rloo": lambda case, **_: leave_one_out_advantages(
+        sample_sums(rewards_with_kl(case), lengths_of(case)), groups_of(case)[1]
+    ),
+    "verl.overlong": lambda case, **parameters: overlong_penalties(
+        lengths_of(case), max_tokens=MAX_TOKENS, **parameters
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [case for of in OURS for case in cases(of)])
+def test_numbers_equal_those_of_verl_and_trl(case: Case) -> None:
+    [name] = case["outputs"]
+    assert_close(OURS[case["of"]](case, **case["parameters"]), output(case, name))
+
+
+@pytest.mark.parametrize("case", cases("verl.gae"))
+def test_gae_equals_verl(case: Case) -> None:
+    wanted = {name: case["parameters"][name] for name in ("gamma", "gae_lambda")}
+    advantages, returns = gae(rewards_with_kl(case), tensor(case, "old_values"), lengths_of(case), **wanted)
+    assert_close(returns, output(case, "returns"))
+    assert_close(whiten(advantages), output(case, "advantages"))
 
 
 @pytest.mark.parametrize(
@@ -218,53 +251,6 @@ def test_k1_and_k3_average_to_the_kl() -> None:
 def test_importance_weights_carry_no_gradient() -> None:
     log_probs = torch.tensor([-1.0], requires_grad=True)
     assert not truncated_importance_weights(log_probs, torch.tensor([-2.0]), 2.0).requires_grad
-
-
-def lengths_of(case: Case) -> Tensor:
-    return tensor(case, "lengths").long()
-
-
-def rewards_with_kl(case: Case) -> Tensor:
-    kl = kl_estimate(tensor(case, "old_log_probs"), tensor(case, "reference_log_probs"), "k1")
-    return token_rewards(tensor(case, "rewards"), lengths_of(case), kl, case["parameters"]["kl_coefficient"])
-
-
-@pytest.mark.parametrize("case", cases("verl.gae"))
-def test_gae_equals_verl(case: Case) -> None:
-    wanted = {name: case["parameters"][name] for name in ("gamma", "gae_lambda")}
-    advantages, returns = gae(rewards_with_kl(case), tensor(case, "old_values"), lengths_of(case), **wanted)
-    assert_close(returns, output(case, "returns"))
-    assert_close(whiten(advantages), output(case, "advantages"))
-
-
-@pytest.mark.parametrize("case", cases("verl.reinforce_plus_plus"))
-def test_reinforce_plus_plus_equals_verl(case: Case) -> None:
-    returns = discounted_sums(rewards_with_kl(case), lengths_of(case), case["parameters"]["gamma"])
-    assert_close(whiten(returns), output(case, "advantages"))
-
-
-@pytest.mark.parametrize("case", cases("verl.grpo") + cases("trl.grpo"))
-def test_group_advantages_equal_verl_and_trl(case: Case) -> None:
-    ours = group_advantages(tensor(case, "rewards"), tensor(case, "groups").long(), **case["parameters"])
-    assert_close(ours, output(case, "advantages"))
-
-
-@pytest.mark.parametrize("case", cases("verl.rloo") + cases("verl.rloo_vectorized"))
-def test_leave_one_out_equals_verl(case: Case) -> None:
-    ours = leave_one_out_advantages(tensor(case, "rewards"), tensor(case, "groups").long())
-    assert_close(ours, output(case, "advantages"))
-
-
-@pytest.mark.parametrize("case", cases("trl.rloo"))
-def test_leave_one_out_with_kl_in_the_reward_equals_trl(case: Case) -> None:
-    totals = sample_sums(rewards_with_kl(case), lengths_of(case))
-    assert_close(leave_one_out_advantages(totals, tensor(case, "groups").long()), output(case, "advantages"))
-
-
-@pytest.mark.parametrize("case", cases("verl.overlong"))
-def test_overlong_penalties_equal_verl(case: Case) -> None:
-    ours = overlong_penalties(lengths_of(case), max_tokens=NUMBERS["max_tokens"], **case["parameters"])
-    assert_close(ours, output(case, "penalties"))
 
 
 finite = st.floats(-4, 4, allow_nan=False, width=32)

@@ -1,26 +1,16 @@
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from link_checks import NIXL, nothing_left, warm
+from link_checks import NIXL, nothing_left as nothing_left, warm as warm
 
 from rlhfspec.errors import InvalidRequest, LinkError
 from rlhfspec.moves.migration.links.inbox import Landing
 from rlhfspec.moves.migration.links.opening import make_landing, open_sending
 from rlhfspec.testing.link import LinkContract
 
+pytestmark = pytest.mark.usefixtures("warm", "nothing_left")
+
 KINDS = ["memory", "shm", "tcp", "torch", *NIXL]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _warm() -> None:
-    warm("torch")
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with nothing_left():
-        yield
 
 
 class TestLinks(LinkContract):

@@ -74,10 +74,17 @@ def test_types_that_are_refused_say_why(model_type: str) -> None:
     assert verdict.detail in line.replace("&lt;", "<")
 
 
-def test_a_variant_that_is_refused_says_why() -> None:
-    verdict = judge_case(Case("llama", "rope=longrope, beyond"))
-    assert verdict.kind == "refused", verdict
-    assert "RoPE whose angles depend on the length of the sequence" in verdict.detail
+@pytest.mark.parametrize(
+    ("case", "kind", "detail"),
+    [
+        (Case("llama", "rope=longrope, beyond"), "refused", "RoPE whose angles depend on the length of the sequence"),
+        (Case("gemma3n", ""), "not made", "timm"),
+    ],
+)
+def test_what_is_refused_or_cannot_be_made_says_why(case: Case, kind: str, detail: str) -> None:
+    verdict = judge_case(case)
+    assert verdict.kind == kind, verdict
+    assert detail in verdict.detail
 
 
 def test_the_document_has_every_type_and_nothing_wrong() -> None:
@@ -89,12 +96,6 @@ def test_the_document_has_every_type_and_nothing_wrong() -> None:
     num_right = headings.count("Right in every bit")
     assert f"{num_right} of the {len(headings)} causal LMs" in (DOCUMENT.parents[1] / "README.md").read_text()
     assert not re.search(r"\| wrong \||\d wrong", DOCUMENT.read_text().partition(BEGIN)[2])
-
-
-def test_a_type_that_transformers_cannot_make_is_said_so() -> None:
-    verdict = judge_case(Case("gemma3n", ""))
-    assert verdict.kind == "not made"
-    assert "timm" in verdict.detail
 
 
 def test_variants_turn_one_thing_each() -> None:

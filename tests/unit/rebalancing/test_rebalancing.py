@@ -235,27 +235,22 @@ def test_an_engine_that_costs_is_closed_only_where_engines_cost() -> None:
     assert plan(fleet, NOW, PlannerSettings(engine_cost=0.5)).num_moves == 6
 
 
-def test_dry_generators_are_told_what_to_do() -> None:
-    def told(remaining: float) -> tuple[str, ...]:
-        fleet = Fleet.of(
-            step_seconds=[1e-2] * 2, sequence_seconds=[1e-5] * 2, generator=[0], remaining=[remaining], held=[9]
-        )
-        return plan(fleet, NOW).advice
-
-    assert told(500.0) == ("score",)  # 5 s: time for other work
-    assert told(20.0) == ("wait",)
-
-
-def test_of_several_dry_generators_one_learns_for_all_where_drafters_learn() -> None:
-    def told(remaining: float, num_generators: int) -> tuple[str, ...]:
-        seconds = [1e-2] * num_generators
-        each = [1e-5] * num_generators
-        fleet = Fleet.of(step_seconds=seconds, sequence_seconds=each, generator=[0], remaining=[remaining], held=[9])
-        return plan(fleet, NOW, PlannerSettings(learns=True)).advice
-
-    assert told(500.0, 2) == ("score",), "scores are waited for"
-    assert told(500.0, 4) == ("learn", "score", "score")
-    assert told(20.0, 3) == ("learn", "learn"), "what comes soon ends it at once"
+@pytest.mark.parametrize(
+    ("learns", "remaining", "advice"),
+    [
+        (False, 500.0, ("score",)),  # 5 s: time for other work
+        (False, 20.0, ("wait",)),
+        (True, 500.0, ("score",)),  # scores are waited for
+        (True, 500.0, ("learn", "score", "score")),
+        (True, 20.0, ("learn", "learn")),  # what comes soon ends it at once
+    ],
+)
+def test_dry_generators_are_told_what_to_do(learns: bool, remaining: float, advice: tuple[str, ...]) -> None:
+    num = 1 + len(advice)
+    fleet = Fleet.of(
+        step_seconds=[1e-2] * num, sequence_seconds=[1e-5] * num, generator=[0], remaining=[remaining], held=[9]
+    )
+    assert plan(fleet, NOW, PlannerSettings(learns=learns)).advice == advice
 
 
 def test_it_says_why_not() -> None:

@@ -12,7 +12,7 @@ from stays import PROMPT, UID, Watched, moved_there_and_back, progress
 from traced_moves import check_times
 from views import printed
 
-from rlhfspec.messages.records import Prompt
+from rlhfspec.messages.records import MoveOutcome, Prompt
 from rlhfspec.messages.transport.memory import MemoryTransport
 from rlhfspec.messages.wire.codec import encode
 from rlhfspec.runs.view.waterfall import slowest_table, waterfall
@@ -157,15 +157,23 @@ def test_what_a_generator_that_leaves_handed_back_waited_from_then_on() -> None:
     assert "handed back" in shown(life)
 
 
-def test_where_nobody_said_whether_it_was_taken_it_was_where_it_went_on() -> None:
+@pytest.mark.parametrize(
+    ("how", "moved_at", "finished_at", "told_at", "moved_until"),
+    [("lost", 3.5, 7.5, 23.5, 3.5), ("kv", 3.1, 3.2, 3.5, 3.2)],
+    ids=["it was never said whether it was taken", "it was finished before it was said"],
+)
+def test_it_was_where_it_went_on_whatever_its_source_heard_and_when(
+    how: MoveOutcome, moved_at: float, finished_at: float, told_at: float, moved_until: float
+) -> None:
     watched = Watched()
     watched.takes(0)
     first = progress(4, plain=4)
-    watched.after(3.5).takes(1, came=first)
-    watched.after(4.0).finishes(1)
-    watched.after(16.0).gives(0, first, 1, "lost", pause=20.5)
-    life = watched.life()
-    assert watched.told(life) == [("generation", 0, 0.0, 3.0), ("move", 0, 3.0, 3.5), ("generation", 1, 3.5, 7.5)]
+    watched.after(moved_at).takes(1, came=first)
+    watched.after(finished_at - moved_at).finishes(1)
+    watched.after(told_at - finished_at).gives(0, first, 1, how, pause=told_at - 3.0)
+    assert watched.told(watched.life()) == [
+        ("generation", 0, 0.0, 3.0), ("move", 0, 3.0, moved_until), ("generation", 1, moved_until, finished_at),
+    ]  # fmt: skip
 
 
 def test_where_nobody_has_it_it_is_nowhere_until_it_is_delivered_anew() -> None:
@@ -234,18 +242,6 @@ def test_whatever_the_clocks_of_several_machines_say_nothing_overlaps(num_stays:
     parts = sorted(joined(spans), key=lambda span: (span.stay, span.name == "move"))
     assert all(part.ended >= part.began for part in parts)
     assert all(after.began >= before.ended for before, after in pairwise(parts))
-
-
-def test_what_is_finished_before_its_source_hears_that_it_was_taken_ended_when_it_was_published() -> None:
-    watched = Watched()
-    watched.takes(0)
-    first = progress(9, plain=9)
-    watched.after(3.1).takes(1, came=first)
-    watched.after(0.1).finishes(1)
-    watched.after(0.3).gives(0, first, 1)
-    assert watched.told(watched.life()) == [
-        ("generation", 0, 0.0, 3.0), ("move", 0, 3.0, 3.2), ("generation", 1, 3.2, 3.2)
-    ]  # fmt: skip
 
 
 def test_a_collector_gets_each_stay_and_each_move_once_and_nothing_that_is_not_over() -> None:
