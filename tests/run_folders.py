@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import example_records
+from invalid_jobs import JOB
 
 from rlhfspec.job import RLHFJob
 from rlhfspec.messages.records import Sample, Score
@@ -13,19 +14,8 @@ from rlhfspec.runs.folder.run_folder import Opening, RunFolder
 
 
 def example_job(**training: Any) -> RLHFJob:
-    return RLHFJob.model_validate(
-        {
-            "apiVersion": "rlhfspec.io/v1alpha1",
-            "kind": "RLHFJob",
-            "metadata": {"name": "sums"},
-            "spec": {
-                "model": {"path": "policy"},
-                "dataset": {"path": "sums.jsonl"},
-                "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]},
-                "training": training,
-            },
-        }
-    )
+    own = {"model": {"path": "policy"}, "dataset": {"path": "sums.jsonl"}, "training": training}
+    return RLHFJob.model_validate(JOB | {"spec": JOB["spec"] | own})
 
 
 def example_sample(*, log_probs: Sequence[float] = (-0.5,), **fields: Any) -> Sample:

@@ -77,6 +77,10 @@ def command(words: Sequence[str], code: int | None = None) -> Result:
     return result
 
 
+def rlhfspec(*words: str | Path, code: int = 0) -> str:
+    return command([str(word) for word in words], code).output
+
+
 def invoke(job_file: Path, out: str, *overrides: str, resume: bool = False, code: int | None = None) -> Result:
     sets = [argument for override in overrides for argument in ("--set", override)]
     resuming = ["--resume"] if resume else []

@@ -33,11 +33,10 @@ from dashboards import (
     write_run,
 )  # fmt: skip
 from example_records import example_evaluation
+from runs import command
 from shared_servers import SharedServers
 from stays import moved_there_and_back
-from typer.testing import CliRunner
 
-from rlhfspec.cli.main import app
 from rlhfspec.dashboard import server as server_module
 from rlhfspec.dashboard.jobs.folder import NewLines, RunReader, life_content
 from rlhfspec.dashboard.jobs.laptop import LaptopSource
@@ -469,9 +468,7 @@ async def test_one_feed_serves_all_and_ends_after_the_last(tmp_path: Path) -> No
 
 
 def test_the_command_refuses_in_one_line_what_is_no_run(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["dashboard", str(tmp_path / "nothing")])
-    assert result.exit_code == 2
-    assert "no run is there" in result.output
+    assert "no run is there" in command(["dashboard", str(tmp_path / "nothing")], 2).output
 
 
 # ---- servers that many jobs share -----------------------------------------------------------------------------------

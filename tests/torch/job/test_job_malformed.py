@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 from hypothesis import given, strategies as st
-from invalid_jobs import HTTP, JOB, REMOVED, SOURCE, Wrong, all_wrong, edited
+from invalid_jobs import FUNCTION, HTTP, JOB, REMOVED, SOURCE, Wrong, all_wrong, edited
 from pydantic import ValidationError
 from runs import command
 from safetensors.numpy import save_file
@@ -38,17 +38,14 @@ from rlhfspec.job.file.yaml_text import dotted
 from rlhfspec.tiny.tokenizer import hugging_face_tokenizer
 from rlhfspec.training.data import load_rows
 
-LAPTOP_JOB: dict[str, Any] = {
-    "apiVersion": "rlhfspec.io/v1alpha1",
-    "kind": "RLHFJob",
-    "metadata": {"name": "sums"},
+LAPTOP_JOB = JOB | {
     "spec": {
         "model": {"path": "./model"},
         "dataset": {"path": "./train.jsonl"},
         "algorithm": {"name": "grpo"},
-        "rewards": {"sources": [{"type": "function", "function": "rewards:exact"}]},
+        "rewards": {"sources": [FUNCTION]},
         "training": {"steps": 2, "promptsPerStep": 2},
-    },
+    }
 }
 HEAD = "apiVersion: rlhfspec.io/v1alpha1\nkind: RLHFJob\nmetadata: {name: sums}\n"
 TWO = [{"type": "function", "function": "rewards:exact"}, {"type": "function", "function": "rewards:exact"}]

@@ -3,6 +3,7 @@
 import copy
 import functools
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,14 +54,26 @@ def test_log_probs_are_hugging_faces(kind: str) -> None:
 
 
 @functools.cache
-def scored_once(kind: str, dtype: str) -> tuple[LogProbScorer, list[list[float]]]:
+def scored_once(kind: str, dtype: str) -> tuple[Any, list[list[float]]]:
     scorer = make_scorer(kind, dtype=dtype)
     return scorer, [scorer.log_probs(*sample) for sample in SAMPLES]
 
 
+@functools.cache
+def valued_once(kind: str, _dtype: str) -> tuple[Any, list[list[float]]]:
+    scorer = ValueScorer(make_critic(kind), max_context=CONTEXT)
+    return scorer, [scorer.values(*sample) for sample in SAMPLES]
+
+
 @needs_kernels
 @pytest.mark.on_the_cpu(BY_COMPANY)
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt-neox"])
+@pytest.mark.parametrize(
+    ("once", "score", "kind"),
+    [
+        *((scored_once, LogProbScorer.log_probs, kind) for kind in ("llama", "gemma2", "gpt-neox")),
+        (valued_once, ValueScorer.values, "qwen3"),
+    ],
+)
 @settings(max_examples=12)
 @given(
     order=st.lists(st.integers(0, len(SAMPLES) - 1), min_size=1, max_size=8),
@@ -68,15 +81,17 @@ def scored_once(kind: str, dtype: str) -> tuple[LogProbScorer, list[list[float]]
     num_threads=st.sampled_from([1, 2]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )
-def test_a_score_is_the_samples_own(kind: str, order: list[int], chunk: int, num_threads: int, dtype: str) -> None:
+def test_a_score_is_the_samples_own(
+    once: Any, score: Any, kind: str, order: list[int], chunk: int, num_threads: int, dtype: str
+) -> None:
     """History, chunk sizes and thread counts do not matter."""
-    scorer, expected = scored_once(kind, dtype)
+    scorer, expected = once(kind, dtype)
     whole = scorer._rows._chunk_tokens
     build.set_num_threads(num_threads)
     scorer._rows._chunk_tokens = chunk
     try:
         for place in order:
-            assert scorer.log_probs(*SAMPLES[place]) == expected[place]
+            assert score(scorer, *SAMPLES[place]) == expected[place]
     finally:
         scorer._rows._chunk_tokens = whole
         build.set_num_threads(None)
@@ -183,25 +198,6 @@ def test_values_are_the_trainers_critics(kind: str) -> None:
         expected = values_reference(critic, prompt, response)
         assert max(map(abs, expected)) > 1e-3
         np.testing.assert_allclose(scorer.values(prompt, response), expected, atol=2e-6, rtol=1e-5)
-
-
-@needs_kernels
-@pytest.mark.on_the_cpu(BY_COMPANY)
-@settings(max_examples=12)
-@given(order=st.permutations(range(len(SAMPLES))), chunk=st.integers(1, 130))
-def test_a_value_is_a_pure_function_of_the_sample(order: list[int], chunk: int) -> None:
-    scorer, expected = valued_once()
-    whole, scorer._rows._chunk_tokens = scorer._rows._chunk_tokens, chunk
-    try:
-        assert [scorer.values(*SAMPLES[place]) for place in order] == [expected[place] for place in order]
-    finally:
-        scorer._rows._chunk_tokens = whole
-
-
-@functools.cache
-def valued_once() -> tuple[ValueScorer, list[list[float]]]:
-    scorer = ValueScorer(make_critic("qwen3"), max_context=CONTEXT)
-    return scorer, [scorer.values(*sample) for sample in SAMPLES]
 
 
 def test_new_weights_give_the_values_of_a_new_scorer() -> None:

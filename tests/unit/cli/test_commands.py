@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from places import ROOT
 from run_folders import a_run, example_job
-from runs import command
+from runs import command, rlhfspec
 from typer.testing import Result
 from views import printed
 
@@ -27,10 +27,6 @@ from rlhfspec.simulator.step_curves import PRESETS
 from rlhfspec.telemetry.folder import SpanFiles
 from rlhfspec.telemetry.read import Life, lives
 from rlhfspec.telemetry.spans import Attribute, Span
-
-
-def rlhfspec(*words: str | Path, code: int = 0) -> str:
-    return command([str(word) for word in words], code).output
 
 
 @pytest.fixture

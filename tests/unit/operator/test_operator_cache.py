@@ -130,14 +130,20 @@ def test_a_job_made_anew_begins_with_nothing() -> None:
         [{"kind": "RLHFJob", "name": "sums", "uid": "j0", "controller": True}],
         [{"kind": "RLHFJob", "name": "sums", "uid": "j1"}],
         [{"kind": "Job", "name": "sums", "uid": "j1", "controller": True}],
+        [{"kind": "RLHFJob", "name": "other", "uid": "j2", "controller": True}],
     ],
 )
-def test_pods_of_others_are_nothing_to_us(owners: list[dict[str, Any]]) -> None:
+def test_pods_of_others_are_nothing_to_us_and_one_whose_owner_somebody_changed_leaves_its_job(
+    owners: list[dict[str, Any]],
+) -> None:
     """Labels make no difference, nor an older job of the name; such a pod cannot report either."""
-    cache, other = cache_of_a_job(), pod()
-    other["metadata"]["ownerReferences"] = owners
-    cache.put_pod(other)
-    assert phases(cache) == []
+    for known in ([], [pod()]):
+        cache, other = cache_of_a_job(), pod(version=2)
+        other["metadata"]["ownerReferences"] = owners
+        for each in known:
+            cache.put_pod(each)
+        assert cache.put_pod(other) == KEY or not known
+        assert phases(cache) == []
 
 
 @pytest.mark.parametrize("skew", [-3600, 0, 46, 3600])
@@ -173,16 +179,6 @@ def test_whose_a_pod_is_and_which_worker_say_its_owner_and_its_name() -> None:
     shell = pod("p2")
     shell["metadata"]["name"] = "sums-shell"
     assert cache.put_pod(shell) is None
-
-
-@pytest.mark.parametrize("owners", [[], [{"kind": "RLHFJob", "name": "other", "uid": "j2", "controller": True}]])
-def test_a_pod_whose_owner_somebody_changed_leaves_its_job(owners: list[dict[str, Any]]) -> None:
-    cache = cache_of_a_job()
-    cache.put_pod(pod())
-    given = pod(version=2)
-    given["metadata"]["ownerReferences"] = owners
-    assert cache.put_pod(given) == KEY
-    assert phases(cache) == []
 
 
 def test_what_was_in_the_way_and_is_gone_is_forgotten() -> None:
