@@ -288,6 +288,7 @@ def test_a_new_batch_size_is_planned_for_at_once() -> None:
     world.run(selector, acceptance, num_sequences=64, num_steps=41)  # it is not yet time for another look
     assert selector.plan(state_of(64)) == PLAIN
     assert selector.plan(state_of(2)).drafter == "model"
+    assert selector.plan(replace(state_of(2), room=np.ones(2, np.int32))) == PLAIN, "nothing can be drafted"
 
 
 @pytest.mark.parametrize("batch", [1, 8])

@@ -40,7 +40,7 @@ class AdaptiveSelector:
 
     def plan(self, state: BatchState) -> DraftPlan:
         started = perf_counter()
-        chosen = self._choose(state) if len(state.rows) else PLAIN
+        chosen = self._choose(state)
         self._journal.spend(started)
         return chosen
 
@@ -105,6 +105,9 @@ class AdaptiveSelector:
         return self._journal.explain(self._outlook.ranked())
 
     def _choose(self, state: BatchState) -> DraftPlan:
+        self._is_trial = False
+        if (state.room < 2).all():  # nothing can be drafted
+            return PLAIN
         self._step += 1
         batch = len(state.rows), state.num_prefill_rows > 0
         if batch != self._looked_at or self._step % _LOOK_EVERY == 0:
