@@ -22,9 +22,10 @@ from rlhfspec.operator.making import storage
 _UNPRIVILEGED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _USER = 65532  # of the images; any other works too
 SLOW_LEAVERS = ("trainer", "generator")  # the trainer writes a checkpoint, generators hand over
-# Kubernetes revisits a deleted namespace after half of the longest grace of its pods: 80 s lets all go within a minute.
+# Kubernetes revisits a deleted namespace after 36 s, for half of the longest grace of its pods, and 8 s later if it
+# found volume claims: all is gone within a minute on a busy machine too.
 # A trainer that must resume from its checkpoint gets CHECKPOINT_SECONDS instead.
-_GRACE_SECONDS, LONG_GRACE_SECONDS = 30, 80
+_GRACE_SECONDS, LONG_GRACE_SECONDS = 30, 60
 CHECKPOINT_SECONDS = 600
 NODE_SECONDS = 60  # before pods of an unreachable node are evicted
 TOKEN_SECONDS = 3600
