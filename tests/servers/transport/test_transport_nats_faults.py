@@ -182,10 +182,14 @@ async def test_who_leaves_waits_no_longer_for_a_server_that_is_away(tmp_path: Pa
         tasks = [asyncio.create_task(wait) for wait in waits]
         await asyncio.sleep(0.5)
         assert not any(task.done() for task in tasks)
-        transport.hurry(1.0)
+        transport.hurry(6.0)
         async with asyncio.timeout(60.0):
             ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(end) for end in ends] == [TransportUnavailable] * 3
+        async with asyncio.timeout(12.0):  # its patience is at an end for all that follows
+            for id in "345":
+                with pytest.raises(TransportUnavailable):
+                    await transport.publish(SUBJECT, b"", id=id)
         await transport.close()
 
 

@@ -250,7 +250,7 @@ async def everything_arrives(
 class HeldConnection:
     """Connection that passes given messages to the reader and answers every request with nothing."""
 
-    is_connected, is_closed, patience_seconds, url = True, False, 1.0, "nats://held"
+    is_connected, is_closed, url = True, False, "nats://held"
 
     def __init__(self) -> None:
         self.clock = SystemClock()

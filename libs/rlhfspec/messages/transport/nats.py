@@ -18,7 +18,7 @@ from rlhfspec.errors import InvalidRequest, MessageTooLarge, TransportFull, Tran
 from rlhfspec.messages.transport import dead_letters
 from rlhfspec.messages.transport.base import Consumer, Kind, Receipt, Subscription
 from rlhfspec.messages.transport.clock import Clock, SystemClock
-from rlhfspec.messages.transport.jetstream.connection import ANSWER_SECONDS, Connection, status_of
+from rlhfspec.messages.transport.jetstream.connection import ANSWER_SECONDS, LAST_ANSWER_SECONDS, Connection, status_of
 from rlhfspec.messages.transport.jetstream.deliveries import ID, Consuming, NatsReceipt, Token
 from rlhfspec.messages.transport.jetstream.proof import NO_PROOF, NatsProof
 from rlhfspec.messages.transport.jetstream.reading import PullReading, WatchReading
@@ -34,7 +34,6 @@ from rlhfspec.messages.transport.jetstream.streams import (
 
 FULL = 10077  # JetStream's error code for a full stream
 SHORTEST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.01, 0.5
-LAST_ANSWER_SECONDS = 1.0  # for a last try, so that "no answer" does not hide the earlier problem
 
 
 class NatsTransport:
@@ -85,7 +84,7 @@ class NatsTransport:
         )
 
     def hurry(self, seconds: float) -> None:
-        """Wait for an absent server only `seconds` from now on, also in calls that already wait."""
+        """Wait for an absent server only `seconds` from now on: all calls together, also those that already wait."""
         self._connection.hurry(seconds)
 
     async def declare(self, subject: str, kind: Kind, consumers: Iterable[Consumer] = ()) -> None:
@@ -153,7 +152,7 @@ class NatsTransport:
         began = self._clock.now()
         wait, problem = SHORTEST_WAIT_SECONDS, ""
         while True:
-            left = max(began + self._patience_seconds(problem) - self._clock.now(), LAST_ANSWER_SECONDS)
+            left = max(self._left(began, problem), LAST_ANSWER_SECONDS)
             answer = await self._connection.ask(place, data, headers, seconds=min(ANSWER_SECONDS, left))
             if answer is None:
                 problem = "no answer"
@@ -169,21 +168,23 @@ class NatsTransport:
                 if error["err_code"] != FULL and error["code"] < 500:
                     _raise_error(subject, said)
                 problem = "full" if error["err_code"] == FULL else error["description"]
-            left = began + self._patience_seconds(problem) - self._clock.now()
+            left = self._left(began, problem)
             if left <= 0.0:
-                raise await self._gave_up(subject, problem)
+                raise await self._gave_up(
+                    subject, problem, min(self._clock.now() - began, self._publish_timeout_seconds)
+                )
             await self._clock.sleep(min(wait, left))
             wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
 
-    def _patience_seconds(self, problem: str) -> float:
-        """Return the patience for a problem: the full timeout while a subject is full, as it will have room again."""
-        allowed = self._publish_timeout_seconds
-        return allowed if problem == "full" else min(allowed, self._connection.patience_seconds)
+    def _left(self, began: float, problem: str) -> float:
+        """Return the seconds left for a problem; a full subject has the whole timeout, as it will have room again."""
+        left = began + self._publish_timeout_seconds - self._clock.now()
+        return left if problem == "full" else min(left, self._connection.left(began))
 
-    async def _gave_up(self, subject: str, problem: str) -> Exception:
-        seconds = self._patience_seconds(problem)
+    async def _gave_up(self, subject: str, problem: str, waited: float) -> Exception:
+        seconds = min(waited, self._publish_timeout_seconds)
         if problem != "full":
-            return TransportUnavailable(self._connection.url, f"{subject} not stored for {seconds:g} s: {problem}")
+            return TransportUnavailable(self._connection.url, f"{subject} not stored for {seconds:.3g} s: {problem}")
         stream = stream_name(subject)
         state = (await self._connection.api(f"STREAM.INFO.{stream}"))["state"]
         consumers = (await self._connection.api(f"CONSUMER.LIST.{stream}", {}))["consumers"]

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import json
 import logging
+import math
 import re
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
@@ -28,6 +29,7 @@ from rlhfspec.messages.transport.jetstream.proof import NatsProof
 Arrived = Callable[[Msg], Awaitable[None]]
 Use = Literal["publish", "subscription"]  # of a subject, in the server's words
 ANSWER_SECONDS = 5.0  # then the request is repeated, as its answer may be lost
+LAST_ANSWER_SECONDS = 1.0  # for a last try, so that "no answer" does not hide the earlier problem
 RETRY_SECONDS = 0.1
 HUNG_SECONDS = 0.5
 RECONNECT_SECONDS = 2.0  # of one attempt
@@ -36,12 +38,14 @@ _REFUSED = re.compile(r'permissions violation for (publish|subscription) to "([^
 
 
 class Connection:
-    """Connection whose requests wait up to `patience_seconds` for an absent server. Errors about rights name `role`."""
+    """Connection whose requests wait up to `patience_seconds` each for an absent server. Errors about rights name
+    `role`."""
 
     def __init__(self, url: str, clock: Clock, patience_seconds: float, role: str = "") -> None:
         self.url = url
         self.clock = clock
-        self.patience_seconds = patience_seconds
+        self._patience_seconds = patience_seconds
+        self._gives_up_at = math.inf
         self.disturbed: set[Callable[[], None]] = set()  # called when further waiting may be in vain
         self.is_closed = False
         self.num_reconnects = 0
@@ -121,8 +125,12 @@ class Connection:
             await self._nc.close()
 
     def hurry(self, seconds: float) -> None:
-        """Lower the patience, also for requests that already wait."""
-        self.patience_seconds = min(self.patience_seconds, seconds)
+        """Wait for an absent server only `seconds` from now on: all calls together, also those that already wait."""
+        self._gives_up_at = min(self._gives_up_at, self.clock.now() + seconds)
+
+    def left(self, began: float) -> float:
+        """Return for how many more seconds a call that began then may wait for an absent server."""
+        return min(began + self._patience_seconds, self._gives_up_at) - self.clock.now()
 
     async def ask(
         self,
@@ -134,6 +142,7 @@ class Connection:
     ) -> Msg | None:
         """Send a request once. Return None if no answer came; the server may still have received it."""
         self.refuse("publish", subject)
+        seconds = min(seconds, max(self._gives_up_at - self.clock.now(), LAST_ANSWER_SECONDS))
         number = str(next(self._numbers))
         answer: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
         try:
@@ -156,8 +165,9 @@ class Connection:
             answer = await self.ask(subject, data)
             if answer is not None and status_of(answer) != "503":
                 return answer
-            if self.clock.now() - began >= self.patience_seconds:
-                raise TransportUnavailable(self.url, f"no answer to {subject} for {self.patience_seconds:g} s")
+            if self.left(began) <= 0:
+                seconds = min(self.clock.now() - began, self._patience_seconds)
+                raise TransportUnavailable(self.url, f"no answer to {subject} for {seconds:.3g} s")
             await self.clock.sleep(RETRY_SECONDS)
 
     async def api(self, call: str, body: object = None) -> dict[str, Any]:
@@ -169,7 +179,7 @@ class Connection:
             error = found.get("error")
             if error is None or error["code"] < 500:
                 return found
-            if self.clock.now() - began >= self.patience_seconds:
+            if self.left(began) <= 0:
                 raise TransportUnavailable(self.url, f"{call}: {error['description']}")
             await self.clock.sleep(RETRY_SECONDS)
 

@@ -79,7 +79,7 @@ class Consuming:
                 return
             if answer is None and connection.is_connected and await self._forgot(number):
                 return
-            if connection.clock.now() - began >= connection.patience_seconds:
+            if connection.left(began) <= 0:
                 raise TransportUnavailable(connection.url, f"{token} is not confirmed")
             await connection.clock.sleep(RETRY_SECONDS)
 
