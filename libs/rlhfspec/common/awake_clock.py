@@ -11,7 +11,7 @@ STOPPED_SECONDS = 5.0
 
 
 class AwakeClock:
-    """Clock for a supervisor that asks it about every second.
+    """Clock that somebody must ask about every second, as `sleep` does.
 
     A late question counts as a stop, unless the process has computed meanwhile."""
 
@@ -39,4 +39,7 @@ class AwakeClock:
             return passed - self._lost
 
     async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, self._stopped_seconds / 5))
+            self.now()

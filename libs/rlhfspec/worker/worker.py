@@ -85,12 +85,12 @@ class StageWorker:
             )  # fmt: skip
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._asked_to_leave, health)
+            leaving.callback(asyncio.create_task(_beat(health, vitals.clock)).cancel)
             connect = partial(self._connect, vitals.clock, watched.watcher)
             bus = await connect(stage, worker)
             weights = WorkerWeights(connections, self._job, bus.of(stage, worker), health)
             sender = self._group_sender(health, leaving)
             leaving.enter_context(health)
-            leaving.callback(asyncio.create_task(_beat(health)).cancel)
             with vitals.worker(stage, worker).waiting("the run to be opened"):  # the run may be opened concurrently
                 await self._transports[0].until_declared(bus.last_declared, OPENING_SECONDS)
             at_end = leaving.enter_context(ExitStack())
@@ -297,10 +297,11 @@ def incarnation_of(stage: str, worker: int) -> str:
     return f"{stage}/{worker}/{secrets.token_hex(8)}"
 
 
-async def _beat(health: Health) -> None:
+async def _beat(health: Health, clock: Clock) -> None:
+    """Tell that the event loop answers, and keep the clock going while the worker only waits for a server."""
     while True:
         health.beat()
-        await asyncio.sleep(BEAT_SECONDS / 10)
+        await clock.sleep(BEAT_SECONDS / 10)
 
 
 class _Saying:

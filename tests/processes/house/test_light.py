@@ -68,6 +68,13 @@ def test_an_awake_clock_passes_over_what_nobody_worked_in() -> None:
     assert spent == [1.0, 4.0, 0.0, 1.0, 60.0, 0.0, 1.0], "two hours, and 6 s without work, were a stop; 60 s were not"
 
 
+async def test_a_wait_that_nobody_else_asks_the_clock_in_is_no_stop() -> None:
+    clock = AwakeClock(stopped_seconds=1.0)
+    began = clock.now()
+    await clock.sleep(2.0)
+    assert clock.now() - began > 1.9
+
+
 STOPPED_RUN = """
 import asyncio, time
 from rlhfspec.common.awake_clock import AwakeClock
