@@ -92,8 +92,8 @@ e2e: e2e-tools  ## The tests on a real Kubernetes, as root (E2E=e2e/test_cluster
 e2e-ci: e2e-tools  ## Those of them that a change may be asked to pass, in several clusters at a time (WORKERS=n)
 	$(PYTEST) --timeout 600 -n $(WORKERS) --dist loadfile -m ci $(E2E)
 
-e2e-rest: e2e-tools  ## The others, one at a time
-	$(PYTEST) --timeout 1800 -m "not ci" $(E2E)
+e2e-rest: e2e-tools  ## The others
+	$(PYTEST) --timeout 1800 -n 2 --dist loadfile -m "not ci" $(E2E)
 
 faults: $(INSTALLED)  ## 700 kills over whole runs, 300 of them among moves, 200 where runs begin and end (make faults SEED=7)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults --kills 200 --trials 5 --seed $(SEED)
