@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -27,7 +28,7 @@ _AVERAGED = {
 def algorithms_table() -> str:
     return docs_table(
         {
-            "name": lambda entry: f"[{entry.name}]({entry.name}.md)",
+            "name": lambda entry: f"[{entry.name}](#{_anchor(entry.name)})",
             "advantage": lambda entry: entry.about,
             "needs": lambda entry: ", ".join(scoring_stages(_of(entry))[1:]) or "-",
             "loss is averaged": lambda entry: _AVERAGED[_of(entry).loss_aggregation],
@@ -83,6 +84,15 @@ def weight_stores_table() -> str:
     )
 
 
+def _anchor(heading: str) -> str:
+    """Return the anchor of a heading.
+
+    >>> _anchor("reinforce++"), _anchor("dr-grpo")
+    ('reinforce', 'dr-grpo')
+    """
+    return re.sub(r"[^a-z0-9-]", "", heading.lower())
+
+
 def _of(entry: AlgorithmEntry) -> Algorithm:
     return Algorithm.model_validate({"name": entry.name})
 
@@ -97,7 +107,7 @@ def _kl(entry: AlgorithmEntry) -> str:
 def tables() -> dict[Path, dict[str, str]]:
     """Of each document, its tables by the name of their marks (`<!-- name -->`)."""
     return {
-        DOCS / "algorithms" / "README.md": {"algorithms": algorithms_table()},
+        DOCS / "algorithms.md": {"algorithms": algorithms_table()},
         DOCS / "selector.md": {"drafters": drafters_table()},
         DOCS / "engine.md": {"engines": engines_table()},
         DOCS / "links.md": {"links": links_table()},

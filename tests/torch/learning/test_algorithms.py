@@ -300,9 +300,11 @@ def test_how_far_the_step_moved_is_measured_from_the_old_policy() -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_page_of_an_algorithm_shows_its_defaults(name: str) -> None:
-    page = (ROOT / "docs" / "algorithms" / f"{name}.md").read_text()
-    shown = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])["algorithm"]
+def test_the_section_of_an_algorithm_shows_its_defaults(name: str) -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    sections = {title: text for title, _, text in (part.partition("\n") for part in page.split("\n## "))}
+    shown = yaml.safe_load(sections[name].split("```yaml\n")[1].split("```")[0])["algorithm"]
+    assert shown["name"] == name
     assert shown.keys() >= {"name", "samplesPerPrompt", "clipLow", "clipHigh", "lossAggregation", "klCoefficient"}
     resolved = Algorithm.model_validate({"name": name}).model_dump(by_alias=True)
     assert shown == {field: resolved[field] for field in shown}

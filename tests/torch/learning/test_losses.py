@@ -96,7 +96,7 @@ def test_policy_loss_equals_trl(case: Case) -> None:
     )  # fmt: skip
     terms, gradient = policy_loss(case, algorithm, "sample_advantages")
     assert_close(terms.loss.detach(), output(case, "loss"))
-    if given["level"] == "sequence" and given["cap"] is not None:  # see docs/algorithms/gspo.md
+    if given["level"] == "sequence" and given["cap"] is not None:  # see docs/algorithms.md
         lengths = tensor(case, "lengths").long()
         assert_close(sample_sums(gradient, lengths), sample_sums(output(case, "gradient"), lengths))
     else:

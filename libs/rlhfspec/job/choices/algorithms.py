@@ -1,4 +1,4 @@
-"""The algorithms that `algorithm.name` can choose (docs/algorithms).
+"""The algorithms that `algorithm.name` can choose (docs/algorithms.md).
 
 `make` is a function of `rlhfspec.training.learning.estimators` that turns token rewards into advantages."""
 
