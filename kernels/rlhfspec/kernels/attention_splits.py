@@ -1,4 +1,4 @@
-"""Fixed splits of positions, each with a softmax of its own, merged in order (docs/kernels.md)."""
+"""Fixed splits of positions, each with a softmax of its own, merged in order (docs/law.md)."""
 
 from __future__ import annotations
 

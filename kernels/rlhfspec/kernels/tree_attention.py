@@ -1,5 +1,11 @@
-"""Paged tree attention: every new token of every sequence in one call, over a token-addressed KV cache. docs/kernels.md
-draws the layout and states what is promised about bits. In the example the second of two prompts carries a tree node.
+"""Paged tree attention: every new token of every sequence in one call, over a token-addressed KV cache.
+
+A block of the cache is contiguous and holds all layers. Slot s is one token's place: block s // block_size, offset
+s % block_size, in every layer. The bits of an output row depend only on its query and on the keys and values it sees,
+in order of position: not on other rows, on slots, or on whether a key was reached through the table or `extra`.
+`csrc/attention_math.h` fixes the order of sums; docs/law.md states what users can rely on.
+
+In the example the second of two prompts carries a tree node.
 
 >>> meta = AttentionMeta(
 ...     slots=torch.tensor([0, 16, 17], dtype=torch.int32),         # where each row's key and value go

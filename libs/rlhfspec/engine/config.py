@@ -24,7 +24,7 @@ class EngineConfig:
 
     dtype: str = "float32"  # float32, bfloat16 or float64
     device: str = "cpu"  # any device that torch has
-    arithmetic: str = "auto"  # auto, fma, amx, dpbf16 or torch: how CPU linear layers add up (docs/kernels.md)
+    arithmetic: str = "auto"  # auto, fma, amx, dpbf16 or torch: how CPU linear layers add up (docs/law.md)
     exact: str = "auto"  # auto, on or off (docs/law.md)
     attention_split: int = SPLIT  # positions that have a softmax of their own
     speculation: str | DraftPlan = "adaptive"  # off, a drafter's name, adaptive, or a static strategy

@@ -21,7 +21,7 @@ class Processor:
     features: tuple[str, ...]  # of those that decide which kernels run
     num_cores: int
     system: str
-    arithmetic: str  # of the engine's linear layers (docs/kernels.md)
+    arithmetic: str  # of the engine's linear layers (docs/law.md)
 
     @property
     def has_fast_bfloat16(self) -> bool:
