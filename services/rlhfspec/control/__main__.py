@@ -1,4 +1,4 @@
-"""`python -m rlhfspec.control --connections FILE`: open, observe and report a run (docs/control.md).
+"""`python -m rlhfspec.control --connections FILE`: open, observe and report a run (docs/operator.md).
 It exits on SIGTERM only. Killed and restarted, it recovers its knowledge within seconds.
 """
 

@@ -1,4 +1,4 @@
-"""`python -m rlhfspec.prepare --connections FILE`: check a job and make its run folder (docs/control.md).
+"""`python -m rlhfspec.prepare --connections FILE`: check a job and make its run folder (docs/operator.md).
 The job is job.json beside the connections file. Exit codes are those of `service.exits`: 78,
 with one line that names the field, for errors of the job's author.
 """

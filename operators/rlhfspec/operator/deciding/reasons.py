@@ -311,22 +311,22 @@ def _not_ready(known: Situation) -> Iterator[str]:
 CAUSES = (
     Cause(
         "BadConfig",
-        "A field of the job is wrong, or names something that is not there, or something of somebody else's has a name "
-        "that the job needs. The message says which.",
-        "Correct the field, and the job begins, or goes on from its checkpoint; where the field is immutable by now, "
-        "make another job. Remove what is in the way, and it goes on.",
+        "A field of the job is wrong or names a missing object, or a foreign object has a name that the job needs. The "
+        "message names it.",
+        "Correct the field, or create a new job if the field is immutable by now. Remove the foreign object. The job "
+        "then continues.",
         _bad_config,
     ),
     Cause(
         "Queued",
         "The job waits in a queue of Kueue, or was evicted. The message is Kueue's own.",
-        "Wait. If it asks for more than the queue has at all: lower roles.ROLE.resources, or raise the quota.",
+        "Wait. If the job requests more than the queue's whole quota: lower roles.ROLE.resources, or raise the quota.",
         kueue.why_it_waits,
     ),
     Cause(
         "MissingSecret",
         "A pod cannot start: a Secret or ConfigMap that it mounts or reads is not there.",
-        "Create it. Those of the operator itself (NAME-ROLE-UID, NAME-connections-UID) are made again by it.",
+        "Create it. The operator recreates its own (NAME-ROLE-UID, NAME-connections-UID).",
         _missing_secret,
     ),
     Cause(
@@ -337,8 +337,8 @@ CAUSES = (
     ),
     Cause(
         "PodRefused",
-        "Pod security, a policy or a webhook refuses an object of the job, or the webhook cannot be asked.",
-        "Read what refuses it and why: a podTemplate may ask for too much, a webhook's service may be down.",
+        "Pod security, a policy or a webhook refuses an object of the job, or the webhook does not answer.",
+        "Read the message. A podTemplate may ask for too much, or a webhook's service may be down.",
         _refused,
     ),
     Cause(
@@ -351,25 +351,26 @@ CAUSES = (
         "StorageUnavailable",
         "The job's volume cannot be mounted (its claim is missing, unbound, or in use elsewhere), or its object store "
         "does not answer.",
-        "kubectl describe pvc; pods on several nodes need ReadWriteMany. Of a store: its address and the network "
-        "policy.",
+        "Run kubectl describe pvc; pods on several nodes need ReadWriteMany. For an object store, check its address "
+        "and the network policy.",
         _storage_unavailable,
     ),
     Cause(
         "Unschedulable",
-        "No node has room for a pod, or its queue holds it back. The message names what is lacking.",
+        "No node has room for a pod, or its queue holds it back. The message names the missing resource.",
         "Add nodes, or lower roles.ROLE.resources.",
         _unschedulable,
     ),
     Cause(
         "NodeLost",
-        "A node does not answer. Workers are made again elsewhere, the trainer only once it is gone for certain.",
-        "Bring the node back; of a trainer do as the message says.",
+        "A node does not answer. Workers are recreated elsewhere; the trainer only once its old pod is gone for "
+        "certain.",
+        "Bring the node back. For a trainer, follow the message.",
         _node_lost,
     ),
     Cause(
         "Evicted",
-        "A pod was evicted, preempted or drained. It is made again; this does not count as a failure.",
+        "A pod was evicted, preempted or drained. It is recreated; this does not count as a failure.",
         "Nothing, unless it happens often: then set priorities, or requests that fit.",
         _evicted,
     ),
@@ -382,50 +383,50 @@ CAUSES = (
     Cause(
         "OOMKilled",
         "A worker took more memory than its limit.",
-        "Suspend the job, raise roles.ROLE.resources.limits.memory, resume it; or make one with a lower "
+        "Suspend the job, raise roles.ROLE.resources.limits.memory, resume it. Or create a job with a lower "
         "generation.kvCacheTokens or tokensPerMicroBatch.",
         _out_of_memory,
     ),
     Cause(
         "RewardFailing",
         "A reward source fails. The message names the worker.",
-        "Read `kubectl rlhf why NAME`; correct the function or the service.",
+        "Run `kubectl rlhf why NAME`; correct the function or the service.",
         _trouble("RewardFailing"),
     ),
     Cause(
         "BrokerUnavailable",
-        "NATS or Redis cannot be reached. Workers wait, and go on where they were.",
-        "Look at the servers' pods; external ones: their address and the network policy.",
+        "NATS or Redis cannot be reached. Workers wait, and continue afterwards.",
+        "Check the servers' pods. For external servers, check the address and the network policy.",
         _broker,
     ),
     Cause(
         "RecordUndeliverable",
-        "A record was given to its stage again and again, and never came back.",
+        "A record was delivered to its stage repeatedly and never handled.",
         "Read the log of the stage that `kubectl rlhf why` names.",
         _trouble("RecordUndeliverable"),
     ),
     Cause(
         "CrashLoop",
-        "A worker failed more than once since the last trained step, and has not stayed for half a minute since.",
+        "A worker failed more than once since the last trained step, and has not been ready for half a minute since.",
         "Read its log: kubectl logs, or `kubectl rlhf logs NAME --role ROLE`.",
         _crash_loop,
     ),
     Cause(
         "Stalled",
-        "Every worker waits, or work takes longer than its deadline. `kubectl rlhf why` says which for what.",
+        "Every worker waits, a worker is silent, or work takes longer than its deadline. See `kubectl rlhf why`.",
         "Read the log of the worker that the message names.",
         _trouble("Stalled"),
     ),
     Cause(
         "ControlSilent",
         "The job's control has not reported for a minute. The job itself may go on.",
-        "Look at control's log, and at the way from it to the operator: network policy, certificate.",
+        "Check control's log, and its connection to the operator: network policy, certificate.",
         _control_silent,
     ),
     Cause(
         "PodsNotReady",
-        "A worker ended and is started again, or is not ready for long (a minute; five before the job first ran).",
-        "kubectl describe pod, kubectl logs.",
+        "A worker restarts, or has not been ready for a minute (five before the job first ran).",
+        "Run kubectl describe pod and kubectl logs.",
         _not_ready,
     ),
 )
@@ -433,13 +434,13 @@ CAUSES = (
 # Further reasons: of failed jobs, and of a job that makes the operator fail.
 OTHERS = {
     "DeadlineExceeded": (
-        "activeDeadlineSeconds or preRunningDeadlineSeconds is over.",
+        "activeDeadlineSeconds or preRunningDeadlineSeconds has passed.",
         "Raise it, or find out what took so long.",
     ),
-    "FailurePolicy": ("A worker ended with an exit code for which a rule says FailJob.", "Read its log."),
-    "WorkerFailed": ("A worker ended with an error that would only happen again (exit code 78).", "Read its log."),
+    "FailurePolicy": ("A worker ended with an exit code that a rule answers with FailJob.", "Read its log."),
+    "WorkerFailed": ("A worker ended with an error that a restart cannot mend (exit code 78).", "Read its log."),
     "OperatorError": (
-        "The operator cannot digest the job, which did not fail: it is tried again each minute.",
-        "Please report the message and the job; changing the field that it names may help.",
+        "The operator cannot process the job, which did not fail. It retries each minute.",
+        "Report the message and the job. Changing the field that the message names may help.",
     ),
 }

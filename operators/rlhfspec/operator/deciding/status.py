@@ -20,16 +20,16 @@ _COUNTS_SECONDS, GAUGES_SECONDS = 1.0, 5.0
 COUNTS = ("step", "totalSteps", "shown", "checkpointStep")  # counts of `progress`; the rest are gauges
 # Phases of a job: one word that sums up the conditions.
 PHASES = {
-    "Terminating": "It was deleted, and its pods are being ended.",
-    "Succeeded": "Its last step is trained.",
+    "Terminating": "It was deleted, and its pods are ending.",
+    "Succeeded": "Its last step was trained.",
     "Failed": "It cannot go on; the reason says why.",
-    "Suspending": "It was asked to pause, or Kueue evicted it: its pods are being ended, the trainer's first, after a "
+    "Suspending": "It was suspended, or evicted by Kueue. Its pods are ending, the trainer's first, after a "
     "checkpoint.",
-    "Suspended": "It paused. Nothing of it runs.",
-    "Pending": "Nothing of it runs yet, or Kueue lets it wait.",
+    "Suspended": "It is suspended. No pod of it runs.",
+    "Pending": "No pod of it runs yet, or it waits for Kueue.",
     "Preparing": "`prepare` checks it and makes its run folder.",
     "Running": "All its pods have been ready, and it trains.",
-    "Starting": "Its pods start, or it is started again as a whole.",
+    "Starting": "Its pods start, or the whole job restarts.",
 }
 
 
