@@ -1,4 +1,4 @@
-"""Metrics of a process: for Prometheus as text, and for OTLP if a collector is configured (docs/tracing.md).
+"""Metrics of a process: for Prometheus as text, and for OTLP if a collector is configured (docs/observability.md).
 
 Numbers are plain Python, converted on demand; OpenTelemetry instruments take ten times as long."""
 

@@ -97,7 +97,7 @@ class _MadeWhenRead(Collector):
 
 
 def _restarts(workers: Iterable[Restarted]) -> Metric:
-    """Return restart counters under the local supervisor's names (docs/tracing.md)."""
+    """Return restart counters under the local supervisor's names (docs/observability.md)."""
     labels = ("namespace", "rlhfjob", "stage", "worker")
     family = CounterMetricFamily("rlhfspec_restarts", "Times that a worker was started again.", labels=labels)
     for each in workers:

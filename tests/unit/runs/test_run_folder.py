@@ -499,7 +499,7 @@ def test_the_job_is_read_back_as_it_was(tmp_path_factory: pytest.TempPathFactory
 
 
 def test_the_document_lists_every_field_and_its_kind() -> None:
-    text = (ROOT / "docs" / "run-folder.md").read_text()
+    text = (ROOT / "docs" / "observability.md").read_text()
     listed = [tuple(r.split(" | ")[:2]) for r in text.splitlines() if r.count(" | ") == 2 and r.startswith("| `")]
     kinds = [(f"| `{x.name}`", "measurement" if x.name in MEASUREMENTS else "curve") for x in fields(StepMetrics)]
     assert listed == kinds

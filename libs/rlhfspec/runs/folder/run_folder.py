@@ -1,4 +1,4 @@
-"""The folder of a run (docs/run-folder.md): one writer, append-only, readable and resumable at any time.
+"""The folder of a run (docs/observability.md): one writer, append-only, readable and resumable at any time.
 
 Lines are written atomically. A resumed run removes half-written data and all steps after its checkpoint."""
 
