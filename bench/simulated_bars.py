@@ -1,4 +1,4 @@
-"""The tables of docs/simulator.md: `python bench/simulated_bars.py [table|swings|large]...`, all of it without a word.
+"""Tables of simulated stages: `python bench/simulated_bars.py [table|swings|large]...`; without arguments all of them.
 
 Everything here is simulated: synthetic lengths, measured or assumed curves, no engine.
 """

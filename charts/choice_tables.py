@@ -110,7 +110,7 @@ def tables() -> dict[Path, dict[str, str]]:
         DOCS / "algorithms.md": {"algorithms": algorithms_table()},
         DOCS / "selector.md": {"drafters": drafters_table()},
         DOCS / "engine.md": {"engines": engines_table()},
-        DOCS / "links.md": {"links": links_table()},
+        DOCS / "moving.md": {"links": links_table()},
         DOCS / "weights.md": {"weight stores": weight_stores_table()},
     }
 

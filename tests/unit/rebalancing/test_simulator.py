@@ -159,7 +159,7 @@ def test_two_engines_of_one_host_come_to_no_harm(curve: str) -> None:
 
 
 def test_lengths_chosen_against_it_do_not_make_it_swing() -> None:
-    """The run has some 200,000 steps; `docs/simulator.md` has the command for a million."""
+    """The run has some 200,000 steps; `python bench/simulated_bars.py swings` runs a million."""
     for curve in ("adaptive", "t0=2.5c", "t0=32c"):
         [ours] = trials(stage(curve), lengths("adversarial"), policies=("ours",), seeds=(1, 2))
         assert ours.most_moves <= 8

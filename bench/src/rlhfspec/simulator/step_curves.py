@@ -73,7 +73,7 @@ class StepCurve:
 
 
 # tokens/s of one engine, (the other of its host asleep, busy), by sequences: a 77M model in bfloat16, one thread an
-# engine on two shared cores of an AMD Zen 5; `docs/simulator.md`
+# engine on two shared cores of an AMD Zen 5
 _PLAIN: dict[int, tuple[float, float]] = {
     1: (151, 97), 2: (304, 193), 4: (555, 386), 8: (958, 780), 16: (1402, 1235), 32: (1729, 1510), 64: (1791, 1796),
 }  # fmt: skip

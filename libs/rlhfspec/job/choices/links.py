@@ -1,4 +1,4 @@
-"""The links that carry KV to another generator (docs/links.md): `roles.generator.link` names one, or auto."""
+"""The links that carry KV to another generator (docs/moving.md): `roles.generator.link` names one, or auto."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ LINKS = Registry(
     "roles.generator.link",
     LinkEntry(
         name="memory",
-        about="the range is handed over where it was packed",
-        between="engines of one process",
+        about="no transfer: the bytes stay where they were packed; only as part of `auto`",
+        between="generators of one process",
         make=f"{_LINKS}.memory:MemoryWay",
         connect=f"{_LINKS}.memory:connect",
         in_auto=True,
@@ -44,8 +44,8 @@ LINKS = Registry(
     ),
     LinkEntry(
         name="shm",
-        about="memory files without a name, handed over a local socket, mapped by both",
-        between="processes of one host (Linux)",
+        about="shared memory; Linux only",
+        between="processes of one host and network namespace",
         make=f"{_LINKS}.shm:ShmWay",
         connect=f"{_LINKS}.shm:connect",
         in_auto=True,
@@ -53,23 +53,23 @@ LINKS = Registry(
     ),
     LinkEntry(
         name="tcp",
-        about="`sendmsg` from the room, `recv_into` memory that is used again",
-        between="hosts",
+        about="one connection for each pair, with TLS where the run has certificates",
+        between="hosts and pods",
         make=f"{_LINKS}.tcp:TcpWay",
         connect=f"{_LINKS}.tcp:TcpSending",
         in_auto=True,
     ),
     LinkEntry(
         name="nixl",
-        about="one-sided: the destination reads the room",
-        between="hosts with RDMA; also shared memory and TCP, by UCX",
+        about="one-sided reads; requires the package `nixl`",
+        between="hosts with RDMA; also others, by UCX",
         make=f"{_LINKS}.nixl:NixlWay",
         connect=f"{_LINKS}.nixl:NixlSending",
     ),
     LinkEntry(
         name="torch",
-        about="gloo, a group of two for each pair",
-        between="what torch.distributed reaches",
+        about="gloo, a group of two for each pair; for trusted networks only",
+        between="processes that torch.distributed can connect",
         make=f"{_LINKS}.torch_link:TorchWay",
         connect=f"{_LINKS}.torch_link:TorchSending",
     ),

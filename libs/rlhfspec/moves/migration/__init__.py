@@ -1,1 +1,1 @@
-"""Migration of in-flight sequences with their KV cache between running generators (docs/moves.md)."""
+"""Migration of in-flight sequences with their KV cache between running generators (docs/moving.md)."""

@@ -34,7 +34,7 @@ PerGenerator = Annotated[
 ]
 Seeds = Annotated[int, typer.Option(min=1, help="Number of seeds, from 1 on; each draws other lengths.")]
 Lengths = Annotated[
-    str, typer.Option(help="How lengths are drawn: independent, groups, skew or adversarial (docs/simulator.md).")
+    str, typer.Option(help="How lengths are drawn: independent, groups, skew or adversarial (docs/moving.md).")
 ]
 Median = Annotated[float, typer.Option(min=1, help="Median of the lognormal lengths, in tokens.")]
 Sigma = Annotated[float, typer.Option(min=0, help="Standard deviation of the logarithm of the lengths.")]
