@@ -111,7 +111,7 @@ def tables() -> dict[Path, dict[str, str]]:
         DOCS / "selector.md": {"drafters": drafters_table()},
         DOCS / "engine.md": {"engines": engines_table()},
         DOCS / "moving.md": {"links": links_table()},
-        DOCS / "weights.md": {"weight stores": weight_stores_table()},
+        DOCS / "training.md": {"weight stores": weight_stores_table()},
     }
 
 

@@ -113,7 +113,7 @@ class Meters:
         self._work[_labels(WorkerPlace(stage, worker), work=kind_of_work(what))].add(seconds)
 
     def took_weights(self, stage: str, worker: int, way: str, seconds: float) -> None:
-        """Count an update of weights. `way`: `group` or `store` (docs/weights.md)."""
+        """Count an update of weights. `way`: `group` or `store` (docs/training.md)."""
         self._weights[_labels(WorkerPlace(stage, worker), way=way)].add(seconds)
 
     def reconnects(self, server: str, count: Callable[[], int]) -> None:

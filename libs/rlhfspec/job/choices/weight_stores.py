@@ -1,4 +1,4 @@
-"""The stores that carry new weights from the trainer to generators (docs/weights.md), chosen by the start command.
+"""The stores that carry new weights from the trainer to generators (docs/training.md), chosen by the start command.
 
 `make` is a function of a `rlhfspec.training.weights.base.StorePlace`."""
 

@@ -181,7 +181,7 @@ KNOWN = {
     "a10g": 24, "l4": 24, "v100": 32, "a100-40gb": 40, "l40s": 48, "a100": 80, "h100": 80, "h200": 141, "b200": 180,
     "mi300x": 192,
 }  # fmt: skip
-# GB/s of the trainer that puts a version, and of each receiver: docs/weights.md, measured on CPUs
+# GB/s of the trainer that puts a version, and of each receiver: bench/weights.py, measured on CPUs
 RATES = {"file": (1.45, 0.78), "grpc": (1.66, 0.33)}
 
 

@@ -1,4 +1,4 @@
-"""Weights from the trainer's ranks to generators by process groups of `torch.distributed` (docs/weights.md).
+"""Weights from the trainer's ranks to generators by process groups of `torch.distributed` (docs/training.md).
 
     generator                                          trainer
     Ask     ten times a second: what is the order?   --> membership and rank; result of the last order
