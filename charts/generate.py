@@ -10,7 +10,7 @@
 | files/crd.yaml | `rlhfspec schema --crd` |
 | tables of choices in docs | choice_tables.py, so `rlhfspec.job.choices` |
 | the fields in docs/job.md | job_fields.py, so the schema of a job |
-| stages and records in docs/loop.md | loop_tables.py, so `loop.py` |
+| stages and records in docs/processes.md | loop_tables.py, so `loop.py` |
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def files() -> dict[Path, str]:
     documents = {
         DOCUMENT: {"values": values_table(), "edges": edges_table()},
         ROOT / "docs" / "job.md": {"fields": fields_text()},
-        ROOT / "docs" / "loop.md": {"stages": stages_table(), "records": records_table()},
+        ROOT / "docs" / "processes.md": {"stages": stages_table(), "records": records_table()},
         **choice_tables(),
     }
     return made | {path: _document(path, tables) for path, tables in documents.items() if path.exists()}

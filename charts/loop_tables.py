@@ -1,4 +1,4 @@
-"""The tables of docs/loop.md, from `rlhfspec.messages.loop`: stages; records with subjects, publishers, readers."""
+"""The tables of docs/processes.md, from `rlhfspec.messages.loop`: stages, and records with subjects and readers."""
 
 from __future__ import annotations
 
