@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,8 @@ def a_run(folder: Path) -> None:
     file.plan(plan_of(advice, None, id="sums/plan/a/1", job="sums"))
     file.moved([moved(advice.moves[0], num_bytes=4_700_000, num_rounds=2, pause_seconds=0.0123)])
     file.moved([moved(advice.moves[1], "kept", reason="no free row")])
-    file.plan(plan_of(an_advice(num_free_rows=0), None, id="sums/plan/a/2", job="sums"))
+    plan = plan_of(an_advice(num_free_rows=0), None, id="sums/plan/a/2", job="sums")
+    file.plan(replace(plan, dry=dict(enumerate(("consolidate", "learn", "score", "wait")))))
 
 
 def test_it_says_what_moved_why_and_what_came_of_it(tmp_path: Path) -> None:
@@ -151,6 +153,7 @@ def test_it_says_what_moved_why_and_what_came_of_it(tmp_path: Path) -> None:
     assert "went with its KV, 4.7 MB in 2 rounds, a pause of 12.3 ms" in told.output
     assert "generator 0 -> 1: stayed: no free row" in told.output
     assert "; nothing moves" in told.output
+    assert "generator 1 has nothing to do: its drafter learns" in told.output
     assert told.output.splitlines()[-1] == "4 moves were advised"
 
 

@@ -17,6 +17,7 @@ from rlhfspec.engine.base import Learnt
 from rlhfspec.engine.config import EngineConfig
 from rlhfspec.engine.core import make_engine
 from rlhfspec.engine.distilling import learning as distilling
+from rlhfspec.engine.distilling.before import drafter_of
 from rlhfspec.engine.distilling.lessons import Lesson, LessonRecorder, LessonRing
 from rlhfspec.engine.distilling.muon import Muon
 from rlhfspec.engine.distilling.pays import LearningBudget
@@ -182,6 +183,8 @@ def test_it_drafts_as_at_the_start_until_what_it_learnt_is_better(model: Any, mo
             while engine.learning.learn_while_idle():
                 pass
         assert (weights_of(engine) != first) is better
+        saved, drafting = dict(drafter_of(engine).named_parameters()), student.learnt(at_first=not better)
+        assert all(torch.equal(saved[name], tensor) for name, tensor in drafting.items())
 
 
 @pytest.mark.parametrize("tied", [False, True])

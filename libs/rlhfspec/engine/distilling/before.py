@@ -52,8 +52,11 @@ def distil(
 
 
 def drafter_of(engine: Engine) -> Any:
-    assert engine.state.student is not None, "the engine's drafter learns"
-    return engine.state.student.model
+    """Return the learning copy with the weights that the engine drafts with, an average of the last ones it learnt."""
+    student, learning = engine.state.student, engine.abilities.learning
+    assert student is not None and learning is not None, "the engine's drafter learns"
+    student.model.load_state_dict(learning.learnt().tensors, strict=False)
+    return student.model
 
 
 def _requests(prompts: Sequence[Sequence[int]], params: SamplingParams) -> Iterator[Request]:

@@ -76,6 +76,7 @@ def _words_of_plan(line: dict[str, Any]) -> Iterator[str]:
 
 _DRY = {
     "consolidate": "fewer engines of its host are faster",
+    "learn": "its drafter learns",
     "score": "free for other work",
     "wait": "the others are about to end",
 }
