@@ -158,8 +158,8 @@ class Algorithm(Block):
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
         "k3",
-        description="Schulman's estimator of the KL. k3 has low variance and is never negative. Use k1 in the reward "
-        "only: in the loss its gradient has mean 0.",
+        description="Schulman's estimator of the KL. k3 has low variance and is never negative; use k1 in the reward "
+        "only.",
     )
     entropy_coefficient: Rate = Field(0.0, description="Coefficient of the entropy bonus.")
     importance_cap: Rate | None = Field(
@@ -252,8 +252,8 @@ class Training(Block):
     )
     activation_checkpointing: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Keep only what enters each layer, and compute the rest again in the backward pass (on): the same "
-        "bits from less memory; auto: on a device other than the CPU, where the rest would not fit.",
+        description="Keep only the inputs of layers and compute the rest again in the backward pass (on); auto: if "
+        "memory is short, except on a CPU.",
     )
     fuse: Literal["auto", "off"] = Field(
         "off",

@@ -27,8 +27,8 @@ class PodOptions(Block):
         dict[Literal["requests", "limits"], dict[str, int | str]], Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY
     ] = Field(
         {},
-        description="Resource requests and limits of the role's container, such as limits: {nvidia.com/gpu: 1}, with "
-        "fractions as text (\"500m\"). Those that are not named are the chart's (`jobs.resources`) or the namespace's.",
+        description="Requests and limits of the container, such as limits: {nvidia.com/gpu: 1}, fractions as text "
+        "(\"500m\"). Others are the chart's (`jobs.resources`) or the namespace's.",
     )
     image: Annotated[str | None, Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY] = Field(
         None,
@@ -38,8 +38,8 @@ class PodOptions(Block):
     )
     pod_template: Annotated[PodTemplate, Mark.MUTABLE_WHILE_SUSPENDED, Mark.CLUSTER_ONLY] = Field(
         {},
-        description="Merged into each pod of the role like a strategic merge patch: containers, volumes and variables "
-        "by name (the role's container is called worker). metadata takes labels and annotations, spec a pod spec.",
+        description="Merged into the role's pods like a strategic merge patch: labels and annotations of metadata, a "
+        "pod spec. The container is called worker.",
     )
 
 
@@ -82,13 +82,13 @@ class Storage(Block):
 
     claim: Name | None = Field(
         None,
-        description="PersistentVolumeClaim in the job's namespace for data, models and the run folder; relative paths "
-        "start there. It must be ReadWriteMany if pods run on several nodes. null: the operator's default claim.",
+        description="PersistentVolumeClaim for data, models and the run folder, where relative paths start; "
+        "ReadWriteMany for pods on several nodes. null: the operator's default claim.",
     )
     uri: str | None = Field(
         None, min_length=1, max_length=1024, pattern=OBJECT_STORE,
-        description="Prefix in an object store for data, models and the run folder, instead of a claim, such as "
-        "s3://bucket/team. Pods work on local copies; the trainer uploads its copy with each checkpoint.",
+        description="Object store for data, models and the run folder, instead of a claim, such as s3://bucket/team. "
+        "Pods work on copies; checkpoints are uploaded.",
     )  # fmt: skip
     secret: Name | None = Field(
         None,

@@ -27,8 +27,8 @@ class Speculation(Block):
     )
     learning: Literal["off", "auto", "share"] = Field(
         "off",
-        description="A drafter that is a model of its own learns from what is verified: off, auto (while it saves more "
-        "time than it takes), or share (of generating time, and while the generator has nothing to do).",
+        description="Train the draft model on verified tokens: auto, while that saves time; share, for a share of "
+        "generating time, and while the generator is idle.",
     )
     learning_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.05, description="Share of generating time that learning may take, with learning: share."
@@ -75,8 +75,8 @@ class Generation(Block):
     )
     exact: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="On a GPU, make every token the same in any batch and with any speculation (on), or fast, with few "
-        "tokens that flip (off, auto). On a CPU tokens are always the same.",
+        description="On a GPU, tokens that depend on neither batch nor speculation (on), or faster, with few that flip "
+        "(off, auto). CPUs are always exact.",
     )
     max_sequences: Annotated[Positive, Mark.RESUMABLE] = Field(
         64, description="Maximum number of sequences that one generator runs at a time."

@@ -34,8 +34,8 @@ class Trainer(Workers):
 
     nodes: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
-        description="Number of nodes that the training is spread over: a pod each in a cluster, which needs a "
-        "storage.claim; with --processes all are of this machine.",
+        description="Number of nodes for the training: a pod each in a cluster, which needs a storage.claim; with "
+        "--processes all on this machine.",
     )
     ranks_per_node: Annotated[int, Field(ge=1, le=64)] = Field(
         1, description="Number of processes of a node; those of all nodes share the training with FSDP2."
@@ -43,8 +43,8 @@ class Trainer(Workers):
 
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
-        description="Number of processes of a node that hold each layer together, each a part of its heads and hidden "
-        "units, for layers larger than a GPU takes; FSDP2 shares what is cut over the rest. It divides ranksPerNode.",
+        description="Number of processes of a node that hold each layer together, for layers larger than a GPU; FSDP2 "
+        "shards the parts over the rest.",
     )
 
     @property
@@ -63,21 +63,21 @@ class GeneratorWorkers(Workers):
     )
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
-        description="Number of processes that hold the model of a generator together, each a part of its weights and "
-        "KV heads, on a GPU of its own. Samples move between such generators too.",
+        description="Number of processes, each with a GPU, that hold the model of a generator together: its weights "
+        "and KV heads are divided.",
     )
     prefetch: Natural | None = Field(
         None,
-        description="Samples that a generator fetches beyond those its engine can run, so that the engine never "
-        "waits; null: 4, or at least samplesPerPrompt if samples move between generators.",
+        description="Samples fetched beyond those that the engine can run, so that it never waits; null: 4, or at "
+        "least samplesPerPrompt if samples move.",
     )
     link: LinkName = Field(
         "auto", description="How the KV cache of a moved sample is transferred; auto: shm within a host, else tcp."
     )
     weights: Literal["auto", "group", "store"] = Field(
         "auto",
-        description="How new weights come, where each worker is a process: group, from the trainer's ranks by a "
-        "process group (NCCL or gloo); store, by file or gRPC; auto: on GPUs, whichever was quicker, else store.",
+        description="How weights come between processes: group, by NCCL or gloo; store, by file or gRPC; auto: on GPUs "
+        "the quicker one, else store.",
     )
 
 
@@ -110,9 +110,8 @@ class FailurePolicy(Block):
     )
     counted: list[Literal["error", "temporary", "killed"]] = Field(
         ["error", "temporary"],
-        description="Failures that count. error: an exception, a crash or a timeout; temporary: a server was "
-        "unreachable; killed: by a signal, as when memory runs out. "
-        "Permanent errors, such as a bad job, always fail the run.",
+        description="Failures that count. error: exception, crash or timeout; temporary: a server was unreachable; "
+        "killed: by a signal. Permanent errors always fail the run.",
     )
     backoff_seconds: Seconds = Field(
         0.5, description="Delay before the first restart, in seconds; doubled for each further restart."
