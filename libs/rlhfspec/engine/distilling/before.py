@@ -54,7 +54,8 @@ def distil(
 def drafter_of(engine: Engine) -> Any:
     """Return the learning copy with the weights that the engine drafts with, an average of the last ones it learnt."""
     student, learning = engine.state.student, engine.abilities.learning
-    assert student is not None and learning is not None, "the engine's drafter learns"
+    assert student is not None, "the engine's drafter learns"
+    assert learning is not None
     student.model.load_state_dict(learning.learnt().tensors, strict=False)
     return student.model
 
