@@ -45,7 +45,6 @@ def drafters_table() -> str:
             "`speculation.mode`": lambda entry: f"`{entry.name}`",
             "drafts from": lambda entry: entry.about,
             "needs": lambda entry: ", ".join(f"`{need}`" for need in entry.needs) or "-",
-            "file": lambda entry: f"`{entry.make.partition(':')[0].removeprefix('rlhfspec.').replace('.', '/')}.py`",
         },
         DRAFTERS,
     )
@@ -108,8 +107,7 @@ def tables() -> dict[Path, dict[str, str]]:
     """Of each document, its tables by the name of their marks (`<!-- name -->`)."""
     return {
         DOCS / "algorithms.md": {"algorithms": algorithms_table()},
-        DOCS / "selector.md": {"drafters": drafters_table()},
-        DOCS / "engine.md": {"engines": engines_table()},
+        DOCS / "generation.md": {"drafters": drafters_table(), "engines": engines_table()},
         DOCS / "moving.md": {"links": links_table()},
         DOCS / "training.md": {"weight stores": weight_stores_table()},
     }

@@ -16,7 +16,7 @@ from rlhfspec.errors import InvalidRequest
 from rlhfspec.huggingface.structure.anatomy import examine
 from rlhfspec.huggingface.structure.causal_lm import CausalLM, hidden_of
 
-MUON_RATE, ADAM_RATE = 1e-2, 1e-3  # docs/learning.md
+MUON_RATE, ADAM_RATE = 1e-2, 1e-3
 _WARM_UP_STEPS = 50
 _KEPT = 0.99  # weight of the old average per optimizer step; less in the first steps
 

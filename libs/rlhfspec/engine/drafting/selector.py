@@ -1,5 +1,5 @@
 """Adaptive choice of the strategy at every step: before drafting, between levels and after drafting. It maximizes
-expected tokens (calibrated acceptance) over expected seconds (measured tables); see docs/selector.md."""
+expected tokens (calibrated acceptance) over expected seconds (measured tables); see docs/generation.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM under the law, in a child process with its own interpreter (docs/engines.md)."""
+"""vLLM under the law, in a child process with its own interpreter (docs/generation.md#engine-vllm)."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""The engines that `generation.engine.name` can choose (docs/engines.md).
+"""The engines that `generation.engine.name` can choose (docs/generation.md#engine-vllm).
 
 `make` takes the job and a loader of its tokenizer, and returns an `rlhfspec.engine.base.EngineProtocol`."""
 
