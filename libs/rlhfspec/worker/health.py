@@ -88,6 +88,12 @@ class Health:
         """Note that the event loop runs. It calls this a few times per `beat_seconds`."""
         self._last_beat = time.monotonic()
 
+    async def keep_beating(self) -> None:
+        """Beat until cancelled, and keep the clock going while the process only waits for a server."""
+        while True:
+            self.beat()
+            await self._vitals.clock.sleep(BEAT_SECONDS / 10)
+
     def ready(self) -> None:
         self._not_ready = ""
         self._grpc_health.tell()

@@ -36,7 +36,7 @@ from rlhfspec.stage.vitals import Vitals, WorkerVitals
 from rlhfspec.telemetry.base import Watcher
 from rlhfspec.telemetry.opening import Observation, watching
 from rlhfspec.worker import exits
-from rlhfspec.worker.health import BEAT_SECONDS, LOOPBACK, Health
+from rlhfspec.worker.health import LOOPBACK, Health
 from rlhfspec.worker.last_words import ActivityFile, leaves_at_once
 from rlhfspec.worker.mirror import Mirror, Mirroring
 from rlhfspec.worker.worker_weights import WorkerWeights
@@ -85,7 +85,7 @@ class StageWorker:
             )  # fmt: skip
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._asked_to_leave, health)
-            leaving.callback(asyncio.create_task(_beat(health, vitals.clock)).cancel)
+            leaving.callback(asyncio.create_task(health.keep_beating()).cancel)
             connect = partial(self._connect, vitals.clock, watched.watcher)
             bus = await connect(stage, worker)
             weights = WorkerWeights(connections, self._job, bus.of(stage, worker), health)
@@ -295,13 +295,6 @@ def host_told(environment: Mapping[str, str]) -> str:
 
 def incarnation_of(stage: str, worker: int) -> str:
     return f"{stage}/{worker}/{secrets.token_hex(8)}"
-
-
-async def _beat(health: Health, clock: Clock) -> None:
-    """Tell that the event loop answers, and keep the clock going while the worker only waits for a server."""
-    while True:
-        health.beat()
-        await clock.sleep(BEAT_SECONDS / 10)
 
 
 class _Saying:

@@ -42,7 +42,7 @@ from rlhfspec.stage.tasks import together
 from rlhfspec.stage.vitals import Vitals
 from rlhfspec.telemetry.meters import Meters
 from rlhfspec.telemetry.prometheus import text_of
-from rlhfspec.worker.health import BEAT_SECONDS, LOOPBACK, Health
+from rlhfspec.worker.health import LOOPBACK, Health
 from rlhfspec.worker.last_words import IN_A_POD
 from rlhfspec.worker.mirror import Mirror
 
@@ -85,7 +85,7 @@ class Control:
             CONTROL, 0, self._vitals, connections.credentials, metrics=lambda: text_of(self._meters.metrics()),
             host=os.environ.get(IN_A_POD) or LOOPBACK, http_port=connections.http_port, grpc_port=connections.grpc_port,
         ) as health:  # fmt: skip
-            beating = asyncio.create_task(_beat(health))
+            beating = asyncio.create_task(health.keep_beating())
             services = [_LookingOn(self, health), *self._reporter(), *self._live()]
             supervisor = Supervisor(self._vitals, stall_seconds=float("inf"), grace_seconds=_GRACE_SECONDS, final=())
             try:
@@ -184,9 +184,3 @@ class _LookingOn(Service):
 
     async def run(self) -> None:
         await self._control.look_on(self, self._health)
-
-
-async def _beat(health: Health) -> None:
-    while True:
-        health.beat()
-        await asyncio.sleep(BEAT_SECONDS / 10)

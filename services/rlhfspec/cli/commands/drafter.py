@@ -27,7 +27,7 @@ _MOST_ROWS = 20
 
 @app.callback()
 def group() -> None:
-    """Drafters that learn: docs/generation.md#drafters-that-learn."""
+    """Train, report and export drafters that learn (docs/generation.md#drafters-that-learn)."""
 
 
 @app.command()
