@@ -301,7 +301,7 @@ def test_weights_stay_in_the_type_of_their_file_and_buffers_are_what_they_were(k
 
 def reference(model: Any, *, arithmetic: str = "amx") -> Reference:
     anatomy = examine(model, name="model", max_context=64)
-    rounding = Rounding(model, precision_of(model, BF16), arithmetic=arithmetic)
+    rounding = Rounding(precision_of(model, BF16), arithmetic=arithmetic)
     probes = choose(anatomy, model.config, 64, int(model.get_input_embeddings().num_embeddings))
     return ask(model, anatomy, probes, name="model", rounding=rounding)
 
