@@ -18,7 +18,8 @@ TIERS = {
     "runs": "whole runs of jobs",
 }
 ALONE = ("unit", "torch")  # in the process of pytest
-TOOLS = {"c++", "cc", "clang++", "g++", "gcc", "ld", "ldconfig", "lscpu", "uname"}  # build kernels, tell the machine
+# What builds kernels, tells the machine, and finds fonts the first time on it.
+TOOLS = {"c++", "cc", "clang++", "g++", "gcc", "ld", "ldconfig", "lscpu", "uname", "fc-list"}
 _running = ""  # the tier of the test that runs
 
 
